@@ -136,7 +136,7 @@ class _Build:
         return payload
 
     def _apply(self, payload: torch.Tensor, receiver: torch.Tensor) -> None:
-        decode_patch(payload, self._schema).changes.to(receiver.device).write(receiver)
+        decode_patch(payload, self._schema).write(receiver)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Return the same shared slot in every turn, as an update over shared memory does."""

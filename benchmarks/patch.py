@@ -123,10 +123,10 @@ class _Bench:
         return self._trackers[options.values].compare(self.new)
 
     def encode(self, scan: Any, options: PatchOptions) -> torch.Tensor:
-        return encode_patch(scan.changes, self.snapshot, self.schema, 0, 1, options, self._allocate)
+        return encode_patch(scan.changes, self.schema, 0, 1, options, self._allocate)
 
     def apply(self, payload: torch.Tensor) -> None:
-        decode_patch(payload, self.schema).changes.write(self.receiver)
+        decode_patch(payload, self.schema).write(self.receiver)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return self._payload[:nbytes]

@@ -74,7 +74,7 @@ def tracker_of(update: Update, values: Literal["raw", "relative"]) -> Tracker[An
 
 def measure_bytes(update: Update) -> Sizes:
     """Encode ``update`` in every way and return the sizes."""
-    schema, flat = update.schema, update.flat()
+    schema = update.schema
     allocate = functools.partial(torch.empty, dtype=torch.uint8)
     found = {values: tracker_of(update, values).compare(list(update.new.values())) for values in VALUES}
     sizes = Sizes(update.name, found["raw"].changed, found["raw"].total)
@@ -86,7 +86,7 @@ def measure_bytes(update: Update) -> Sizes:
         sizes.found["dense", label] = pack(compression, whole)[1].numel()
         for layout in LAYOUTS:
             options = encoding(layout, label).options
-            payload = encode_patch(found[options.values].changes, flat, schema, 0, 1, options, allocate)
+            payload = encode_patch(found[options.values].changes, schema, 0, 1, options, allocate)
             sizes.found[layout, label] = payload.numel()
         if label in ("none", "lz4"):  # RLinf has no other
             for rival, delta in _RIVALS.items():

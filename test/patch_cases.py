@@ -60,13 +60,25 @@ class Case:
     new: torch.Tensor
     changes: Changes
 
+    def of_kind(self, values: str) -> Changes:
+        """Return the changes with the values that a scan finds for this option."""
+        sparse = []
+        for part in self.changes.sparse:
+            before = self.old.view(BITS[part.width])[part.positions]
+            bits = part.values + before if part.relative else part.values
+            relative = values == "relative"
+            sparse.append(
+                Sparse.of(part.width, part.positions, bits - before if relative else bits, relative)
+            )
+        return dataclasses.replace(self.changes, sparse=tuple(sparse))
+
     def encode(self, chosen: PatchOptions) -> torch.Tensor:
-        return encode_patch(self.changes, self.old, self.schema, 6, 7, chosen, lend)
+        return encode_patch(self.of_kind(chosen.values), self.schema, 6, 7, chosen, lend)
 
     def applied(self, payload: torch.Tensor) -> Patch:
         patch = decode_patch(payload, self.schema)
         flat = self.old.clone()
-        patch.changes.write(flat)
+        patch.write(flat)
         assert torch.equal(flat, self.new)
         return patch
 

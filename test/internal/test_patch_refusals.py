@@ -28,13 +28,13 @@ def decodes_or_refuses(payload: torch.Tensor, schema: WeightSchema) -> bool:
         patch = decode_patch(payload, schema)
     except FormatError:
         return True
-    for part in patch.changes.sparse:
+    for part in patch.sparse:
         positions = part.positions.numpy()
         assert positions[0] >= 0
         assert positions[-1] < schema.nbytes // part.width
         assert (np.diff(positions) > 0).all()
         assert part.values.shape == part.positions.shape
-    for one in patch.changes.ranges:
+    for one in patch.ranges:
         assert 0 <= one.start <= one.start + one.data.numel() <= schema.nbytes
     return False
 
@@ -80,8 +80,7 @@ def small_patch(layout: str = "flat", delta: bool = False) -> tuple[bytearray, W
     schema = WeightSchema.of({"a": torch.empty(8, 2), "b": torch.empty(2).double()})
     part = Sparse.of(4, torch.tensor([1, 6]), torch.tensor([10, 20], dtype=torch.int32))
     replaced = ByteRange(64, torch.arange(8, dtype=torch.uint8))
-    old = torch.zeros(schema.nbytes, dtype=torch.uint8)
-    payload = encode_patch(Changes((part,), (replaced,)), old, schema, 0, 1, options(layout, delta), lend)
+    payload = encode_patch(Changes((part,), (replaced,)), schema, 0, 1, options(layout, delta), lend)
     return bytearray(payload.numpy().tobytes()), schema
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from fuzz import examples
 from hypothesis import given
 from patch_cases import ALL_OPTIONS, Case, any_options, bf16_case, cases, lend, make_case, options
 
-from weight_update.encodings.patch.changes import BITS, Changes, Sparse
+from weight_update.encodings.patch.changes import Changes, Sparse
 from weight_update.encodings.patch.encode_cuda import encode_patch_on_device
 from weight_update.encodings.patch.format import PatchOptions, encode_patch
 from weight_update.wire.schema import WeightSchema
@@ -28,19 +26,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def of_kind(case: Case, values: str) -> Changes:
-    """The changes with the values that a scan finds for this option."""
-    if values == "raw":
-        return case.changes
-    sparse = []
-    for part in case.changes.sparse:
-        steps = part.values - case.old.view(BITS[part.width])[part.positions]
-        sparse.append(Sparse.of(part.width, part.positions, steps, relative=True))
-    return dataclasses.replace(case.changes, sparse=tuple(sparse))
-
-
 def check(case: Case, chosen: PatchOptions, device: torch.device) -> None:
-    changes = of_kind(case, chosen.values).to(device)
+    changes = case.of_kind(chosen.values).to(device)
     payload = encode_patch_on_device(changes, case.schema, 6, 7, chosen, lend)
     assert torch.equal(payload, case.encode(chosen))
 
@@ -73,7 +60,7 @@ def test_gaps_around_the_escapes(gap: int, count: int, device: torch.device) -> 
     schema = WeightSchema.of({"a": torch.empty((gap + 1) * 301, dtype=torch.bool, device="meta")})
     positions = torch.cat([torch.arange(300), 300 + torch.arange(count) * (gap + 1)])
     changes = Changes((Sparse.of(1, positions, torch.ones(300 + count, dtype=torch.uint8)),))
-    expected = encode_patch(changes, torch.empty(0), schema, 0, 1, options(), lend)
+    expected = encode_patch(changes, schema, 0, 1, options(), lend)
     payload = encode_patch_on_device(changes.to(device), schema, 0, 1, options(), lend)
     assert torch.equal(payload, expected)
 

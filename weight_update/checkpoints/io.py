@@ -14,9 +14,9 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import NotEnoughSpaceError
 from weight_update.progress import Progress
+from weight_update.threads import in_threads, threads_for
 
 PART = ".part"
 """Suffix of files that are being written."""

@@ -20,14 +20,7 @@ SEGMENT_BYTES = 1 << 16
 """Bytes that share a table: few enough that it suits them, and many enough that it costs little."""
 
 
-def _load() -> ctypes.CDLL | None:
-    found = load(Path(__file__).parent, "_ans", 1)
-    if found is not None:
-        found.ans_encode.restype = ctypes.c_int64
-    return found
-
-
-library: ctypes.CDLL | None = _load()
+library = load(Path(__file__).parent, "_ans", 1, ["ans_encode"])
 """The compiled loops; None where there are none."""
 
 

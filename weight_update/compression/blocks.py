@@ -1,12 +1,4 @@
-"""Compression in blocks on the CPU: the layout that ``lz4/1`` and ``zstd/1`` share.
-
-The data is cut into blocks of 1 MiB; the last may be shorter. The compressed data of N blocks::
-
-    offset  size  field
-    0       4 N   length of each compressed block, uint32, little endian
-    4 N     ...   the compressed blocks, one after the other
-
-A block with the length of the original is stored uncompressed. Empty data has no bytes.
+"""Compression in blocks on the CPU; ``docs/compression.rst`` describes the bytes.
 
 Blocks keep copies in the processor's cache, bound the memory that a forged block can claim, let several
 threads compress, and avoid LZ4's limit of 2 GB.
@@ -18,7 +10,6 @@ import itertools
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +17,7 @@ import torch
 
 from weight_update.compression.base import Compression
 from weight_update.errors import FormatError
+from weight_update.threads import in_threads
 from weight_update.wire.memory import byte_view
 
 BLOCK_BYTES = 1 << 20
@@ -69,11 +61,8 @@ class BlockCompression(Compression):
 
     def _shrunk(self, blocks: Sequence[memoryview]) -> list[Buffer]:
         threads = min(self.threads, len(blocks) // _BLOCKS_FOR_A_THREAD, len(os.sched_getaffinity(0)))
-        if threads < 2:
-            return [self._smaller(block) for block in blocks]
         # Block by block, not one share for each thread: some blocks take much longer than others.
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(self._smaller, blocks))
+        return in_threads(self._smaller, blocks, threads)
 
     def _smaller(self, block: memoryview) -> Buffer:
         shrunk = self.shrink(block)

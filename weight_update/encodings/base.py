@@ -149,10 +149,15 @@ class WholeEncoding(Encoding):
 
 
 class Delta(Protocol):
-    """The changes of an update, on the receiver: from version ``base`` to ``version``."""
+    """The changes of an update, on the receiver."""
 
-    base: int
-    version: int
+    @property
+    def base(self) -> int:
+        """Version that they apply to."""
+
+    @property
+    def version(self) -> int:
+        """Version that they make."""
 
     def write(self, flat: torch.Tensor) -> None:
         """Change ``flat`` (1-D uint8, the buffer of the schema) from base to version; must not fail."""

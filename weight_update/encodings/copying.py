@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weight_update.encodings.threads import in_threads
 from weight_update.progress import Progress
+from weight_update.threads import in_threads
 from weight_update.wire.compiled import load
 from weight_update.wire.fixed import PLAIN, is_plain
 

@@ -10,11 +10,11 @@ import torch
 from weight_update.encodings import Delta
 from weight_update.encodings.copying import copy_tensors
 from weight_update.encodings.patch.changes import BITS, Array
-from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.engines.base import WeightChange
 from weight_update.receiver.flat_buffers import OwnCopy
 from weight_update.receiver.targets import EngineTarget, StagedUpdate, Target
 from weight_update.strategy.binding import Binding
+from weight_update.threads import in_threads, threads_for
 from weight_update.wire.schema import WeightSchema
 
 

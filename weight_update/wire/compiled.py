@@ -9,14 +9,15 @@ from __future__ import annotations
 import ctypes
 import importlib.machinery
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 
-def load(folder: Path, name: str, version: int) -> ctypes.CDLL | None:
+def load(folder: Path, name: str, version: int, counting: Sequence[str] = ()) -> ctypes.CDLL | None:
     """Return the library ``name`` of ``folder``; None if there is none, or it was built from other sources.
 
     A checkout may hold one that an earlier version has built. The library states its version in the int
-    ``wu_version``.
+    ``wu_version``. The functions ``counting`` return an int64, others an int or nothing.
     """
     if os.environ.get("WEIGHT_UPDATE_KERNELS") == "0":
         return None
@@ -24,7 +25,11 @@ def load(folder: Path, name: str, version: int) -> ctypes.CDLL | None:
         path = folder / (name + suffix)
         if path.exists():
             library = ctypes.CDLL(str(path))
-            return library if _version_of(library) == version else None
+            if _version_of(library) != version:
+                return None
+            for function in counting:
+                getattr(library, function).restype = ctypes.c_int64
+            return library
     return None
 
 

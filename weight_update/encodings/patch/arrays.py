@@ -16,8 +16,8 @@ import torch
 
 from weight_update.compression import Compression, decompressor_for, pack
 from weight_update.encodings.base import Lend
-from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import FormatError
+from weight_update.threads import in_threads, threads_for
 from weight_update.wire.schema import aligned
 
 Array = npt.NDArray[Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 
 from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.gaps import Gaps
-from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import FormatError
+from weight_update.threads import in_threads, threads_for
 from weight_update.wire.schema import TensorMeta, WeightSchema
 
 Array = npt.NDArray[Any]
@@ -22,7 +22,6 @@ Array = npt.NDArray[Any]
 BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype for the bits of an element, by width in bytes; 16-byte elements count as two of 8."""
 
-_CACHED = 1 << 14  # elements that stay in the cache between reading and writing
 _SHARE = 1 << 17  # elements that one thread writes at a time
 
 
@@ -45,12 +44,6 @@ class Segment:
     offsets: torch.Tensor = field(repr=False)
     values: torch.Tensor = field(repr=False)
 
-    def split(self, size: int) -> Iterator[Segment]:
-        """Split into segments of at most ``size`` elements."""
-        for start in range(0, len(self.offsets), size):
-            stop = start + size
-            yield Segment(self.first, self.offsets[start:stop], self.values[start:stop])
-
     @property
     def gaps(self) -> Gaps:
         """The positions as gaps; CPU only."""
@@ -63,7 +56,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class GapSegment:
-    """A segment whose positions are gaps, as the compiled loops find and apply them; CPU only."""
+    """A segment whose positions are gaps, as scans find them and patches carry them; CPU only."""
 
     gaps: Gaps
     values: torch.Tensor = field(repr=False)
@@ -77,10 +70,6 @@ class GapSegment:
     def offsets(self) -> torch.Tensor:
         """The offsets of a :class:`Segment`."""
         return torch.from_numpy(self.gaps.offsets)
-
-    def split(self, size: int) -> Iterator[Segment]:
-        """Split into segments of at most ``size`` elements."""
-        return Segment(self.first, self.offsets, self.values).split(size)
 
     def kept(self) -> GapSegment:
         """Return a copy of what may be views into a payload."""
@@ -120,17 +109,16 @@ class Sparse:
         """All values, of the shape of :attr:`positions`."""
         return torch.cat([one.values for one in self.segments])
 
-    def split(self, size: int) -> list[Segment]:
-        """Split into segments of at most ``size`` elements."""
-        return [block for one in self.segments for block in one.split(size)]
-
-    def compiled(self) -> list[Segment | GapSegment]:
-        """Return segments of suitable size for the compiled loops; CPU only."""
-        return [
-            block
-            for one in self.segments
-            for block in ([one] if isinstance(one, GapSegment) else one.split(_SHARE))
-        ]
+    def shares(self) -> list[Segment | GapSegment]:
+        """Return segments of which a thread processes one at a time; CPU only."""
+        found: list[Segment | GapSegment] = []
+        for one in self.segments:
+            if isinstance(one, GapSegment):
+                found.append(one)
+            else:
+                parts = zip(torch.split(one.offsets, _SHARE), torch.split(one.values, _SHARE), strict=True)
+                found += [Segment(one.first, *part) for part in parts]
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,15 +134,16 @@ class Changes:
     ranges: tuple[ByteRange, ...] = ()
 
     def write(self, flat: torch.Tensor) -> None:
-        """Change ``flat`` (8-byte aligned, on the device of the changes) from old to new; trust positions."""
-        for part in self.sparse:
+        """Change ``flat`` (1-D uint8, 8-byte aligned) from old to new; positions are trusted."""
+        here = self.to(flat.device)
+        for part in here.sparse:
             words = flat.view(BITS[part.width])
             if words.is_cuda:
                 positions, values = part.positions, part.values
                 words[positions] = words[positions] + values if part.relative else values
             else:
                 _write_sparse(words.numpy(), part)
-        for one in self.ranges:
+        for one in here.ranges:
             place = flat[one.start : one.start + one.data.numel()]
             if place.is_cuda:
                 place.copy_(one.data)
@@ -218,25 +207,13 @@ class Changes:
         return torch.from_numpy(np.unique(np.concatenate(found or [np.empty(0, np.int64)])))
 
 
-# Not torch: its threads hang in forked processes.
 def _write_sparse(words: Array, part: Sparse) -> None:
-    threads = threads_for(len(part))
-    if kernels.library is None:
-        in_threads(lambda share: _write_numpy(words, share, part.relative), part.split(_SHARE), threads)
-    else:
-        in_threads(lambda share: _write_compiled(words, share, part.relative), part.compiled(), threads)
+    def write(share: Segment | GapSegment) -> None:
+        gaps = share.gaps
+        place = words[gaps.first : gaps.last + 1]
+        if not kernels.apply(place, gaps.units, share.values.numpy(), part.relative):
+            raise FormatError("the memory of a patch was overwritten while the patch was applied")
 
-
-def _write_compiled(words: Array, share: Segment | GapSegment, relative: bool) -> None:
-    gaps = share.gaps
-    if not kernels.apply(words[gaps.first : gaps.last + 1], gaps.units, share.values.numpy(), relative):
-        raise FormatError("the memory of a patch was overwritten while the patch was applied")
-
-
-def _write_numpy(words: Array, share: Segment, relative: bool) -> None:
-    for one in share.split(_CACHED):
-        from_here, values = words[one.first :], one.values.numpy()
-        offsets = one.offsets.numpy().astype(np.int64, copy=False)  # int32 would take three times as long
-        if relative:
-            values = values + np.take(from_here, offsets, mode="clip")
-        from_here[offsets] = values
+    in_threads(
+        write, part.shares(), threads_for(len(part))
+    )  # not torch: its threads hang in forked processes

@@ -6,10 +6,9 @@ compared in place unless they must be converted; small neighbours share a tile a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +17,13 @@ from numpy.typing import NDArray
 from weight_update.encodings.base import Difference
 from weight_update.encodings.copying import SERIAL
 from weight_update.encodings.patch import kernels
-from weight_update.encodings.patch.changes import ByteRange, Changes, GapSegment, Segment, Sparse
-from weight_update.encodings.patch.diff_numpy import Bytes, differences
+from weight_update.encodings.patch.changes import ByteRange, Changes, GapSegment, Sparse
 from weight_update.encodings.patch.gaps import Gaps
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
-from weight_update.encodings.threads import in_threads
+from weight_update.threads import in_threads
 from weight_update.wire.schema import WeightSchema
+
+Bytes = NDArray[np.uint8]
 
 TILE = 2 << 20
 """Bytes of a tile: short enough for caches, long enough that threads rarely wait for the interpreter lock."""
@@ -89,11 +89,7 @@ class Scanner:
 
         @torch.no_grad()  # a setting of each thread
         def compare(share: Sequence[_Group]) -> list[_GroupDiff]:
-            compiled = kernels.library is not None
-            return [
-                one.scan(weights, self._relative) if compiled else one.compare(weights, self._relative)
-                for one in share
-            ]
+            return [one.scan(weights, self._relative) for one in share]
 
         done = in_threads(compare, self._shares, len(self._shares))
         groups = [done[i % len(done)][i // len(done)] for i in range(sum(map(len, done)))]
@@ -146,31 +142,12 @@ class _Weights:
         return cls(live, addresses, snapshot.numpy())
 
 
-class _Memory:
-    """Scratch memory of one thread.
-
-    Attributes:
-        tile: 1-D uint8, for a tile that is not compared in place.
-    """
-
-    def __init__(self, tile: int, group: int) -> None:
-        self.tile = torch.empty(tile, dtype=torch.uint8)
-        self._group = group
-        self._gaps: dict[int, kernels.GapBuffer] = {}
-
-    def gaps(self, width: int) -> kernels.GapBuffer:
-        """Return memory for the changes of a group that have this width."""
-        if width not in self._gaps:
-            self._gaps[width] = kernels.GapBuffer(width, self._group // width)
-        return self._gaps[width]
-
-
 class _TileReader:
     """A reader of the current bytes of a tile."""
 
-    def __init__(self, tile: Tile, memory: _Memory) -> None:
-        self.tile, self._scratch = tile, memory.tile[: tile.nbytes]
-        self._views = [] if tile.flat else tile.views(memory.tile)
+    def __init__(self, tile: Tile, scratch: torch.Tensor) -> None:
+        self.tile, self._scratch = tile, scratch[: tile.nbytes]
+        self._views = [] if tile.flat else tile.views(scratch)
 
     def read(self, weights: _Weights) -> tuple[Bytes, Bytes]:
         """Return new and old bytes; the new ones may lie in scratch memory."""
@@ -196,10 +173,12 @@ class _TileReader:
 
 def _groups_of(share: Sequence[Sequence[Tile]], dense_above: float) -> list[_Group]:
     """Return the groups of one thread, which share scratch memory."""
-    most = max(tile.nbytes for group in share for tile in group)
+    tiles = [tile for group in share for tile in group]
+    scratch = torch.empty(max(tile.nbytes for tile in tiles), dtype=torch.uint8)
     span = max(group[-1].start + group[-1].nbytes - group[0].start for group in share)
-    memory = _Memory(most, span)
-    return [_Group(tiles, memory, dense_above) for tiles in share]
+    widths = {width for tile in tiles for width in tile.widths}
+    buffers = {width: kernels.GapBuffer(width, span // width) for width in widths}
+    return [_Group(group, scratch, buffers, dense_above) for group in share]
 
 
 @dataclass(frozen=True)
@@ -207,41 +186,29 @@ class _GroupDiff:
     """The differences in a group of tiles, by width."""
 
     changed: int
-    segments: dict[int, Segment | GapSegment]
+    segments: dict[int, GapSegment]
     ranges: list[ByteRange]
 
 
 class _Group:
     """Consecutive tiles, which one thread compares."""
 
-    def __init__(self, tiles: Sequence[Tile], memory: _Memory, dense_above: float) -> None:
-        self._readers = [_TileReader(tile, memory) for tile in tiles]
-        self._memory, self._start = memory, tiles[0].start
+    def __init__(
+        self,
+        tiles: Sequence[Tile],
+        scratch: torch.Tensor,
+        buffers: Mapping[int, kernels.GapBuffer],
+        dense_above: float,
+    ) -> None:
+        self._readers = [_TileReader(tile, scratch) for tile in tiles]
+        self._buffers, self._start = buffers, tiles[0].start
         self._most = [int(dense_above * tile.elements) for tile in tiles]
         self._widths = sorted({width for tile in tiles for width in tile.widths})
 
-    def compare(self, weights: _Weights, relative: bool) -> _GroupDiff:
-        """Compare all tiles."""
-        changed, ranges = 0, list[ByteRange]()
-        by_width: dict[int, list[tuple[int, NDArray[Any], NDArray[Any]]]] = {}
-        for reader, most in zip(self._readers, self._most, strict=True):
-            new, old = reader.read(weights)
-            found = differences(reader.tile, new, old, relative)
-            here = sum(len(positions) for _, positions, _ in found)
-            changed += here
-            if here > most:
-                ranges += reader.ranges(new)
-                continue
-            for width, positions, values in found:
-                start = (reader.tile.start - self._start) // width
-                by_width.setdefault(width, []).append((start, positions, values))
-        segments = {width: _segment(self._start // width, parts) for width, parts in by_width.items()}
-        return _GroupDiff(changed, dict(segments), ranges)
-
     def scan(self, weights: _Weights, relative: bool) -> _GroupDiff:
-        """Compare all tiles with the compiled loops."""
+        """Compare all tiles."""
         for width in self._widths:
-            self._memory.gaps(width).start(self._start // width)
+            self._buffers[width].start(self._start // width)
         changed, ranges = 0, list[ByteRange]()
 
         def in_place(item: tuple[_TileReader, int]) -> int:
@@ -253,7 +220,7 @@ class _Group:
             run = list(items)
             if width:
                 table = np.array([_in_place(one.tile, most, weights) for one, most in run], kernels.TILE)
-                self._memory.gaps(width).scan(table, relative)
+                self._buffers[width].scan(table, relative)
                 changed += int(table["found"].sum())
                 for k in np.flatnonzero(table["found"] > table["most"]).tolist():
                     ranges += run[k][0].ranges(run[k][0].read(weights)[0])
@@ -267,34 +234,27 @@ class _Group:
 
     def _scan_slices(self, tile: Tile, most: int, new: Bytes, old: Bytes, relative: bool) -> int:
         """Append the changes of a tile if they are at most ``most``; return their number."""
-        buffers = [self._memory.gaps(width) for width in tile.widths]
-        before, found = [buffer.save() for buffer in buffers], 0
-        for width, buffer in zip(tile.widths, buffers, strict=True):
-            whole = len(tile.widths) == 1  # nothing differs between the slices
-            slices = [(one.start - tile.start, one.nbytes) for one in tile.slices if one.width == width]
+        before, found = [self._buffers[width].save() for width in tile.widths], 0
+        runs = [(0, tile.nbytes)]  # nothing differs between slices of one width
+        for width in tile.widths:
+            if len(tile.widths) > 1:
+                runs = [(one.start - tile.start, one.nbytes) for one in tile.slices if one.width == width]
             rows = [
-                (
-                    new.ctypes.data + at,
-                    old.ctypes.data + at,
-                    size // width,
-                    (tile.start + at) // width,
-                    size,
-                    0,
-                )
-                for at, size in ([(0, tile.nbytes)] if whole else slices)
+                _row(new.ctypes.data + at, old.ctypes.data + at, width, tile.start + at, size, size)
+                for at, size in runs
             ]
             table = np.array(rows, kernels.TILE)
-            buffer.scan(table, relative)
+            self._buffers[width].scan(table, relative)
             found += int(table["found"].sum())
         if found > most:
-            for buffer, saved in zip(buffers, before, strict=True):
-                buffer.restore(saved)
+            for width, saved in zip(tile.widths, before, strict=True):
+                self._buffers[width].restore(saved)
         return found
 
-    def _segments(self) -> dict[int, Segment | GapSegment]:
-        segments: dict[int, Segment | GapSegment] = {}
+    def _segments(self) -> dict[int, GapSegment]:
+        segments = {}
         for width in self._widths:
-            buffer = self._memory.gaps(width)
+            buffer = self._buffers[width]
             if buffer.found:
                 units, values = buffer.take()
                 gaps = Gaps(self._start // width, buffer.last, units, buffer.found)
@@ -303,24 +263,14 @@ class _Group:
 
 
 def _in_place(tile: Tile, most: int, weights: _Weights) -> tuple[int, ...]:
-    """Return a row of :data:`~weight_update.encodings.patch.kernels.TILE`."""
     (one,) = tile.slices
     new = weights.addresses[one.entry] + one.first * one.meta.dtype.itemsize
-    old = weights.snapshot.ctypes.data + tile.start
-    return new, old, tile.nbytes // one.width, tile.start // one.width, most, 0
+    return _row(new, weights.snapshot.ctypes.data + tile.start, one.width, tile.start, tile.nbytes, most)
 
 
-def _segment(first: int, parts: Sequence[tuple[int, NDArray[Any], NDArray[Any]]]) -> Segment:
-    """Join the positions, each counted from the start of its tile, and the values of several tiles."""
-    values = np.concatenate([values for _, _, values in parts])
-    offsets = np.empty(values.shape, np.int32)  # fresh memory costs most here
-    end = 0
-    for start, positions, _ in parts:
-        here = offsets[end : end + len(positions)]
-        here[:] = positions
-        here += start
-        end += len(positions)
-    return Segment(first, torch.from_numpy(offsets), torch.from_numpy(values))
+def _row(new: int, old: int, width: int, start: int, nbytes: int, most: int) -> tuple[int, ...]:
+    """Return a row of :data:`~weight_update.encodings.patch.kernels.TILE`."""
+    return new, old, nbytes // width, start // width, most, 0
 
 
 def _merge(groups: Sequence[_GroupDiff], relative: bool) -> Changes:

@@ -62,7 +62,7 @@ def _add_integers(out: ArrayWriter, arrays: Sequence[Tensor]) -> None:
 
 
 def _add_gaps(out: ArrayWriter, positions: Tensor) -> None:
-    """Add gaps as :func:`~weight_update.encodings.patch.gaps.split_units` writes them."""
+    """Add gaps as :func:`~weight_update.encodings.patch.gaps.merge_gaps` returns them."""
     gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
     more = torch.stack([(gaps // escape_of(size)).sum() for size in UNITS]).tolist()
     needed = {size: gaps.numel() + escapes for size, escapes in zip(UNITS, more, strict=True)}

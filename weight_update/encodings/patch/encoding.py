@@ -199,7 +199,7 @@ class PatchTracker(Tracker[Scan]):
         return self._encode(Changes(ranges=tuple(ranges)).to(_CPU), version, version, lend)
 
     def _encode(self, changes: Changes, base: int, version: int, lend: Lend) -> torch.Tensor:
-        return encode_patch(changes, self._flat, self._schema, base, version, self._options.options, lend)
+        return encode_patch(changes, self._schema, base, version, self._options.options, lend)
 
     def advance(self, difference: Scan) -> None:
         self._flushed()
@@ -211,10 +211,9 @@ class PatchTracker(Tracker[Scan]):
         pool.shutdown(wait=False)  # its thread ends with its only task
 
     def _write(self, changes: Changes) -> None:
-        home = self._flat.device
-        if self._queues is not None and home.type == "cpu":
+        if self._queues is not None and self._flat.is_cpu:
             changes = changes.map(self._queues.bring)
-        changes.to(home).write(self._flat)
+        changes.write(self._flat)
         self._written()
 
     def _written(self) -> None:

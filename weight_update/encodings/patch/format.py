@@ -18,16 +18,15 @@ import numpy as np
 import torch
 
 from weight_update.compression import Compression
-from weight_update.encodings.base import Delta, Lend
-from weight_update.encodings.patch import kernels
+from weight_update.encodings.base import Lend
 from weight_update.encodings.patch.arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
-from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, GapSegment, Segment, Sparse
+from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, GapSegment, Sparse
 from weight_update.encodings.patch.gaps import Gaps
 from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode_coo
 from weight_update.encodings.patch.positions_flat import decode_flat, encode_flat
 from weight_update.encodings.patch.values import decode_steps, encode_steps
 from weight_update.errors import FormatError
-from weight_update.wire.schema import TensorMeta, WeightSchema
+from weight_update.wire.schema import WeightSchema
 
 _HEAD = struct.Struct("<4sBBBBIIqq")
 _SECTION = struct.Struct("<QQ")
@@ -35,7 +34,6 @@ _MAGIC = b"WUPP"
 _FORMAT = 1
 _LAYOUTS = ("flat", "coo")
 _DELTA, _RELATIVE = 1, 2
-_CACHED = 1 << 17  # values at a time, so that intermediate results stay in the cache
 
 
 @dataclass(frozen=True)
@@ -100,54 +98,41 @@ class PatchHead(NamedTuple):
         return cls(_LAYOUTS[layout], delta, relative, ranges, arrays, base, version, sections)
 
 
-@dataclass(eq=False)
-class Patch(Delta):
-    """The content of a payload; its tensors may be views into the payload."""
+@dataclass(frozen=True, eq=False)
+class Patch(Changes):
+    """The content of a payload, which may hold views into it; a :class:`~weight_update.encodings.Delta`.
 
-    base: int
-    version: int
-    changes: Changes
+    Attributes:
+        base: version that it applies to.
+        version: version that it makes.
+    """
 
-    def write(self, flat: torch.Tensor) -> None:
-        self.changes.to(flat.device).write(flat)
-
-    def touched(self, schema: WeightSchema) -> list[int]:
-        return self.changes.touched(schema)
+    base: int = 0
+    version: int = 0
 
     def kept(self) -> Patch:
-        changes = self.changes
-        sparse = tuple(
-            replace(part, segments=tuple(one.kept() for one in part.segments)) for part in changes.sparse
-        )
-        ranges = tuple(replace(one, data=one.data.clone()) for one in changes.ranges)
-        return Patch(self.base, self.version, Changes(sparse, ranges))
-
-    def elements_of(self, meta: TensorMeta) -> torch.Tensor | None:
-        return self.changes.elements_of(meta)
+        """Return the same patch without views into its payload."""
+        sparse = (replace(part, segments=tuple(one.kept() for one in part.segments)) for part in self.sparse)
+        ranges = (replace(one, data=one.data.clone()) for one in self.ranges)
+        return replace(self, sparse=tuple(sparse), ranges=tuple(ranges))
 
 
 def encode_patch(
-    changes: Changes,
-    snapshot: torch.Tensor,
-    schema: WeightSchema,
-    base: int,
-    version: int,
-    options: PatchOptions,
-    lend: Lend,
+    changes: Changes, schema: WeightSchema, base: int, version: int, options: PatchOptions, lend: Lend
 ) -> torch.Tensor:
     """Write ``changes`` from ``base`` to ``version`` into one payload, 1-D uint8, exactly as long as needed.
 
-    Changes are CPU tensors, and their positions are trusted. ``snapshot`` is the flat buffer of ``schema``
-    before the change; it is read only to convert between raw and relative values. Layout ``"coo"`` raises
-    ValueError for a change that lies in no tensor of its width.
+    Changes are CPU tensors, relative exactly if ``options.values`` is, and their positions are trusted.
+    Layout ``"coo"`` raises ValueError for a change that lies in no tensor of its width.
     """
     out = ArrayWriter(options.compression)
     for part in changes.sparse:
+        assert part.relative == (options.values == "relative")
         if options.layout == "flat":
             encode_flat(out, part, options.delta)
         else:
             encode_coo(out, part.positions.numpy(), Grid.of(schema, part.width), options.delta)
-        _encode_values(out, part, snapshot, options.values)
+        _encode_values(out, part)
     if changes.ranges:
         out.integers(np.array([one.start for one in changes.ranges], np.uint64))
         out.integers(np.array([one.data.numel() for one in changes.ranges], np.uint64))
@@ -165,21 +150,9 @@ def write_patch(
     return out.write(head + b"".join(_SECTION.pack(part.width, len(part)) for part in changes.sparse), lend)
 
 
-def _encode_values(out: ArrayWriter, part: Sparse, snapshot: torch.Tensor, values: str) -> None:
-    kind, relative = UNSIGNED[part.width], values == "relative"
-
-    def bits(one: Segment | GapSegment) -> Array:
-        given = one.values.numpy().view(kind)
-        if part.relative == relative:
-            return given
-        # Positions are trusted, so nothing is clipped: this mode is the fastest.
-        old = np.take(snapshot.numpy().view(kind)[one.first :], one.offsets.numpy(), mode="clip")
-        changed: Array = given - old if relative else given + old
-        return changed
-
-    ready = kernels.library is not None and part.relative == relative
-    arrays = [bits(one) for one in (part.segments if ready else part.split(_CACHED))]
-    if relative:
+def _encode_values(out: ArrayWriter, part: Sparse) -> None:
+    arrays = [one.values.numpy().view(UNSIGNED[part.width]) for one in part.segments]
+    if part.relative:
         encode_steps(out, arrays)
     else:
         out.join(arrays)
@@ -201,12 +174,10 @@ def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:
                 f"a patch changes {items} of {schema.nbytes // width} elements of {width} bytes"
             )
     reader = ArrayReader(payload, head.nbytes, head.arrays)
-    changes = Changes(
-        tuple(_decode_sparse(reader, *section, schema, head) for section in head.sections),
-        _decode_ranges(reader, head.ranges, schema.nbytes),
-    )
+    sparse = tuple(_decode_sparse(reader, *section, schema, head) for section in head.sections)
+    ranges = _decode_ranges(reader, head.ranges, schema.nbytes)
     reader.finish()
-    return Patch(head.base, head.version, changes)
+    return Patch(sparse, ranges, head.base, head.version)
 
 
 def _read_sections(raw: Array, count: int) -> tuple[tuple[int, int], ...]:

@@ -372,7 +372,7 @@ JOIN(int64_t)
 
 /* Steps are zigzag coded: 0, -1, 1, -2, ... become 0, 1, 2, 3, ... */
 
-/* Write byte k of each zigzag coded step, unless `out` is NULL; return how many of these bytes are not 0. */
+/* Write byte k of each zigzag coded step; return how many of these bytes are not 0. */
 #define PLANE(T)                                                                                       \
     CLONES static int64_t plane_##T(const T *steps, int64_t n, int k, u8 *out)                         \
     {                                                                                                  \
@@ -388,8 +388,7 @@ JOIN(int64_t)
             }                                                                                          \
             for (int j = 0; j < length; j++)                                                           \
                 some += bytes[j] != 0;                                                                 \
-            if (out)                                                                                   \
-                memcpy(out + i, bytes, (size_t)length);                                                \
+            memcpy(out + i, bytes, (size_t)length);                                                    \
             filled += some;                                                                            \
         }                                                                                              \
         return filled;                                                                                 \

@@ -1,6 +1,6 @@
-"""Compiled inner loops of the encodings, from ``kernels.c``.
+"""The inner loops of the encodings: compiled from ``kernels.c``, or where there are none, in numpy.
 
-Where there are none (see :mod:`weight_update.wire.compiled`), numpy or torch does the same work.
+See :mod:`weight_update.wire.compiled`. Both give the same results.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weight_update.encodings.patch import kernels_numpy
 from weight_update.wire.compiled import load
 
 Array = npt.NDArray[Any]
@@ -23,19 +24,10 @@ INTEGER: dict[int, np.dtype[Any]] = {int(kind[1]): np.dtype(kind) for kind in ("
 TILE = np.dtype([("new", "u8"), ("old", "u8"), ("n", "i8"), ("at", "i8"), ("most", "i8"), ("found", "i8")])
 """Elements to compare: their addresses, number and first position; see :meth:`GapBuffer.scan`."""
 
-_NAME, _VERSION = "_kernels", 4
 _SLACK = 64  # bytes behind the results of a scan
 
 
-def _load() -> ctypes.CDLL | None:
-    found = load(Path(__file__).parent, _NAME, _VERSION)
-    if found is not None:
-        for name in ("wu_widen", "wu_index", "wu_plane"):
-            getattr(found, name).restype = ctypes.c_int64
-    return found
-
-
-library: ctypes.CDLL | None = _load()
+library = load(Path(__file__).parent, "_kernels", 4, ["wu_widen", "wu_index", "wu_plane"])
 """The compiled library; None where there is none."""
 
 
@@ -82,9 +74,23 @@ class GapBuffer:
         ``found`` of each tile is set to their number. If it is above ``most``, they are not appended. Values
         are new bits, or new minus old bits if ``relative``.
         """
-        assert library is not None
-        count = _number(len(tiles))
-        library.wu_scan(self.width, int(relative), _at(tiles), count, ctypes.byref(self._state))
+        if library is not None:
+            count = _number(len(tiles))
+            library.wu_scan(self.width, int(relative), _at(tiles), count, ctypes.byref(self._state))
+            return
+        for tile in tiles:
+            positions, values = kernels_numpy.differences(tile, INTEGER[self.width], relative)
+            tile["found"] = len(positions)
+            if 0 < len(positions) <= tile["most"]:
+                self._append(positions, values)
+
+    def _append(self, positions: Array, values: Array) -> None:
+        state = self._state
+        units = kernels_numpy.code(positions - state.next)
+        self.units[state.used : state.used + len(units)] = units
+        self.values.view(values.dtype)[state.found : state.found + len(values)] = values
+        state.used, state.found = state.used + len(units), state.found + len(values)
+        state.next = int(positions[-1]) + 1
 
     def save(self) -> tuple[int, int, int]:
         """Return what :meth:`restore` needs to drop everything that is appended later."""
@@ -105,6 +111,8 @@ class GapBuffer:
 
 def code(offsets: Array) -> Array:
     """Return the gaps of increasing offsets (int32 or int64, not empty) in units of one byte."""
+    if library is None:
+        return kernels_numpy.code(offsets)
     units = np.empty(len(offsets) + int(offsets[-1]) // 0xFF, np.uint8)
     state = _State(units.ctypes.data, None, 0, 0, 0)
     _of(offsets, "code")(_at(offsets), _number(len(offsets)), ctypes.byref(state))
@@ -113,7 +121,8 @@ def code(offsets: Array) -> Array:
 
 def widen(units: Array, size: int) -> Array:
     """Return the gaps of ``units``, which have one byte, in units of 2 or 4 bytes."""
-    assert library is not None
+    if library is None:
+        return kernels_numpy.widen(units, size)
     wide = np.empty(len(units), f"<u{size}")
     return wide[: library.wu_widen(_at(units), _number(len(units)), size, _at(wide))]
 
@@ -124,7 +133,8 @@ def index(units: Array, count: int, limit: int, step: int) -> Array | None:
     Return the first unit, the first value and the base of the first gap of each part, and then the same of
     the end, int64 of shape [parts + 1, 3]; or None if ``units`` are not valid.
     """
-    assert library is not None
+    if library is None:
+        return kernels_numpy.index(units, count, limit, step)
     room = count // step + 1
     cuts = np.empty((room + 1, 3), np.int64)
     numbers = map(_number, (len(units), count, limit, step))
@@ -133,7 +143,9 @@ def index(units: Array, count: int, limit: int, step: int) -> Array | None:
 
 
 def join(units: Array, count: int, limit: int) -> Array | None:
-    """Return ``count`` positions below ``limit``, int32 if these fit, or None if ``units`` are not valid."""
+    """Return ``count`` positions below ``limit``, int32 or int64, or None if ``units`` are not valid."""
+    if library is None:
+        return kernels_numpy.join(units, count, limit)
     positions = np.empty(count, np.int32 if limit < 1 << 31 else np.int64)
     numbers = _number(len(units)), _number(count), _number(limit)
     bad = _of(positions, "join")(units.itemsize, _at(units), *numbers, _at(positions))
@@ -146,29 +158,27 @@ def apply(words: Array, units: Array, values: Array, relative: bool) -> bool:
     Nothing outside ``words`` is written. Return False if the units stand for other elements than these, or
     for more or fewer; some values may then have been written.
     """
-    assert library is not None
+    if library is None:
+        return kernels_numpy.apply(words, units, values, relative)
     place, numbers = (_at(words), _number(len(words))), (_number(len(values)), int(relative))
     sources = units.itemsize, _at(units), _number(len(units)), _at(values)
     return not library.wu_apply(words.itemsize, *place, *sources, *numbers)
 
 
-def count_plane(steps: Array, plane: int) -> int:
-    """Return how many bytes of a plane of zigzag coded ``steps`` are not zero."""
-    assert library is not None
-    return int(library.wu_plane(steps.itemsize, _at(steps), _number(len(steps)), plane, None))
-
-
-def plane_of(steps: Array, plane: int) -> Array:
-    """Return the byte ``plane`` of each of the zigzag coded ``steps``."""
-    assert library is not None
+def plane_of(steps: Array, plane: int) -> tuple[Array, int]:
+    """Return the byte ``plane`` of each of the zigzag coded ``steps``, and how many are not zero."""
+    if library is None:
+        return kernels_numpy.plane_of(steps, plane)
     out = np.empty(len(steps), np.uint8)
-    library.wu_plane(steps.itemsize, _at(steps), _number(len(steps)), plane, _at(out))
-    return out
+    filled = library.wu_plane(steps.itemsize, _at(steps), _number(len(steps)), plane, _at(out))
+    return out, int(filled)
 
 
 def steps_of(planes: Sequence[Array | None], out: Array) -> None:
     """Write into ``out`` the steps whose zigzag code has these planes; None is a plane of zeros."""
-    assert library is not None
+    if library is None:
+        kernels_numpy.steps_of(planes, out)
+        return
     addresses = [None if one is None else one.ctypes.data for one in planes]
     pointers = (ctypes.c_void_p * len(planes))(*addresses)
     library.wu_steps(out.itemsize, pointers, _number(len(out)), _at(out))

@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.arrays import Array, ArrayReader, ArrayWriter
 from weight_update.encodings.patch.changes import Segment, Sparse
-from weight_update.encodings.patch.gaps import (
-    UNITS,
-    Gaps,
-    cut_units,
-    join_units,
-    merge_gaps,
-    most_units,
-    split_units,
-)
-from weight_update.encodings.threads import in_threads, threads_for
+from weight_update.encodings.patch.gaps import UNITS, Gaps, cut_units, merge_gaps, most_units
 from weight_update.errors import FormatError
-
-_CACHED = 1 << 17  # elements at a time, so that intermediate results stay in the cache
+from weight_update.threads import in_threads, threads_for
 
 
 def encode_flat(out: ArrayWriter, part: Sparse, delta: bool) -> None:
     """Write the positions of ``part`` as gaps if ``delta``, else as they are."""
     if not delta:
         out.integers(part.positions.numpy())
-    elif kernels.library is not None:
-        segments = part.compiled()
-        todo = sum(len(one.offsets) for one in segments if isinstance(one, Segment))
-        out.join(merge_gaps(in_threads(lambda one: one.gaps, segments, threads_for(todo))))
-    else:
-        out.join(split_units([(one.first, one.offsets.numpy()) for one in part.split(_CACHED)]))
+        return
+    shares = part.shares()
+    todo = sum(len(one.offsets) for one in shares if isinstance(one, Segment))
+    out.join(merge_gaps(in_threads(lambda one: one.gaps, shares, threads_for(todo))))
 
 
 def decode_flat(arrays: ArrayReader, count: int, limit: int, delta: bool) -> Array | list[Gaps]:
-    """Read ``count`` positions: int32 or int64, or as gaps for the compiled loops.
+    """Read ``count`` positions, int64, or as gaps if ``delta``.
 
     Raise FormatError unless they increase and are below ``limit``.
     """
     if delta:
-        units = arrays.at_most(most_units(count, limit), UNITS)
-        return cut_units(units, count, limit) or join_units(units, count, limit)
+        return cut_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
     positions = arrays.exactly(count)
     if int(positions[-1]) >= limit:
         raise FormatError(f"a patch changes element {positions[-1]}, but there are only {limit}")
