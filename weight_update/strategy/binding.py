@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from weight_update.encodings.copying import copy_tensors
 from weight_update.errors import SchemaMismatchError, UnsupportedSourceError
 from weight_update.strategy.named_weights import (
     EXTRA,
@@ -112,7 +113,8 @@ class Binding:
                 for target, value in real:  # as _foreach_copy_, which takes no such views
                     target.copy_(value)
             else:
-                torch._foreach_copy_(targets, sources)
+                copy_tensors(targets, sources, "applying weights")
+            count_writes(targets)
         unreal = [(target, value) for target, value in pairs if target.is_meta]
         self._materialise({id(t): _convert(t, value, copy=True) for t, value in unreal})
 
