@@ -230,10 +230,16 @@ class _BucketDecoder(Decoder):
         return [(i, value.to(self._schema.tensors[i].dtype)) for i, value in found]
 
     def decode(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if not payloads:
+            raise FormatError("the update has no buckets")
         if self._flat is not None and all(payload is self._flat for payload in payloads):
             values = self._views.views(self._flat)
         else:
-            values = self._from_buckets(payloads)
+            found: dict[int, torch.Tensor] = {}
+            for index, payload in enumerate(payloads):
+                head = self._head(payload, index == 0)
+                found.update(self._joiner.take(head.start, payload[_HEAD_BYTES:]))
+            values = [found[i] for i in sorted(found)]
         self._flat = None
         if self._end != self._sent.nbytes:
             raise FormatError(f"the buckets end at byte {self._end} of {self._sent.nbytes}")
@@ -252,18 +258,6 @@ class _BucketDecoder(Decoder):
             raise FormatError(f"got a bucket of bytes {head.start} to {head.stop}, expected byte {self._end}")
         self._end = head.stop
         return head
-
-    def _from_buckets(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if not payloads:
-            raise FormatError("the update has no buckets")
-        found: dict[int, torch.Tensor] = {}
-        for index, payload in enumerate(payloads):
-            head = self._head(payload, index == 0)
-            found.update(self._joiner.take(head.start, payload[_HEAD_BYTES:]))
-        missing = [meta.name for i, meta in enumerate(self._sent.tensors) if i not in found]
-        if missing:
-            raise FormatError(f"the buckets do not contain all of {missing[0]!r}")
-        return [found[i] for i in range(len(found))]
 
 
 class Joiner:

@@ -42,7 +42,8 @@ class Binding:
         self.destination = destination
         self._places: dict[str, tuple[Any, str]] = dict(self._find())
         self._parts = list(_parts(destination))
-        self._owners = _owners(destination)
+        modules = [part for _, part in named_parts(destination)] if self.points else []
+        self._owners = [part._modules for part in modules if part._modules]
         self._submodules = list(chain.from_iterable(map(dict.values, self._owners)))
         plain = {type(owner).get for owner, _ in self._places.values()} <= {dict.get}
         self._look_up: Callable[[Any, str], Any] = dict.get if plain else _look_up
@@ -219,12 +220,10 @@ class Binding:
 
     def _find(self) -> Iterator[_Place]:
         destination = self.destination
-        if isinstance(destination, TensorDictBase):
-            yield from _tensordict_places(destination)
-        elif isinstance(destination, nn.Module):
+        if isinstance(destination, nn.Module) and not isinstance(destination, TensorDictBase):
             yield from self._module_places(destination)
         elif isinstance(destination, MutableMapping):
-            yield from _mapping_places(destination)
+            yield from _places(destination)
         else:
             raise UnsupportedSourceError(
                 f"cannot write weights into a {type(destination).__name__}; give an nn.Module, "
@@ -259,13 +258,6 @@ def _look_up(owner: Any, key: str) -> Any:
     return owner.get(key)
 
 
-def _owners(node: Any) -> list[dict[str, Any]]:
-    """Return the dicts of submodules in a module that are not empty."""
-    if not isinstance(node, nn.Module):
-        return []
-    return [part._modules for _, part in named_parts(node) if part._modules]
-
-
 def _parts(node: Any) -> Iterator[tuple[Callable[[str], Any], str, Any]]:
     """Yield each part of a TensorDict or dict that contains tensors, after a call that finds it."""
     if isinstance(node, TensorDictBase | MutableMapping):
@@ -281,20 +273,6 @@ def _convert(target: torch.Tensor, value: torch.Tensor, *, copy: bool = False) -
     return value.to(device=device, dtype=target.dtype, copy=copy)
 
 
-def _tensordict_places(node: TensorDictBase, prefix: str = "") -> Iterator[_Place]:
-    for key, value in node.items():
-        if isinstance(value, TensorDictBase):
-            if key != EXTRA_IN_TENSORDICT:
-                yield from _tensordict_places(value, f"{prefix}{key}.")
-        elif isinstance(value, torch.Tensor):
-            if node.get(key) is not value:
-                raise UnsupportedSourceError(
-                    f"{prefix + key!r} of a {type(node).__name__} is made anew at each access, so it can be "
-                    "read but not written"
-                )
-            yield f"{prefix}{key}", (node, key)
-
-
 def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:
     """Raise for tensors that a copy would fail on halfway."""
     for name, target in zip(names, targets, strict=True):
@@ -306,12 +284,20 @@ def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor])
             )
 
 
-def _mapping_places(node: MutableMapping[Any, Any], prefix: str = "") -> Iterator[_Place]:
+def _places(node: MutableMapping[Any, Any], prefix: str = "") -> Iterator[_Place]:
+    """Yield the places in a TensorDict or dict, without extra state."""
     for key, value in node.items():
         name = prefix + key_name(key, node)
-        if isinstance(value, MutableMapping) and name.rpartition(".")[2] != EXTRA:
-            yield from _mapping_places(value, name + ".")
-        elif isinstance(value, torch.Tensor) and name.rpartition(".")[2] != EXTRA:
+        if key == EXTRA_IN_TENSORDICT or name.rpartition(".")[2] == EXTRA:
+            continue
+        if isinstance(value, MutableMapping):
+            yield from _places(value, name + ".")
+        elif isinstance(value, torch.Tensor):
+            if isinstance(node, TensorDictBase) and node.get(key) is not value:
+                raise UnsupportedSourceError(
+                    f"{name!r} of a {type(node).__name__} is made anew at each access, so it can be read but "
+                    "not written"
+                )
             yield name, (node, key)
 
 

@@ -337,11 +337,11 @@ def _meta_from_row(row: Sequence[Any]) -> TensorMeta:
         raise ValueError(f"invalid entry {row!r:.80}")
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r:.40} (known: {', '.join(DTYPES)})")
-    if len(shape) > _MAX_DIMENSIONS or any(
-        type(size) is not int or not 0 <= size <= MAX_PAYLOAD_BYTES for size in shape
+    if (
+        len(shape) > _MAX_DIMENSIONS
+        or any(type(size) is not int or size < 0 for size in shape)
+        or math.prod(size or 1 for size in shape) > MAX_PAYLOAD_BYTES  # also where another size is 0
     ):
-        raise ValueError(f"invalid shape {shape!r:.80}")
-    if math.prod(size or 1 for size in shape) > MAX_PAYLOAD_BYTES:  # also where another size is 0
         raise ValueError(f"invalid shape {shape!r:.80}")
     return TensorMeta(name, tuple(shape), DTYPES[dtype], offset)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -235,10 +236,12 @@ class _Group:
     def _scan_slices(self, tile: Tile, most: int, new: Bytes, old: Bytes, relative: bool) -> int:
         """Append the changes of a tile if they are at most ``most``; return their number."""
         before, found = [self._buffers[width].save() for width in tile.widths], 0
-        runs = [(0, tile.nbytes)]  # nothing differs between slices of one width
         for width in tile.widths:
+            runs = [(0, tile.nbytes)]  # nothing differs between slices
             if len(tile.widths) > 1:
-                runs = [(one.start - tile.start, one.nbytes) for one in tile.slices if one.width == width]
+                grouped = ((of, list(run)) for of, run in groupby(tile.slices, attrgetter("width")))
+                ends = [(run[0].start, run[-1].start + run[-1].nbytes) for of, run in grouped if of == width]
+                runs = [(start - tile.start, end - start) for start, end in ends]
             rows = [
                 _row(new.ctypes.data + at, old.ctypes.data + at, width, tile.start + at, size, size)
                 for at, size in runs

@@ -20,12 +20,12 @@ import torch
 from weight_update.compression import Compression
 from weight_update.encodings.base import Lend
 from weight_update.encodings.patch.arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
-from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, GapSegment, Sparse
-from weight_update.encodings.patch.gaps import Gaps
-from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode_coo
-from weight_update.encodings.patch.positions_flat import decode_flat, encode_flat
+from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, GapSegment, Segment, Sparse
+from weight_update.encodings.patch.gaps import UNITS, Gaps, cut_units, merge_gaps, most_units
+from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode_coo, require_increasing
 from weight_update.encodings.patch.values import decode_steps, encode_steps
 from weight_update.errors import FormatError
+from weight_update.threads import in_threads, threads_for
 from weight_update.wire.schema import WeightSchema
 
 _HEAD = struct.Struct("<4sBBBBIIqq")
@@ -129,7 +129,7 @@ def encode_patch(
     for part in changes.sparse:
         assert part.relative == (options.values == "relative")
         if options.layout == "flat":
-            encode_flat(out, part, options.delta)
+            _encode_flat(out, part, options.delta)
         else:
             encode_coo(out, part.positions.numpy(), Grid.of(schema, part.width), options.delta)
         _encode_values(out, part)
@@ -148,6 +148,16 @@ def write_patch(
     layout, count = _LAYOUTS.index(options.layout), len(changes.sparse)
     head = _HEAD.pack(_MAGIC, _FORMAT, layout, flags, count, len(changes.ranges), len(out), base, version)
     return out.write(head + b"".join(_SECTION.pack(part.width, len(part)) for part in changes.sparse), lend)
+
+
+def _encode_flat(out: ArrayWriter, part: Sparse, delta: bool) -> None:
+    """Write the positions of ``part`` as gaps if ``delta``, else as they are."""
+    if not delta:
+        out.integers(part.positions.numpy())
+        return
+    shares = part.shares()
+    todo = sum(len(one.offsets) for one in shares if isinstance(one, Segment))
+    out.join(merge_gaps(in_threads(lambda one: one.gaps, shares, threads_for(todo))))
 
 
 def _encode_values(out: ArrayWriter, part: Sparse) -> None:
@@ -195,7 +205,7 @@ def _decode_sparse(
 ) -> Sparse:
     positions: Array | list[Gaps]
     if head.layout == "flat":
-        positions = decode_flat(arrays, count, schema.nbytes // width, head.delta)
+        positions = _decode_flat(arrays, count, schema.nbytes // width, head.delta)
     else:
         positions = decode_coo(arrays, count, schema, width, head.delta)
     values = decode_steps(arrays, count, width) if head.relative else arrays.exactly(count, (width,))
@@ -204,6 +214,20 @@ def _decode_sparse(
         return Sparse.of(width, torch.from_numpy(positions), bits, head.relative)
     each = torch.split(bits, [gaps.count for gaps in positions])
     return Sparse(width, tuple(map(GapSegment, positions, each)), head.relative)
+
+
+def _decode_flat(arrays: ArrayReader, count: int, limit: int, delta: bool) -> Array | list[Gaps]:
+    """Read ``count`` positions, int64, or as gaps if ``delta``.
+
+    Raise FormatError unless they increase and are below ``limit``.
+    """
+    if delta:
+        return cut_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
+    positions = arrays.exactly(count)
+    if int(positions[-1]) >= limit:
+        raise FormatError(f"a patch changes element {positions[-1]}, but there are only {limit}")
+    require_increasing(positions)
+    return positions.astype(np.int64)
 
 
 def _decode_ranges(arrays: ArrayReader, count: int, nbytes: int) -> tuple[ByteRange, ...]:

@@ -10,7 +10,6 @@ from itertools import pairwise
 import numpy as np
 
 from weight_update.encodings.patch.arrays import Array, ArrayReader, ArrayWriter
-from weight_update.encodings.patch.positions_flat import require_increasing
 from weight_update.errors import FormatError
 from weight_update.wire.schema import WeightSchema
 
@@ -141,6 +140,12 @@ def _from_coordinates(rows: Array, columns: Array, counts: Array, grid: Grid) ->
         place += row
     require_increasing(positions)
     return positions
+
+
+def require_increasing(positions: Array) -> None:
+    """Raise FormatError unless each position is larger than the previous one."""
+    if not (positions[1:] > positions[:-1]).all():
+        raise FormatError("the positions of a patch do not increase")
 
 
 def _from_differences(rows: Array, gaps: Array, counts: Array, grid: Grid) -> Array:
