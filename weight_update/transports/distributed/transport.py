@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -151,17 +152,17 @@ class DistributedListener:
         self._store, self._token = store, token
         self._links, self._late_joiners = links, late_joiners
         self._router = Router()
-        self._local = SharedMemListener(token, links, late_joiners)
-        try:
+        with ExitStack() as undo:
+            self._local = SharedMemListener(token, links, late_joiners)
+            undo.callback(self._local.close)
             sock = listen(store.address)
-        except BaseException:
-            self._local.close()
-            raise
-        where = Announcement(host, self._local.address[1:], sock.getsockname()[1], uuid.uuid4().hex)
-        self._remote = Listener(sock, token, _context(where), self._admit, "weight_update-listener", _log)
-        self.refusals: Refusals = self._remote.refusals
-        self._local.refusals = self.refusals
-        store.announce(where, token)  # workers wait for start(), rather than be told of another token
+            where = Announcement(host, self._local.address[1:], sock.getsockname()[1], uuid.uuid4().hex)
+            self._remote = Listener(sock, token, _context(where), self._admit, "weight_update-listener", _log)
+            undo.callback(self._remote.close)
+            self.refusals: Refusals = self._remote.refusals
+            self._local.refusals = self.refusals
+            store.announce(where, token)  # workers wait for start(), rather than be told of another token
+            undo.pop_all()
 
     @property
     def network_bytes(self) -> int:
