@@ -13,13 +13,9 @@ import torch
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
 from weight_update.transports.base import Capabilities, TransportBackend
-from weight_update.transports.distributed.connection import (
-    INLINE_BYTES,
-    Connection,
-    RemoteConnection,
-    WorkerConnection,
-)
-from weight_update.transports.distributed.relay.router import Router
+from weight_update.transports.distributed.connection import INLINE_BYTES, Connection, WorkerConnection
+from weight_update.transports.distributed.relay.client import RelayClient
+from weight_update.transports.distributed.relay.router import RemoteConnection, Router
 from weight_update.transports.distributed.rendezvous import Announcement, SenderStore, find_sender
 from weight_update.transports.host_name import shares_sockets, this_host
 from weight_update.transports.join_listener import refusal_of
@@ -126,9 +122,9 @@ class DistributedTransport(SharedMemTransport):
     ) -> None:
         """Sender's end: take over the connection of a worker on another host."""
         self.capabilities = replace(self.capabilities, send_never_blocks=False, pid_is_visible=False)
-        pid = hello.header["pid"]
+        client = RelayClient(hello.header["pid"], self._backend)
         remote = RemoteConnection(
-            stream, self._token, name=name, pid=pid, host=host, backend=self._backend, router=router
+            stream, self._token, name=name, host=host, relay_client=client, router=router
         )
         self.take_over(remote, hello)
 
