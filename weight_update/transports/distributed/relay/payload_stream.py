@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent import futures
 from typing import Any
 
 import torch
@@ -83,13 +83,13 @@ class AwaitedStream:
     """A payload stream that another process opens, sooner or later. Any thread may call any method."""
 
     def __init__(self) -> None:
-        self._opened: Future[PayloadStream] = Future()
+        self._opened: futures.Future[PayloadStream] = futures.Future()
 
     def set(self, stream: PayloadStream) -> None:
         """Take ``stream``, the first one; close any other, and one that comes after :meth:`close`."""
         try:
             self._opened.set_result(stream)
-        except InvalidStateError:
+        except futures.InvalidStateError:
             stream.close()
 
     def get(self, seconds: float) -> PayloadStream:
@@ -101,9 +101,9 @@ class AwaitedStream:
         """
         try:
             return self._opened.result(seconds)
-        except TimeoutError:
+        except futures.TimeoutError:
             raise SyncTimeoutError("it made no connection for payloads") from None
-        except CancelledError:
+        except futures.CancelledError:
             raise LinkClosedError("this end was closed") from None
 
     def close(self) -> None:
