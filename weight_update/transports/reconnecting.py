@@ -14,8 +14,7 @@ from weight_update.errors import (
     TransportError,
     UnreachableMemoryError,
 )
-from weight_update.transports.base import Capabilities, TransportBackend
-from weight_update.transports.buffer import Allocate
+from weight_update.transports.base import Allocate, Capabilities, TransportBackend
 from weight_update.transports.shared_memory.unix_stream import SHORTAGES, deadline_of, seconds_left
 from weight_update.wire.frames import WeightChunk
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed import rpc
 
 from weight_update.errors import LinkClosedError
-from weight_update.transports.buffer import Allocate
+from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, kept_error
-from weight_update.transports.buffer import Allocate
+from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.relay.host_relay import HostRelay
 from weight_update.transports.shared_memory.slots import SlotTable, open_slot
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left

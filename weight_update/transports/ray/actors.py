@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weight_update.errors import LinkClosedError, SyncFailedError
-from weight_update.transports.base import TransportBackend
-from weight_update.transports.buffer import Allocate
+from weight_update.transports.base import Allocate, TransportBackend
 from weight_update.transports.ray.rendezvous import ray_runs, require_ray
 from weight_update.wire.frames import WeightChunk
 

@@ -26,8 +26,7 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
 )
-from weight_update.transports.base import Arrivals, Capabilities
-from weight_update.transports.buffer import Allocate, Buffer
+from weight_update.transports.base import Allocate, Arrivals, Buffer, Capabilities
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.join_listener import refusal_of
 from weight_update.transports.listener import Listener
