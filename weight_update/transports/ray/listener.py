@@ -57,7 +57,7 @@ class RayListener(JoinListener[RayTransport]):
         try:
             request = ask(self._actor.next_join_request.remote(POLL_SECONDS), None)
         except LinkClosedError as error:  # the actor is unreachable, perhaps only for a moment
-            self._log.warning("the listener continues after an unexpected error: %s", error)
+            self.refusals.note(error)
             self._closed.wait(BACK_OFF_SECONDS)
             return None
         if request is None:
