@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Container
 from typing import Generic, Protocol, TypeVar
 
 from weight_update.errors import (
@@ -11,8 +10,8 @@ from weight_update.errors import (
     JoinRefusedError,
     LinkClosedError,
     SyncTimeoutError,
-    TransportError,
     UnreachableMemoryError,
+    WeightSyncError,
 )
 from weight_update.transports.base import Allocate, Capabilities, TransportBackend
 from weight_update.transports.shared_memory.unix_stream import SHORTAGES, deadline_of, seconds_left
@@ -115,8 +114,12 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         if self._closed or not self._joins:
             raise LinkClosedError("this end was closed")
         if self._connection is None:
-            with _ErrorsOfLinks(but=SHORTAGES):  # then the sender may live
+            try:
                 connection = self.connect(timeout)
+            except (OSError, EOFError) as error:
+                if isinstance(error, OSError) and error.errno in SHORTAGES:
+                    raise  # the sender may live
+                raise _error_of_link(error) from error.__cause__
             self.take_over(connection)
             if self.closed:
                 self.close()  # it may not have seen what connect() opened
@@ -127,12 +130,11 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         if connection is None:
             raise LinkClosedError("the other end is not connected")
         try:
-            with _of_links:
-                connection.send(chunk, timeout)
-        except (SyncTimeoutError, LinkClosedError) as error:
-            if self._joins or isinstance(error, SyncTimeoutError):
+            connection.send(chunk, timeout)
+        except (OSError, EOFError) as error:
+            if self._joins or isinstance(error, TimeoutError | BlockingIOError):
                 self._drop(connection)
-            raise
+            raise _error_of_link(error) from error.__cause__
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
@@ -148,13 +150,12 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             hello, self._hello = self._hello, None
             return hello
         try:
-            with _of_links:
-                return connection.recv(timeout, allocate)
+            return connection.recv(timeout, allocate)
         except (JoinRefusedError, UnreachableMemoryError):
             raise
-        except (TransportError, SyncTimeoutError, FormatError):
+        except (OSError, EOFError, FormatError) as error:
             self._drop(connection)
-            raise
+            raise _error_of_link(error) from error.__cause__
 
     def disconnect(self) -> None:
         self._drop(self._connection)
@@ -179,14 +180,13 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         while True:
             left = seconds_left(deadline)
             try:
-                with _of_links:
-                    found = self.accept(left)
-            except (TransportError, SyncTimeoutError):
+                found = self.accept(left)
+            except (OSError, EOFError) as error:
                 with self._changed:  # it may fail again at once
                     left = seconds_left(deadline)
                     pause = _PAUSE_SECONDS if left is None else min(left, _PAUSE_SECONDS)
                     self._changed.wait_for(lambda: self._closed, pause)
-                raise
+                raise _error_of_link(error) from error.__cause__
             if found is not None:
                 self.take_over(found)
             if self._closed:
@@ -196,25 +196,10 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
                 return connection
 
 
-class _ErrorsOfLinks:
-    """Turns errors of a connection into errors of its link, but for an OSError whose errno is in ``but``.
-
-    It is a class, because :func:`contextlib.contextmanager` costs three times as much at each frame.
-    """
-
-    def __init__(self, but: Container[int] = ()) -> None:
-        self._but = but
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, OSError | EOFError) or isinstance(error, TransportError | SyncTimeoutError):
-            return
-        if isinstance(error, OSError) and error.errno in self._but:
-            return
-        if isinstance(error, TimeoutError | BlockingIOError):
-            raise SyncTimeoutError(str(error) or "the other end took too long") from None
-        raise LinkClosedError(f"the other end is gone ({error or type(error).__name__})") from None
-
-
-_of_links = _ErrorsOfLinks()
+def _error_of_link(error: OSError | EOFError | FormatError) -> Exception:
+    """Return the error of a link for an error of its connection."""
+    if isinstance(error, WeightSyncError):
+        return error
+    if isinstance(error, TimeoutError | BlockingIOError):
+        return SyncTimeoutError(str(error) or "the other end took too long")
+    return LinkClosedError(f"the other end is gone ({error or type(error).__name__})")
