@@ -35,43 +35,11 @@ The relay answers no command meanwhile, and the sender waits twice its patience 
 """
 
 
-class SlotReplicas:
-    """Copies of the sender's slots in shared memory.
-
-    The sender writes into a slot again only when no worker reads it, so an arriving payload may be written
-    into the slot's replica at once.
-    """
-
-    def __init__(self, directory: str | None) -> None:
-        self._directory = directory
-        self._replicas: dict[str, SharedBuffer] = {}
-
-    def of(self, slot: str, nbytes: int) -> SharedBuffer:
-        """Return the replica of a slot of ``nbytes`` bytes; make it if there is none.
-
-        Raises:
-            NotEnoughMemoryError: there is no memory for a new replica.
-        """
-        if slot not in self._replicas:
-            self._replicas[slot] = SharedBuffer(nbytes, self._directory)
-        return self._replicas[slot]
-
-    def forget(self, slots: list[str]) -> None:
-        """Close the replicas of slots that the sender released; their readers keep the memory."""
-        for slot in slots:
-            if slot in self._replicas:
-                self._replicas.pop(slot).close()
-
-    def close(self) -> None:
-        """Close all replicas."""
-        self.forget(list(self._replicas))
-
-
 class HostRelay:
     """A thread that receives the payloads of its host and forwards them to another host where told to.
 
-    The worker's own thread may be busy with an update meanwhile; other workers of the host do not wait for
-    it.
+    A payload is written into a copy of the sender's slot in shared memory. The worker's own thread may be
+    busy with an update meanwhile; other workers of the host do not wait for it.
 
     The sender sends commands, and gets one answer for each, except for ``sum``:
 
@@ -95,7 +63,8 @@ class HostRelay:
         on_failure: Callable[[str], None],
     ) -> None:
         self._connect, self._token, self._on_failure = connect, token, on_failure
-        self._replicas = SlotReplicas(directory)
+        self._directory = directory
+        self._replicas: dict[str, SharedBuffer] = {}  # by key of the sender's slot
         self._backend = ""
         self._sender = AwaitedStream()
         self._incoming: dict[str, AwaitedStream] = {}  # the last link from another host, by its name
@@ -130,7 +99,7 @@ class HostRelay:
         finally:
             signed.close()
             self.close()
-            self._replicas.close()
+            self._forget(list(self._replicas))
 
     def _serve(self, sender: PayloadStream) -> None:
         while True:
@@ -195,11 +164,30 @@ class HostRelay:
         if outgoing is not None:
             outgoing.close()
 
+    def _replica(self, slot: str, nbytes: int) -> SharedBuffer:
+        """Return the copy of a slot of ``nbytes`` bytes; make it if there is none.
+
+        The sender writes into a slot again only when no worker reads it, so an arriving payload may be
+        written into the copy at once.
+
+        Raises:
+            NotEnoughMemoryError: there is no memory for a new copy.
+        """
+        if slot not in self._replicas:
+            self._replicas[slot] = SharedBuffer(nbytes, self._directory)
+        return self._replicas[slot]
+
+    def _forget(self, slots: list[str]) -> None:
+        """Close the copies of slots that the sender released; their readers keep the memory."""
+        for slot in slots:
+            if slot in self._replicas:
+                self._replicas.pop(slot).close()
+
     def _take(self, command: dict[str, Any], sender: PayloadStream, forwarder: Forwarder) -> dict[str, Any]:
-        self._replicas.forget(command["gone"])
+        self._forget(command["gone"])
         problem, replica = "", None
         try:
-            replica = self._replicas.of(command["slot"], command["size"])
+            replica = self._replica(command["slot"], command["size"])
             into = pieces_of(replica.tensor[: command["nbytes"]])
         except NotEnoughMemoryError as error:
             problem, into, forwarder = str(error), discarded_pieces(command["nbytes"]), Forwarder(None)
