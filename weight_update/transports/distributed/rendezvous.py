@@ -15,7 +15,6 @@ import struct
 import threading
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.threads import leave_in_order
@@ -100,9 +99,8 @@ class SenderStore:
         body = json.dumps(asdict(where)).encode()
         signed = proof(token, b"A", b"", f"{_CONTEXT} {body.decode()}") + body
         self._server.set(_key(token), signed)
-        arguments = (self._server, _key(token), signed)
         self._thread = threading.Thread(
-            target=self._repeat, args=arguments, name="weight_update-announce", daemon=True
+            target=self._repeat, args=(_key(token), signed), name="weight_update-announce", daemon=True
         )
         leave_in_order(self._thread)
         self._thread.start()
@@ -110,17 +108,15 @@ class SenderStore:
     def close(self) -> None:
         """Close the store; calling it twice is fine."""
         self._closed.set()
-        thread, self._thread = self._thread, None
-        if thread is not None:  # it refers to the server, which listens until nothing does
-            thread.join(REPLY_SECONDS)
-        del thread
+        if self._thread is not None:
+            self._thread.join(REPLY_SECONDS)
         _listening.discard(self._descriptor)
-        server, self._server = self._server, None
-        disown(server)
+        disown(self._server)
+        self._server = None  # which listens until nothing refers to it
 
-    def _repeat(self, server: Any, key: str, signed: bytes) -> None:
+    def _repeat(self, key: str, signed: bytes) -> None:
         while not self._closed.wait(_REPEAT_SECONDS):
-            server.set(key, signed)
+            self._server.set(key, signed)
 
 
 def find_sender(
