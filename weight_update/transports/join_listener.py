@@ -94,7 +94,8 @@ class JoinListener(ABC, Generic[_L]):
                 raise JoinRefusedError("wrong token: both ends need the same one")
             if self._closed.is_set():
                 raise JoinRefusedError("the sender was closed")
-            link = self._link_for(hello)
+            worker: int = hello.header["worker"]
+            link = self._links.get(worker) or self._late_joiners(worker)
             link.screen(hello)
         except BaseException as error:
             if isinstance(error, JoinRefusedError):
@@ -103,10 +104,6 @@ class JoinListener(ABC, Generic[_L]):
             connection.close()
             raise
         link.take_over(connection, hello)
-
-    def _link_for(self, hello: WeightChunk) -> _L:
-        worker: int = hello.header["worker"]
-        return self._links.get(worker) or self._late_joiners(worker)
 
 
 def refusal_of(error: JoinRefusedError) -> WeightChunk:

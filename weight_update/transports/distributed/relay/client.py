@@ -98,8 +98,15 @@ class RelayClient:
         self._replicated[slot.key] = weakref.ref(slot)
         return {"slot": slot.key, "size": slot.nbytes, "nbytes": payload.numel(), "gone": gone}
 
-    def location(self, answer: dict[str, Any]) -> bytes:
-        """Return where workers of that host find a payload that the host relay has taken."""
+    def receive_location(self, patience: float) -> bytes:
+        """Return where workers of that host find the payload that the host relay was told to take.
+
+        Raises:
+            NotDeliveredError: the host relay did not get it.
+        """
+        answer = self.receive_answer(patience)
+        if "error" in answer:
+            raise NotDeliveredError(answer["error"])
         return json.dumps([self._pid, answer["fd"], answer["key"]]).encode()
 
 
@@ -153,19 +160,17 @@ def send_along_chain(
         hop.do(hop.client.send_command, {"do": "sum", "number": number, "sum": total}, patience)
     deadline = time.monotonic() + limit
     for place, hop in enumerate(chain):
-        result = hop.do(_result, hop.client, _time_left(deadline)) or b""
+        result = hop.do(hop.client.receive_location, _time_left(deadline)) or b""
         if hop.error is not None:
             hop.client.incoming_link = None
         yield place, hop.error or result
 
 
 def _chain(hops: list[_Hop], patience: float, limit: float) -> list[_Hop]:
-    """Return the first hops, which forward to each other; set an error in all other hops."""
+    """Return the first hops, which forward to each other; the next hop has an error."""
     for position in range(1, len(hops)):
         _join(hops[position - 1], hops[position], patience, limit)
         if hops[position].error is not None:
-            for hop in hops[position + 1 :]:
-                hop.error = NotDeliveredError("the chain is broken before it")
             return hops[:position]
     return hops
 
@@ -191,10 +196,3 @@ def _join(before: _Hop, after: _Hop, patience: float, limit: float) -> None:
 def _time_left(deadline: float) -> float:
     """Return the seconds left, at least enough to check whether the answer is here already."""
     return max(deadline - time.monotonic(), _LOOK)
-
-
-def _result(client: RelayClient, patience: float) -> bytes:
-    answer = client.receive_answer(patience)
-    if "error" in answer:
-        raise NotDeliveredError(answer["error"])
-    return client.location(answer)
