@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
 from weight_update.errors import (
     FormatError,
@@ -15,7 +16,7 @@ from weight_update.errors import (
 )
 from weight_update.transports.base import Allocate, Capabilities, TransportBackend
 from weight_update.transports.shared_memory.unix_stream import SHORTAGES, deadline_of, seconds_left
-from weight_update.wire.frames import WeightChunk
+from weight_update.wire.frames import Kind, WeightChunk
 
 
 class LinkConnection(Protocol):
@@ -50,6 +51,9 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
     exception: a sender's end whose ``send_chunk`` found the worker gone keeps the connection, because the
     worker's last chunks may still be there to be read.
 
+    A HELLO that waits for its answer is not sent again: the answer may be under way and larger than a
+    socket's buffer, and then both ends would wait for the other to read.
+
     Args:
         joins: whether this is the receiver's end.
     """
@@ -61,6 +65,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         self._changed = threading.Condition()
         self._connection: _C | None = None
         self._hello: WeightChunk | None = None  # first chunk of the connection, until it is received
+        self._asked: Mapping[str, Any] | None = None  # header of the HELLO that waits for its answer
         self._closed = False
 
     @property
@@ -103,7 +108,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         with self._changed:
             ended = connection if self._closed else self._connection  # the worker notices at once
             if not self._closed:
-                self._hello = hello  # first: recv_chunk does not take the lock
+                self._hello, self._asked = hello, None  # first: recv_chunk does not take the lock
                 self._connection = connection
                 self._changed.notify_all()
         if ended is not None:
@@ -129,6 +134,10 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         connection = self._connection
         if connection is None:
             raise LinkClosedError("the other end is not connected")
+        if chunk.kind is Kind.HELLO:
+            if chunk.header == self._asked:
+                return
+            self._asked = chunk.header if chunk.header["error"] is None else None  # an error needs no answer
         try:
             connection.send(chunk, timeout)
         except (OSError, EOFError) as error:
@@ -150,12 +159,15 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             hello, self._hello = self._hello, None
             return hello
         try:
-            return connection.recv(timeout, allocate)
+            chunk = connection.recv(timeout, allocate)
         except (JoinRefusedError, UnreachableMemoryError):
             raise
         except (OSError, EOFError, FormatError) as error:
             self._drop(connection)
             raise _error_of_link(error) from error.__cause__
+        if chunk is not None:
+            self._asked = None
+        return chunk
 
     def disconnect(self) -> None:
         self._drop(self._connection)

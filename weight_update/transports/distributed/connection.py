@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -104,8 +103,6 @@ class Connection:
 class WorkerConnection(Connection):
     """The worker's end of a connection.
 
-    A HELLO that waits for its answer is not sent again.
-
     Args:
         connect: connects to the sender once more, for payloads.
         directory: directory of replicas of the sender's slots.
@@ -124,24 +121,14 @@ class WorkerConnection(Connection):
         super().__init__(stream, token)
         self._connect, self._directory, self._slots = connect, directory, slots
         self._slots.clear()
-        self._asked: Mapping[str, Any] | None = None  # header of the HELLO that waits for its answer
         self._relay: HostRelay | None = None
-
-    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        if chunk.kind is Kind.HELLO:
-            if chunk.header == self._asked:
-                return
-            self._asked = chunk.header if chunk.header["error"] is None else None  # an error needs no answer
-        super().send(chunk, timeout)
 
     def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
         chunk = super().recv(timeout, allocate)
-        if chunk is not None:
-            self._asked = None
-            if chunk.kind is not Kind.REFUSED and self._relay is None:
-                self._relay = HostRelay(self._connect, self._token, self._directory, self._lose_payloads)
-                if self.lost is not None:  # close() may not have seen it
-                    self._relay.close()
+        if chunk is not None and chunk.kind is not Kind.REFUSED and self._relay is None:
+            self._relay = HostRelay(self._connect, self._token, self._directory, self._lose_payloads)
+            if self.lost is not None:  # close() may not have seen it
+                self._relay.close()
         return chunk
 
     def map_slot(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
