@@ -147,18 +147,12 @@ class Listener:
 
     def _hand_over(self, stream: SocketStream, answer: bytes, key: bytes, deadline: float) -> None:
         """Serve an authenticated connection in a new thread, which first sends ``answer``."""
-        thread = threading.Thread(
+        threading.Thread(
             target=self._serve_one,
             args=(stream, answer, key, deadline),
             name="weight_update-join",
             daemon=True,
-        )
-        self._serving.add(stream)
-        try:
-            thread.start()
-        except BaseException:  # too many threads: the other end gets no answer and may retry
-            self._serving.discard(stream)
-            raise
+        ).start()  # it raises if there are too many: the other end gets no answer and may retry
 
     def _refuse_oldest(self, reason: str) -> None:
         self._refuse(next(iter(self._pending.values())), LinkClosedError(reason))
@@ -175,8 +169,9 @@ class Listener:
     # -- threads of authenticated connections --------------------------------------------------------
 
     def _serve_one(self, stream: SocketStream, answer: bytes, key: bytes, deadline: float) -> None:
+        self._serving.add(stream)
         try:
-            if self._closed.is_set():
+            if self._closed.is_set():  # close() may not have seen the stream
                 raise LinkClosedError("the listener was closed")
             stream.send(answer, deadline)
             self._serve(stream, key, deadline)
