@@ -30,7 +30,7 @@ from weight_update.testing.processes import eventually, freeze, wait_until
 from weight_update.testing.worker_processes import context_of
 from weight_update.testing.workers import Worker
 from weight_update.transports.distributed.checksum import BLOCK, Checksum
-from weight_update.transports.distributed.relay.host_relay import HostRelay, SlotReplicas
+from weight_update.transports.distributed.relay.host_relay import HostRelay
 from weight_update.transports.distributed.relay.router import Router
 
 NUMEL = 6_000_000
@@ -448,12 +448,12 @@ def test_a_host_without_memory_for_a_while(hire: Hire) -> None:
 def have_no_memory(body: Body, on: bool) -> None:
     """Refuse memory for copies of the sender's slots from now on, or no longer."""
     if on:
-        body.replicas_of, SlotReplicas.of = SlotReplicas.of, _too_small
+        body.replica, HostRelay._replica = HostRelay._replica, _too_small
     else:
-        SlotReplicas.of = body.replicas_of
+        HostRelay._replica = body.replica
 
 
-def _too_small(self: SlotReplicas, slot: str, nbytes: int) -> Any:
+def _too_small(self: HostRelay, slot: str, nbytes: int) -> Any:
     raise NotEnoughMemoryError("too small")
 
 

@@ -46,10 +46,9 @@ from weight_update.testing.lifecycle import LifecycleTests
 from weight_update.testing.processes import eventually, freeze
 from weight_update.testing.ray_workers import RayWorker
 from weight_update.transports.host_name import this_host
-from weight_update.transports.ray.listener import RayListener
 from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.ray.rendezvous import find_rendezvous, start_rendezvous, stop_rendezvous
-from weight_update.transports.ray.transport import RayTransport
+from weight_update.transports.ray.transport import RayListener, RayTransport
 from weight_update.wire.frames import Kind
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')

@@ -43,6 +43,7 @@ from marks import quick_for
 from torch.distributed import DistError, TCPStore
 
 from weight_update import DistributedWeightSyncScheme
+from weight_update.transports.distributed.rendezvous import SenderStore
 
 SHAPE = (8, 4096)  # more than what travels with a signal
 
@@ -344,6 +345,22 @@ def test_a_sender_that_cannot_be_announced_stops_listening() -> None:
     with pytest.raises(RuntimeError, match="nowhere"):
         Mute().init_on_sender(model=torch.nn.Linear(2, 2), num_workers=1)
     assert listening() == before
+
+
+def test_a_store_that_takes_no_announcement_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def announce(*_: object) -> None:
+        raise DistError("the store is full")
+
+    monkeypatch.setattr(SenderStore, "announce", announce)
+    before = open_sockets()
+    with pytest.raises(DistError, match="is full") as caught:
+        DistributedWeightSyncScheme().init_on_sender(model=torch.nn.Linear(2, 2), num_workers=1)
+    assert open_sockets() == before, caught  # whose frames would keep what nobody closed
+
+
+def open_sockets() -> set[str]:
+    names = (os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink())
+    return {name for name in names if name.startswith("socket:")}
 
 
 if __name__ == "__main__":

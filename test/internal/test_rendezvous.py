@@ -129,10 +129,10 @@ def test_a_port_that_refuses_is_told_from_a_network_without_a_way(monkeypatch: p
             find(port, 0.3)
         assert 0.1 < time.monotonic() - start < SOON
 
-    def create_connection(*_: object) -> socket.socket:
+    def dial(*_: object) -> socket.socket:
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
-    monkeypatch.setattr(socket, "create_connection", create_connection)
+    monkeypatch.setattr(rendezvous, "dial", dial)
     with pytest.raises(LinkClosedError, match=r"No route to host\); if it is on another machine, give it"):
         find(port, 0.3)
 

@@ -21,7 +21,6 @@ from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.host_name import this_host
 from weight_update.transports.ray.actors import ActorLink, ActorWatch
-from weight_update.transports.ray.listener import RayListener
 from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.ray.rendezvous import (
     announce,
@@ -31,7 +30,7 @@ from weight_update.transports.ray.rendezvous import (
     start_rendezvous,
     stop_rendezvous,
 )
-from weight_update.transports.ray.transport import RayTransport
+from weight_update.transports.ray.transport import RayListener, RayTransport
 
 
 class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):

@@ -11,8 +11,7 @@ import torch
 
 from weight_update.encodings import Lend
 from weight_update.errors import NotEnoughMemoryError
-from weight_update.transports.base import TransportBackend
-from weight_update.transports.buffer import Buffer
+from weight_update.transports.base import Buffer, TransportBackend
 from weight_update.wire.frames import WeightChunk
 
 _IDLE_UPDATES = 8

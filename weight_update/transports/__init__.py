@@ -1,7 +1,6 @@
 """Transports: links that move chunks between a sender and one receiver each."""
 
-from weight_update.transports.base import Arrivals, Capabilities, TransportBackend
-from weight_update.transports.buffer import Buffer
+from weight_update.transports.base import Arrivals, Buffer, Capabilities, TransportBackend
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.join_listener import JoinListener
 from weight_update.transports.memory import MemoryTransport

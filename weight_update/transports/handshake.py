@@ -1,17 +1,9 @@
 """Handshake in which both ends prove that they know a token; the token itself is never sent.
 
-Three messages of fixed size are exchanged::
-
-    listener to caller   <4sB32s     b"WUH1", status, nonce of the listener
-    caller to listener   <4s32s32s   b"WUH1", nonce of the caller, proof of the caller
-    listener to caller   <4sB32s     b"WUH1", status, proof of the listener
-
-A proof is the HMAC-SHA256, with the token as key, of ``b"weight_update handshake"``, the role of the proving
-end (``b"C"`` or ``b"L"``), both nonces, and the context: a text that names the purpose of the connection.
-Therefore a proof from another connection, or from the other end of this one, is worthless. The caller proves
-first: a process without the token learns nothing from a listener that would help to guess the token.
-
-A status other than 0 refuses the caller and ends the connection; the 32 bytes that follow are then zeros.
+``docs/wire_format.rst`` defines its three messages. A proof covers the nonces of both ends, the role of the
+proving end, and a context: a text that names the purpose of the connection. Therefore a proof from another
+connection, or from the other end of this one, is worthless. The caller proves first: a process without the
+token learns nothing from a listener that would help to guess the token.
 """
 
 from __future__ import annotations
@@ -40,8 +32,11 @@ _REASONS = {
 def proof(token: str, role: bytes, nonces: bytes, context: str) -> bytes:
     """Return a proof, which only a process that knows ``token`` can compute.
 
-    The ``role`` of the proving end keeps a proof from being sent back to its author. The ``context`` names
-    the purpose of the connection.
+    Args:
+        token: secret of both ends.
+        role: ``b"C"`` for the caller, ``b"L"`` for the listener, ``b"K"`` for the key of the connection.
+        nonces: nonce of the listener, and nonce of the caller.
+        context: text that names the purpose of the connection.
     """
     message = b"weight_update handshake" + role + nonces + context.encode()
     return hmac.new(token.encode(), message, hashlib.sha256).digest()

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from weight_update.errors import FormatError, JoinRefusedError
-from weight_update.transports.rate_limit import RateLimitedLog, Refusals
+from weight_update.transports.rate_limit import EXPECTED, Refusals
 from weight_update.transports.reconnecting import ReconnectingLink
 from weight_update.wire.frames import Kind, WeightChunk
 
 BACK_OFF_SECONDS = 1.0
 """Pause after an unexpected error, which may repeat at once."""
 _REFUSAL_SECONDS = 5.0
-_EXPECTED = (FormatError, ConnectionError, TimeoutError, EOFError)
 
 _L = TypeVar("_L", bound=ReconnectingLink[Any])
 
@@ -42,9 +41,7 @@ class JoinListener(ABC, Generic[_L]):
     def __init__(self, token: str, links: Mapping[int, _L], late_joiners: Callable[[int], _L]) -> None:
         self._token, self._links, self._late_joiners = token, links, late_joiners
         self._closed = threading.Event()
-        log = logging.getLogger(type(self).__module__)
-        self._log = RateLimitedLog(log)
-        self.refusals: Refusals = Refusals(log)
+        self.refusals: Refusals = Refusals(logging.getLogger(type(self).__module__))
         self._thread = threading.Thread(target=self._run, name="weight_update-listener", daemon=True)
 
     @abstractmethod
@@ -78,9 +75,8 @@ class JoinListener(ABC, Generic[_L]):
             except Exception as error:  # noqa: BLE001 - without this thread no worker could join
                 if self._closed.is_set():
                     return
-                expected = isinstance(error, _EXPECTED)
-                self.refusals.note(error, expected=expected)
-                if not expected:
+                self.refusals.note(error)
+                if not isinstance(error, EXPECTED):
                     self._closed.wait(BACK_OFF_SECONDS)
 
     def _step(self) -> None:
@@ -98,7 +94,8 @@ class JoinListener(ABC, Generic[_L]):
                 raise JoinRefusedError("wrong token: both ends need the same one")
             if self._closed.is_set():
                 raise JoinRefusedError("the sender was closed")
-            link = self._link_for(hello)
+            worker: int = hello.header["worker"]
+            link = self._links.get(worker) or self._late_joiners(worker)
             link.screen(hello)
         except BaseException as error:
             if isinstance(error, JoinRefusedError):
@@ -107,10 +104,6 @@ class JoinListener(ABC, Generic[_L]):
             connection.close()
             raise
         link.take_over(connection, hello)
-
-    def _link_for(self, hello: WeightChunk) -> _L:
-        worker: int = hello.header["worker"]
-        return self._links.get(worker) or self._late_joiners(worker)
 
 
 def refusal_of(error: JoinRefusedError) -> WeightChunk:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.transports.handshake import Challenge, require_same_user
-from weight_update.transports.rate_limit import RateLimitedLog, Refusals
+from weight_update.transports.rate_limit import Refusals
 from weight_update.transports.shared_memory.unix_stream import (
     SHORTAGES,
     SocketStream,
@@ -56,7 +56,6 @@ class Listener:
         close_in_children(sock)
         sock.setblocking(False)
         self._sock, self._token, self._context, self._serve = sock, token, context, serve
-        self._log = RateLimitedLog(log)
         self.refusals: Refusals = Refusals(log)
         self._pending: dict[int, _Pending] = {}  # by descriptor, oldest first
         self._poller = select.poll()
@@ -90,9 +89,7 @@ class Listener:
                 self._step()
             except Exception as error:  # noqa: BLE001 - without this thread no one could join
                 if not self._closed.is_set():
-                    self._log.warning(
-                        "the listener continues after an unexpected error: %r", error, exc_info=True
-                    )
+                    self.refusals.note(error)
                     self._closed.wait(_BACK_OFF_SECONDS)
         for pending in list(self._pending.values()):
             self._remove(pending)
@@ -150,18 +147,12 @@ class Listener:
 
     def _hand_over(self, stream: SocketStream, answer: bytes, key: bytes, deadline: float) -> None:
         """Serve an authenticated connection in a new thread, which first sends ``answer``."""
-        thread = threading.Thread(
+        threading.Thread(
             target=self._serve_one,
             args=(stream, answer, key, deadline),
             name="weight_update-join",
             daemon=True,
-        )
-        self._serving.add(stream)
-        try:
-            thread.start()
-        except BaseException:  # too many threads: the other end gets no answer and may retry
-            self._serving.discard(stream)
-            raise
+        ).start()  # it raises if there are too many: the other end gets no answer and may retry
 
     def _refuse_oldest(self, reason: str) -> None:
         self._refuse(next(iter(self._pending.values())), LinkClosedError(reason))
@@ -178,8 +169,9 @@ class Listener:
     # -- threads of authenticated connections --------------------------------------------------------
 
     def _serve_one(self, stream: SocketStream, answer: bytes, key: bytes, deadline: float) -> None:
+        self._serving.add(stream)
         try:
-            if self._closed.is_set():
+            if self._closed.is_set():  # close() may not have seen the stream
                 raise LinkClosedError("the listener was closed")
             stream.send(answer, deadline)
             self._serve(stream, key, deadline)

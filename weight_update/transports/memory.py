@@ -8,8 +8,7 @@ import threading
 from dataclasses import replace
 
 from weight_update.errors import LinkClosedError, NotEnoughMemoryError
-from weight_update.transports.base import TransportBackend
-from weight_update.transports.buffer import Allocate
+from weight_update.transports.base import Allocate, TransportBackend
 from weight_update.wire.frames import WeightChunk
 
 

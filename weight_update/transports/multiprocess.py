@@ -14,8 +14,7 @@ from typing import Any, Literal
 import torch
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
-from weight_update.transports.base import Capabilities, TransportBackend
-from weight_update.transports.buffer import Allocate, Buffer
+from weight_update.transports.base import Allocate, Buffer, Capabilities, TransportBackend
 from weight_update.transports.shared_memory.slots import (
     SharedBuffer,
     SlotTable,

@@ -9,8 +9,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from weight_update.errors import FormatError, TransportError
+from weight_update.errors import FormatError
 
+EXPECTED = (FormatError, ConnectionError, TimeoutError, EOFError)
+"""Errors that any process may cause at a listener."""
 _KEPT = 8
 
 
@@ -60,10 +62,10 @@ class Refusals:
     def __iter__(self) -> Iterator[str]:
         return iter(self._kept.copy())
 
-    def note(self, error: Exception, *, expected: bool = False) -> None:
-        """Keep and log a refusal, with a traceback unless its cause is a known one or ``expected``."""
-        expected = expected or isinstance(error, FormatError | TransportError | TimeoutError)
-        self._log.warning("refused a connection: %s", error, exc_info=None if expected else error)
+    def note(self, error: Exception) -> None:
+        """Keep and log a refusal, with a traceback unless its cause is :data:`EXPECTED`."""
+        traceback = None if isinstance(error, EXPECTED) else error
+        self._log.warning("refused a connection: %s", error, exc_info=traceback)
         self._kept.append(str(error))
 
     def clear(self) -> None:

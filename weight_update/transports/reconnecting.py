@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Container
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
 from weight_update.errors import (
     FormatError,
     JoinRefusedError,
     LinkClosedError,
     SyncTimeoutError,
-    TransportError,
     UnreachableMemoryError,
+    WeightSyncError,
 )
-from weight_update.transports.base import Capabilities, TransportBackend
-from weight_update.transports.buffer import Allocate
+from weight_update.transports.base import Allocate, Capabilities, TransportBackend
 from weight_update.transports.shared_memory.unix_stream import SHORTAGES, deadline_of, seconds_left
-from weight_update.wire.frames import WeightChunk
+from weight_update.wire.frames import Kind, WeightChunk
 
 
 class LinkConnection(Protocol):
@@ -52,6 +51,9 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
     exception: a sender's end whose ``send_chunk`` found the worker gone keeps the connection, because the
     worker's last chunks may still be there to be read.
 
+    A HELLO that waits for its answer is not sent again: the answer may be under way and larger than a
+    socket's buffer, and then both ends would wait for the other to read.
+
     Args:
         joins: whether this is the receiver's end.
     """
@@ -63,6 +65,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         self._changed = threading.Condition()
         self._connection: _C | None = None
         self._hello: WeightChunk | None = None  # first chunk of the connection, until it is received
+        self._asked: Mapping[str, Any] | None = None  # header of the HELLO that waits for its answer
         self._closed = False
 
     @property
@@ -105,7 +108,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         with self._changed:
             ended = connection if self._closed else self._connection  # the worker notices at once
             if not self._closed:
-                self._hello = hello  # first: recv_chunk does not take the lock
+                self._hello, self._asked = hello, None  # first: recv_chunk does not take the lock
                 self._connection = connection
                 self._changed.notify_all()
         if ended is not None:
@@ -116,8 +119,12 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         if self._closed or not self._joins:
             raise LinkClosedError("this end was closed")
         if self._connection is None:
-            with _ErrorsOfLinks(but=SHORTAGES):  # then the sender may live
+            try:
                 connection = self.connect(timeout)
+            except (OSError, EOFError) as error:
+                if isinstance(error, OSError) and error.errno in SHORTAGES:
+                    raise  # the sender may live
+                raise _error_of_link(error) from error.__cause__
             self.take_over(connection)
             if self.closed:
                 self.close()  # it may not have seen what connect() opened
@@ -127,13 +134,16 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         connection = self._connection
         if connection is None:
             raise LinkClosedError("the other end is not connected")
+        if chunk.kind is Kind.HELLO:
+            if chunk.header == self._asked:
+                return
+            self._asked = chunk.header if chunk.header["error"] is None else None  # an error needs no answer
         try:
-            with _of_links:
-                connection.send(chunk, timeout)
-        except (SyncTimeoutError, LinkClosedError) as error:
-            if self._joins or isinstance(error, SyncTimeoutError):
+            connection.send(chunk, timeout)
+        except (OSError, EOFError) as error:
+            if self._joins or isinstance(error, TimeoutError | BlockingIOError):
                 self._drop(connection)
-            raise
+            raise _error_of_link(error) from error.__cause__
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
@@ -149,13 +159,15 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             hello, self._hello = self._hello, None
             return hello
         try:
-            with _of_links:
-                return connection.recv(timeout, allocate)
+            chunk = connection.recv(timeout, allocate)
         except (JoinRefusedError, UnreachableMemoryError):
             raise
-        except (TransportError, SyncTimeoutError, FormatError):
+        except (OSError, EOFError, FormatError) as error:
             self._drop(connection)
-            raise
+            raise _error_of_link(error) from error.__cause__
+        if chunk is not None:
+            self._asked = None
+        return chunk
 
     def disconnect(self) -> None:
         self._drop(self._connection)
@@ -180,14 +192,13 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         while True:
             left = seconds_left(deadline)
             try:
-                with _of_links:
-                    found = self.accept(left)
-            except (TransportError, SyncTimeoutError):
+                found = self.accept(left)
+            except (OSError, EOFError) as error:
                 with self._changed:  # it may fail again at once
                     left = seconds_left(deadline)
                     pause = _PAUSE_SECONDS if left is None else min(left, _PAUSE_SECONDS)
                     self._changed.wait_for(lambda: self._closed, pause)
-                raise
+                raise _error_of_link(error) from error.__cause__
             if found is not None:
                 self.take_over(found)
             if self._closed:
@@ -197,25 +208,10 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
                 return connection
 
 
-class _ErrorsOfLinks:
-    """Turns errors of a connection into errors of its link, but for an OSError whose errno is in ``but``.
-
-    It is a class, because :func:`contextlib.contextmanager` costs three times as much at each frame.
-    """
-
-    def __init__(self, but: Container[int] = ()) -> None:
-        self._but = but
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, OSError | EOFError) or isinstance(error, TransportError | SyncTimeoutError):
-            return
-        if isinstance(error, OSError) and error.errno in self._but:
-            return
-        if isinstance(error, TimeoutError | BlockingIOError):
-            raise SyncTimeoutError(str(error) or "the other end took too long") from None
-        raise LinkClosedError(f"the other end is gone ({error or type(error).__name__})") from None
-
-
-_of_links = _ErrorsOfLinks()
+def _error_of_link(error: OSError | EOFError | FormatError) -> Exception:
+    """Return the error of a link for an error of its connection."""
+    if isinstance(error, WeightSyncError):
+        return error
+    if isinstance(error, TimeoutError | BlockingIOError):
+        return SyncTimeoutError(str(error) or "the other end took too long")
+    return LinkClosedError(f"the other end is gone ({error or type(error).__name__})")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import traceback
+from concurrent import futures
 from contextvars import ContextVar
 from typing import Any
 
 from torch.distributed import rpc
 
 from weight_update.errors import LinkClosedError
-from weight_update.transports.buffer import Allocate
+from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
@@ -43,7 +44,7 @@ class RPCTransport(DistributedTransport):
         self._rref, self._model_id, self._timeout = rref, model_id, timeout
         self._pid: int | None = None
         self._joined = False
-        self._call: _Call | None = None
+        self._call: futures.Future[WeightChunk] | None = None
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
@@ -54,12 +55,16 @@ class RPCTransport(DistributedTransport):
             chunk = super().recv_chunk(timeout, allocate)
             if chunk is None or not self._wants_call(chunk):
                 return chunk
-            self._call = _Call(self._rref, self._model_id, chunk, self._timeout)
+            self._call = _call(self._rref, self._model_id, chunk, self._timeout)
             if self._closed:  # close() may not have seen the call
-                self._call.give_up()
-        outcome = self._call.outcome(seconds_left(deadline))
-        if outcome is not None:
-            self._call = None
+                self._call.cancel()
+        try:
+            outcome = self._call.result(seconds_left(deadline))
+        except futures.TimeoutError:
+            return None
+        except futures.CancelledError:
+            raise LinkClosedError("this end was closed") from None
+        self._call = None
         return outcome
 
     @property
@@ -71,7 +76,7 @@ class RPCTransport(DistributedTransport):
         super().close()
         call = self._call
         if call is not None:
-            call.give_up()
+            call.cancel()
 
     def _wants_call(self, chunk: WeightChunk) -> bool:
         if chunk.kind is Kind.HELLO:
@@ -84,57 +89,38 @@ class RPCTransport(DistributedTransport):
         return joined and self._rref is not None
 
 
-class _Call:
-    """One call of a worker, which has sent ``applied``."""
+def _call(rref: Any, model_id: str, applied: WeightChunk, timeout: float) -> futures.Future[WeightChunk]:
+    """Call a worker that has sent ``applied``; return that chunk, or FAILED, when the call has returned."""
+    outcome: futures.Future[WeightChunk] = futures.Future()
 
-    def __init__(self, rref: Any, model_id: str, applied: WeightChunk, timeout: float) -> None:
-        self._applied, self._timeout = applied, timeout
-        self._ended = threading.Event()
-        self._given_up = False
-        self._error: tuple[str, str] | None = None
+    def end(future: Any) -> None:  # in a thread of RPC
         try:
-            future = rpc.rpc_async(rref.owner(), _receive, args=(rref, model_id), timeout=timeout)
-            future.then(self._end)
+            finish(future.value())
         except RuntimeError as error:
-            self._fail(error)
+            fail(error)
 
-    def outcome(self, timeout: float | None) -> WeightChunk | None:
-        """Return APPLIED or FAILED, or None while the call runs.
-
-        Raises:
-            LinkClosedError: the call was abandoned.
-        """
-        if not self._ended.wait(timeout):
-            return None
-        if self._given_up:
-            raise LinkClosedError("this end was closed")
-        if self._error is None:
-            return self._applied
-        error, text = self._error
-        header = {"version": self._applied.header["version"], "error": error, "traceback": text, "kept": True}
-        return WeightChunk(Kind.FAILED, header)
-
-    def give_up(self) -> None:
-        """Abandon the call; wake the thread in :meth:`outcome`."""
-        self._given_up = True
-        self._ended.set()
-
-    def _end(self, future: Any) -> None:
-        """Take the result, in a thread of RPC."""
-        try:
-            self._error = future.value()
-            self._ended.set()
-        except RuntimeError as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
+    def fail(error: RuntimeError) -> None:
         reason = str(error).partition("\n")[0]
-        self._error = (
+        problem = (
             f"the update is in force, but the worker's _receive_weights_scheme() could not be called through "
-            f"RPC, or did not return within {self._timeout:g} s ({reason})",
-            "",
+            f"RPC, or did not return within {timeout:g} s ({reason})"
         )
-        self._ended.set()
+        finish((problem, ""))
+
+    def finish(failure: tuple[str, str] | None) -> None:
+        chunk = applied
+        if failure is not None:
+            error, text = failure
+            header = {"version": applied.header["version"], "error": error, "traceback": text, "kept": True}
+            chunk = WeightChunk(Kind.FAILED, header)
+        with contextlib.suppress(futures.InvalidStateError):  # the link was closed meanwhile
+            outcome.set_result(chunk)
+
+    try:
+        rpc.rpc_async(rref.owner(), _receive, args=(rref, model_id), timeout=timeout).then(end)
+    except RuntimeError as error:
+        fail(error)
+    return outcome
 
 
 def _receive(rref: Any, model_id: str) -> tuple[str, str] | None:

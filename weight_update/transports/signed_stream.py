@@ -1,15 +1,8 @@
 """Connections over TCP that carry signed messages, between two ends that know one token.
 
 A connection begins with the handshake of :mod:`weight_update.transports.handshake`, which gives it a key.
-Messages follow::
-
-    offset  size  field
-    0       4     length N of the body, little endian
-    4       32    HMAC-SHA256, with that key, of the writer (b"C" for the caller, b"L" for the listener), the
-                  number of the message (8 bytes) and the body
-    36      N     body: one JSON object in UTF-8, or bytes
-
-Nothing is read from a message before its signature is checked. Nothing is encrypted.
+Messages follow, as ``docs/wire_format.rst`` defines them. A body is one JSON object in UTF-8, or bytes. It is
+not used before its signature is checked. Nothing is encrypted.
 """
 
 from __future__ import annotations

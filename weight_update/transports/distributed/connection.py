@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import struct
-import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, kept_error
-from weight_update.transports.buffer import Allocate
-from weight_update.transports.distributed.relay.client import RelayClient
+from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.relay.host_relay import HostRelay
-from weight_update.transports.distributed.relay.router import Router
 from weight_update.transports.shared_memory.slots import SlotTable, open_slot
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.transports.signed_stream import SignedStream
@@ -39,10 +34,14 @@ class Connection:
     Args:
         stream: connection to the other end.
         token: token that is put into received HELLOs, because it does not travel.
+
+    Attributes:
+        lost: error that ended the connection on this end; None while it works.
     """
 
     def __init__(self, stream: SignedStream, token: str) -> None:
         self.stream: SignedStream = stream
+        self.lost: Exception | None = None
         self._token = token
 
     def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
@@ -65,9 +64,14 @@ class Connection:
 
     def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
         """Return the next chunk or None; raise as :meth:`TransportBackend.recv_chunk`."""
-        if not self.stream.wait_readable(timeout):
-            return None
-        message = memoryview(self.stream.receive(None, _LARGEST))
+        try:
+            if not self.stream.wait_readable(timeout):
+                return None
+            message = memoryview(self.stream.receive(None, _LARGEST))
+        except LinkClosedError:
+            if self.lost is None:
+                raise
+            raise kept_error(self.lost) from None
         if len(message) < _FRONT.size:
             raise FormatError(f"a message of {len(message)} bytes is too short")
         size, where_size = _FRONT.unpack(message[: _FRONT.size])
@@ -86,73 +90,18 @@ class Connection:
         """Map the slot of a payload, which process ``pid`` has open as ``fd``."""
         raise FormatError("only a sender names slots")
 
-    def close(self) -> None:
-        """End the connection; the other end notices after it has read the earlier messages."""
+    def lose(self, error: Exception) -> None:
+        """End the connection; its users get ``error``, unless an earlier error was set."""
+        self.lost = self.lost or error
         self.stream.close()
 
-
-class RemoteConnection(Connection):
-    """The sender's end to a worker on another host, which maps the replica that one worker there keeps.
-
-    Args:
-        name: random name of the connection, by which the worker's connection for payloads is found.
-        pid: process id of the worker.
-        host: name of its host.
-        backend: backend that carries payloads.
-        router: router of the sender's payloads to all hosts.
-    """
-
-    def __init__(
-        self,
-        stream: SignedStream,
-        token: str,
-        *,
-        name: str,
-        pid: int,
-        host: str,
-        backend: str,
-        router: Router,
-    ) -> None:
-        super().__init__(stream, token)
-        self.name, self.host = name, host
-        self.lost: Exception | None = None
-        self.relay_client: RelayClient = RelayClient(pid, backend)
-        self.router: Router = router
-        self._admitted = False
-
-    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        if not self._admitted and chunk.kind is not Kind.REFUSED:
-            self._admitted = True
-            self.router.add(self)  # before the worker knows: it then connects for payloads
-        super().send(chunk, timeout)
-
-    def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
-        try:
-            return super().recv(timeout, allocate)
-        except LinkClosedError:
-            raise self.lost or LinkClosedError("the other end is gone") from None
-
-    def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
-        if chunk.payload is None or chunk.payload_bytes <= INLINE_BYTES:
-            return b""
-        return self.router.deliver(chunk.payload, self, timeout)
-
-    def lose(self, error: Exception) -> None:
-        """Close this end for good; its users get ``error``, unless an earlier error was set."""
-        self.lost = self.lost or error
-        self.close()
-
     def close(self) -> None:
-        self.lost = self.lost or LinkClosedError("this end was closed")
-        super().close()
-        self.router.remove(self)
-        self.relay_client.close()
+        """End the connection; the other end notices after it has read the earlier messages."""
+        self.lose(LinkClosedError("this end was closed"))
 
 
 class WorkerConnection(Connection):
     """The worker's end of a connection.
-
-    A HELLO that waits for its answer is not sent again.
 
     Args:
         connect: connects to the sender once more, for payloads.
@@ -172,29 +121,14 @@ class WorkerConnection(Connection):
         super().__init__(stream, token)
         self._connect, self._directory, self._slots = connect, directory, slots
         self._slots.clear()
-        self._asked: Mapping[str, Any] | None = None  # header of the HELLO that waits for its answer
-        self._changing = threading.Lock()
         self._relay: HostRelay | None = None
-        self._lost: Exception | None = None
-
-    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        if chunk.kind is Kind.HELLO:
-            if chunk.header == self._asked:
-                return
-            self._asked = chunk.header if chunk.header["error"] is None else None  # an error needs no answer
-        super().send(chunk, timeout)
 
     def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
-        try:
-            chunk = super().recv(timeout, allocate)
-        except LinkClosedError:
-            if self._lost is not None:
-                raise kept_error(self._lost) from None
-            raise
-        if chunk is not None:
-            self._asked = None
-            if chunk.kind is not Kind.REFUSED and self._relay is None:
-                self._open_relay()
+        chunk = super().recv(timeout, allocate)
+        if chunk is not None and chunk.kind is not Kind.REFUSED and self._relay is None:
+            self._relay = HostRelay(self._connect, self._token, self._directory, self._lose_payloads)
+            if self.lost is not None:  # close() may not have seen it
+                self._relay.close()
         return chunk
 
     def map_slot(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
@@ -207,17 +141,10 @@ class WorkerConnection(Connection):
             raise NotEnoughMemoryError(key)
         return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)
 
-    def _open_relay(self) -> None:
-        with self._changing:
-            if self._lost is None:
-                self._relay = HostRelay(self._connect, self._token, self._directory, self._lose)
-
-    def _lose(self, reason: str) -> None:
-        self._lost = self._lost or LinkClosedError(reason)
-        super().close()
+    def _lose_payloads(self, reason: str) -> None:
+        self.lose(LinkClosedError(reason))
 
     def close(self) -> None:
-        with self._changing, contextlib.suppress(OSError):
-            self._lose("this end was closed")
+        super().close()
         if self._relay is not None:
             self._relay.close()

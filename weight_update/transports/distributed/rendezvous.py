@@ -11,19 +11,17 @@ import contextlib
 import hmac
 import json
 import os
-import socket
 import struct
 import threading
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.threads import leave_in_order
 from weight_update.transports.distributed.store import TCPStore, disown, own
 from weight_update.transports.handshake import PROOF_BYTES, proof
-from weight_update.transports.shared_memory.unix_stream import close_in_children
-from weight_update.transports.signed_stream import listen
+from weight_update.transports.shared_memory.unix_stream import SocketStream
+from weight_update.transports.signed_stream import dial, listen
 
 REPLY_SECONDS = 10.0
 """Seconds that a store may take to answer where the caller sets no limit."""
@@ -101,9 +99,8 @@ class SenderStore:
         body = json.dumps(asdict(where)).encode()
         signed = proof(token, b"A", b"", f"{_CONTEXT} {body.decode()}") + body
         self._server.set(_key(token), signed)
-        arguments = (self._server, _key(token), signed)
         self._thread = threading.Thread(
-            target=self._repeat, args=arguments, name="weight_update-announce", daemon=True
+            target=self._repeat, args=(_key(token), signed), name="weight_update-announce", daemon=True
         )
         leave_in_order(self._thread)
         self._thread.start()
@@ -111,17 +108,15 @@ class SenderStore:
     def close(self) -> None:
         """Close the store; calling it twice is fine."""
         self._closed.set()
-        thread, self._thread = self._thread, None
-        if thread is not None:  # it refers to the server, which listens until nothing does
-            thread.join(REPLY_SECONDS)
-        del thread
+        if self._thread is not None:
+            self._thread.join(REPLY_SECONDS)
         _listening.discard(self._descriptor)
-        server, self._server = self._server, None
-        disown(server)
+        disown(self._server)
+        self._server = None  # which listens until nothing refers to it
 
-    def _repeat(self, server: Any, key: str, signed: bytes) -> None:
+    def _repeat(self, key: str, signed: bytes) -> None:
         while not self._closed.wait(_REPEAT_SECONDS):
-            server.set(key, signed)
+            self._server.set(key, signed)
 
 
 def find_sender(
@@ -145,19 +140,23 @@ def find_sender(
     limit = REPLY_SECONDS if timeout is None else timeout
     deadline = time.monotonic() + limit
     while True:
-        refused = False
         try:
-            with _dial(address, port, deadline) as sock:
-                return _read_announcement(sock, address, port, token, deadline)
-        except TimeoutError:
-            raise SyncTimeoutError(
-                f"the sender at {address}:{port} did not answer within {round(limit, 1):g} s: it is stopped, "
-                "something else listens there, or a network between the two drops what is sent"
-            ) from None
-        except JoinRefusedError:
-            raise
+            stream = dial(address, port, max(deadline, time.monotonic() + _RETRY_SECONDS))
         except OSError as error:
-            problem, refused = error, isinstance(error, _NotReachedError) and error.refused
+            problem = error
+        else:
+            try:
+                return _read_announcement(stream, address, port, token, deadline)
+            except SyncTimeoutError:
+                raise SyncTimeoutError(
+                    f"the sender at {address}:{port} did not answer within {round(limit, 1):g} s: it is "
+                    "stopped, something else listens there, or a network between the two drops what is sent"
+                ) from None
+            except LinkClosedError as error:
+                problem = error
+            finally:
+                stream.close()
+        refused = isinstance(problem, ConnectionRefusedError)
         if refused and again:
             raise LinkClosedError(f"the sender at {address}:{port} is gone ({problem})")
         if time.monotonic() + _RETRY_SECONDS > deadline and again:
@@ -171,59 +170,29 @@ def find_sender(
         time.sleep(_RETRY_SECONDS)
 
 
-class _NotReachedError(OSError):
-    """No connection could be made; ``refused`` tells whether that is because nobody listens."""
-
-    refused = False
-
-
-def _dial(address: str, port: int, deadline: float) -> socket.socket:
-    try:
-        sock = socket.create_connection((address, port), max(deadline - time.monotonic(), _RETRY_SECONDS))
-    except OSError as error:
-        problem = _NotReachedError(str(error))
-        problem.refused = isinstance(error, ConnectionRefusedError)
-        raise problem from None
-    close_in_children(sock)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock
-
-
 def _read_announcement(
-    sock: socket.socket, address: str, port: int, token: str, deadline: float
+    stream: SocketStream, address: str, port: int, token: str, deadline: float
 ) -> Announcement:
-    """Read from a store; raise an OSError if it is gone, and TimeoutError if it is silent."""
-    sock.sendall(_MAGIC + struct.pack("<BI", _PING, port))
-    _recv(sock, 4, deadline)
+    """Read from a store; raise LinkClosedError if it is gone, and SyncTimeoutError if it is silent."""
+    stream.send(_MAGIC + struct.pack("<BI", _PING, port), deadline)
+    stream.recv(4, deadline)
     give_up = time.monotonic() + _MISSING_SECONDS
     key = b"/" + _key(token).encode()  # as torch.distributed writes it
-    name = _NUMBER.pack(len(key)) + key
     while time.monotonic() < min(give_up, deadline):
-        sock.sendall(bytes([_GET]) + name)
-        (size,) = _NUMBER.unpack(_recv(sock, _NUMBER.size, deadline))
+        stream.send(bytes([_GET]) + _NUMBER.pack(len(key)) + key, deadline)
+        (size,) = _NUMBER.unpack(stream.recv(_NUMBER.size, deadline))
         if size > _LARGEST:
-            raise ConnectionError(f"it sent {size} bytes, which are no announcement")
+            raise LinkClosedError(f"it sent {size} bytes, which are no announcement")
         if size:  # a sender with our token writes this key, so a stranger hides what it wrote
             give_up = deadline
         with contextlib.suppress(FormatError):
-            return _verified(_recv(sock, size, deadline), token)
+            return _verified(stream.recv(size, deadline), token)
     if time.monotonic() >= deadline:
-        raise TimeoutError
+        raise SyncTimeoutError
     raise JoinRefusedError(
         f"the sender at {address}:{port} has another token: pass the scheme to the worker after "
         "init_on_sender(), or give both ends the same token= (or WEIGHT_UPDATE_TOKEN)"
     )
-
-
-def _recv(sock: socket.socket, size: int, deadline: float) -> bytes:
-    received = bytearray()
-    while len(received) < size:
-        sock.settimeout(max(deadline - time.monotonic(), 0.001))  # 0 would not wait at all
-        data = sock.recv(size - len(received))
-        if not data:
-            raise ConnectionResetError("it ended the connection")
-        received += data
-    return bytes(received)
 
 
 def _key(token: str) -> str:

@@ -6,19 +6,16 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
 from weight_update.transports.base import Capabilities, TransportBackend
-from weight_update.transports.distributed.connection import (
-    INLINE_BYTES,
-    Connection,
-    RemoteConnection,
-    WorkerConnection,
-)
-from weight_update.transports.distributed.relay.router import Router
+from weight_update.transports.distributed.connection import INLINE_BYTES, Connection, WorkerConnection
+from weight_update.transports.distributed.relay.client import RelayClient
+from weight_update.transports.distributed.relay.router import RemoteConnection, Router
 from weight_update.transports.distributed.rendezvous import Announcement, SenderStore, find_sender
 from weight_update.transports.host_name import shares_sockets, this_host
 from weight_update.transports.join_listener import refusal_of
@@ -125,9 +122,9 @@ class DistributedTransport(SharedMemTransport):
     ) -> None:
         """Sender's end: take over the connection of a worker on another host."""
         self.capabilities = replace(self.capabilities, send_never_blocks=False, pid_is_visible=False)
-        pid = hello.header["pid"]
+        client = RelayClient(hello.header["pid"], self._backend)
         remote = RemoteConnection(
-            stream, self._token, name=name, pid=pid, host=host, backend=self._backend, router=router
+            stream, self._token, name=name, host=host, relay_client=client, router=router
         )
         self.take_over(remote, hello)
 
@@ -151,17 +148,17 @@ class DistributedListener:
         self._store, self._token = store, token
         self._links, self._late_joiners = links, late_joiners
         self._router = Router()
-        self._local = SharedMemListener(token, links, late_joiners)
-        try:
+        with ExitStack() as undo:
+            self._local = SharedMemListener(token, links, late_joiners)
+            undo.callback(self._local.close)
             sock = listen(store.address)
-        except BaseException:
-            self._local.close()
-            raise
-        where = Announcement(host, self._local.address[1:], sock.getsockname()[1], uuid.uuid4().hex)
-        self._remote = Listener(sock, token, _context(where), self._admit, "weight_update-listener", _log)
-        self.refusals: Refusals = self._remote.refusals
-        self._local.refusals = self.refusals
-        store.announce(where, token)  # workers wait for start(), rather than be told of another token
+            where = Announcement(host, self._local.address[1:], sock.getsockname()[1], uuid.uuid4().hex)
+            self._remote = Listener(sock, token, _context(where), self._admit, "weight_update-listener", _log)
+            undo.callback(self._remote.close)
+            self.refusals: Refusals = self._remote.refusals
+            self._local.refusals = self.refusals
+            store.announce(where, token)  # workers wait for start(), rather than be told of another token
+            undo.pop_all()
 
     @property
     def network_bytes(self) -> int:

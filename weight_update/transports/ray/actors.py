@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from weight_update.errors import LinkClosedError, SyncFailedError
-from weight_update.transports.base import TransportBackend
-from weight_update.transports.buffer import Allocate
+from weight_update.transports.base import Allocate
 from weight_update.transports.ray.rendezvous import ray_runs, require_ray
+from weight_update.transports.reconnecting import ReconnectingLink
 from weight_update.wire.frames import WeightChunk
 
 _PROBE_SECONDS = 2.0
@@ -59,8 +59,8 @@ class ActorWatch:
         return True, None
 
 
-class ActorLink(TransportBackend):
-    """Mixin for a transport, listed before it: errors of a lost link name the actor.
+class ActorLink(ReconnectingLink[Any]):
+    """Mixin for a link, listed before it: errors of a lost link name the actor.
 
     Attributes:
         watch: state of the actors, on the sender's end.
@@ -69,11 +69,10 @@ class ActorLink(TransportBackend):
 
     watch: ActorWatch | None = None
     worker = 0
-    _leaving = False
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         try:
-            super().send_chunk(chunk, timeout)  # type: ignore[safe-super]  # of the transport
+            super().send_chunk(chunk, timeout)
         except LinkClosedError as error:
             raise self._named(error) from None
 
@@ -81,13 +80,9 @@ class ActorLink(TransportBackend):
         self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
         try:
-            return super().recv_chunk(timeout, allocate)  # type: ignore[safe-super]
+            return super().recv_chunk(timeout, allocate)
         except LinkClosedError as error:
             raise self._named(error) from None
 
-    def close(self) -> None:
-        self._leaving = True
-        super().close()  # type: ignore[safe-super]
-
     def _named(self, error: LinkClosedError) -> Exception:
-        return error if self._leaving or self.watch is None else self.watch.named(self.worker, error)
+        return error if self.closed or self.watch is None else self.watch.named(self.worker, error)

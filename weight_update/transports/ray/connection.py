@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from weight_update.errors import FormatError, LinkClosedError
-from weight_update.transports.buffer import Allocate
+from weight_update.transports.base import Allocate
 from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, one_line, ray_runs, running_ray
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left

@@ -31,7 +31,7 @@ from weight_update.errors import (
     TransportError,
     UnreachableMemoryError,
 )
-from weight_update.transports.buffer import Buffer
+from weight_update.transports.base import Buffer
 from weight_update.transports.memory_limits import available_memory
 from weight_update.wire.schema import aligned
 

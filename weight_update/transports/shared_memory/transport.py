@@ -14,7 +14,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -26,8 +25,7 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
 )
-from weight_update.transports.base import Arrivals, Capabilities
-from weight_update.transports.buffer import Allocate, Buffer
+from weight_update.transports.base import Allocate, Arrivals, Buffer, Capabilities
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.join_listener import refusal_of
 from weight_update.transports.listener import Listener
@@ -68,9 +66,6 @@ class SlotStream(Arrivals):
     After a FAILED frame the next record of each slot is like the first, because the receiver may not have
     opened it.
 
-    A HELLO that waits for its answer is not sent again: the answer may be under way and larger than a
-    socket's buffer, and then both ends would wait for the other to read.
-
     Args:
         stream: connected Unix sockets, whose two ends have verified that they share a token.
         slots: table of the slots opened here; slots of an earlier connection are dropped.
@@ -82,7 +77,6 @@ class SlotStream(Arrivals):
 
     def __init__(self, stream: SocketStream, slots: SlotTable, token: str) -> None:
         self.received_handle: bool = False
-        self._asked: Mapping[str, Any] | None = None  # header of the HELLO that waits for its answer
         self._stream, self._slots, self._token = stream, slots, token
         self._slots.clear()
         self._handed_over: WeakSet[SharedSlot] = WeakSet()
@@ -96,9 +90,6 @@ class SlotStream(Arrivals):
         """Send a frame; raise as :meth:`SocketStream.send`."""
         deadline = deadline_of(timeout)
         if chunk.kind is Kind.HELLO:
-            if chunk.header == self._asked:
-                return
-            self._asked = chunk.header if chunk.header["error"] is None else None  # an error needs no answer
             chunk = chunk.with_token("")
         head = chunk.encode_head(checksum=False)
         if chunk.payload is None or chunk.payload_bytes == 0:
@@ -128,7 +119,6 @@ class SlotStream(Arrivals):
             return None
         prelude = Prelude.decode(self._read(PRELUDE_BYTES))
         header = self._read(prelude.header_bytes)
-        self._asked = None
         payload = None
         if prelude.kind is Kind.FAILED:
             self._handed_over = WeakSet()

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from weight_update.errors import (
     FormatError,
-    LinkClosedError,
-    SyncTimeoutError,
     TransportError,
     without_frames,
 )
 from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.relay.nccl import payload_stream
-from weight_update.transports.distributed.relay.payload_stream import PayloadStream
+from weight_update.transports.distributed.relay.payload_stream import AwaitedStream
 from weight_update.transports.shared_memory.slots import slot_of
 from weight_update.transports.signed_stream import SignedStream
 
@@ -47,54 +44,49 @@ class NotDeliveredError(Exception):
 class RelayClient:
     """Sender's end of the connection to the host relay of one worker.
 
-    One thread uses it at a time; the router chooses which.
+    One thread uses it at a time; the router chooses which. Methods that need the connection wait until the
+    worker has made it.
 
     Args:
         pid: process id of the worker on its host.
         backend: backend that carries payloads.
 
     Attributes:
-        sent: bytes of payloads sent through this connection.
         incoming_link: name of the link from the host before it in the chain; None without one.
         outgoing_link: name of the link to the host after it in the chain; None without one.
     """
 
     def __init__(self, pid: int, backend: str) -> None:
-        self.sent: int = 0
         self.incoming_link: str | None = None
         self.outgoing_link: str | None = None
         self._pid, self._backend = pid, backend
         self._replicated: dict[str, weakref.ref[Any]] = {}
-        self._stream: PayloadStream | None = None
-        self._opened = threading.Event()
-        self._closed = False
+        self._stream = AwaitedStream()
 
     def open(self, signed: SignedStream) -> None:
-        """Take over the connection that the worker has made; methods that need it wait for it.
+        """Take over the connection that the worker has made.
 
         Raises:
             LinkClosedError: the backend's own connection could not be made.
         """
         signed.send_json({"backend": self._backend}, _OPENING)
-        self._stream = payload_stream(signed, self._backend, 0)
-        self._opened.set()
-        if self._closed:  # close() may not have seen it
-            self._stream.close()
+        self._stream.set(payload_stream(signed, self._backend, 0))
 
     def close(self) -> None:
         """Close the connection; the worker notices."""
-        self._closed = True
-        self._opened.set()
-        if self._stream is not None:
-            self._stream.close()
+        self._stream.close()
 
     def send_command(self, command: dict[str, Any], patience: float) -> None:
         """Send a command to the host relay."""
-        self._stream_within(patience).send(command, patience)
+        self._stream.get(max(patience, _OPENING)).send(command, patience)
 
     def receive_answer(self, patience: float) -> dict[str, Any]:
         """Return the host relay's answer to a command."""
-        return self._stream_within(patience).receive(patience)
+        return self._stream.get(max(patience, _OPENING)).receive(patience)
+
+    def send_payload(self, payload: torch.Tensor, patience: float) -> str:
+        """Send a payload in pieces; return its checksum."""
+        return self._stream.get(max(patience, _OPENING)).send_payload(payload, patience)
 
     def take_command_for(self, payload: torch.Tensor) -> dict[str, Any]:
         """Return the part of a ``take`` command that describes the payload's slot."""
@@ -106,22 +98,16 @@ class RelayClient:
         self._replicated[slot.key] = weakref.ref(slot)
         return {"slot": slot.key, "size": slot.nbytes, "nbytes": payload.numel(), "gone": gone}
 
-    def send_payload(self, payload: torch.Tensor, patience: float) -> str:
-        """Send a payload in pieces; return its checksum."""
-        stream = self._stream_within(patience)
-        self.sent += payload.numel()
-        return stream.send_payload(payload, patience)
+    def receive_location(self, patience: float) -> bytes:
+        """Return where workers of that host find the payload that the host relay was told to take.
 
-    def location(self, answer: dict[str, Any]) -> bytes:
-        """Return where workers of that host find a payload that the host relay has taken."""
+        Raises:
+            NotDeliveredError: the host relay did not get it.
+        """
+        answer = self.receive_answer(patience)
+        if "error" in answer:
+            raise NotDeliveredError(answer["error"])
         return json.dumps([self._pid, answer["fd"], answer["key"]]).encode()
-
-    def _stream_within(self, patience: float) -> PayloadStream:
-        if not self._opened.wait(max(patience, _OPENING)):
-            raise SyncTimeoutError("the worker made no connection for payloads")
-        if self._stream is None:
-            raise LinkClosedError("this end was closed")
-        return self._stream
 
 
 class _Hop:
@@ -142,12 +128,8 @@ class _Hop:
 
 
 def send_along_chain(
-    clients: Sequence[RelayClient],
-    payload: torch.Tensor,
-    patience: float,
-    limit: float,
-    on_result: Callable[[int, bytes | Exception], None],
-) -> None:
+    clients: Sequence[RelayClient], payload: torch.Tensor, patience: float, limit: float
+) -> Iterator[tuple[int, bytes | Exception]]:
     """Send a payload to the first host relay, which forwards each piece to the second on arrival, and so on.
 
     Args:
@@ -155,14 +137,16 @@ def send_along_chain(
         payload: tensor of a slot.
         patience: seconds without progress after which an end is given up.
         limit: seconds for the answer of a host relay after the whole payload was sent.
-        on_result: called for each host with its place in ``clients`` and, as soon as it is known, where its
-            workers find the payload, or an error: :class:`NotDeliveredError` if the chain was broken before
-            the host, another error if the host itself is lost.
+
+    Yields:
+        for each host, as soon as it is known, its place in ``clients`` and where its workers find the
+        payload, or an error: :class:`NotDeliveredError` if the chain was broken before the host, another
+        error if the host itself is lost.
     """
     hops = [_Hop(client) for client in clients]
     chain = _chain(hops, patience, limit)
     for place, hop in enumerate(hops[len(chain) :], len(chain)):
-        on_result(place, hop.error or NotDeliveredError("the chain is broken before it"))
+        yield place, hop.error or NotDeliveredError("the chain is broken before it")
     number = next(_numbers)
     for hop in chain:
         command = {"do": "take", "number": number, "checksum": CHECKSUM, "patience": patience}
@@ -176,19 +160,17 @@ def send_along_chain(
         hop.do(hop.client.send_command, {"do": "sum", "number": number, "sum": total}, patience)
     deadline = time.monotonic() + limit
     for place, hop in enumerate(chain):
-        result = hop.do(_result, hop.client, _time_left(deadline)) or b""
+        result = hop.do(hop.client.receive_location, _time_left(deadline)) or b""
         if hop.error is not None:
             hop.client.incoming_link = None
-        on_result(place, hop.error or result)
+        yield place, hop.error or result
 
 
 def _chain(hops: list[_Hop], patience: float, limit: float) -> list[_Hop]:
-    """Return the first hops, which forward to each other; set an error in all other hops."""
+    """Return the first hops, which forward to each other; the next hop has an error."""
     for position in range(1, len(hops)):
         _join(hops[position - 1], hops[position], patience, limit)
         if hops[position].error is not None:
-            for hop in hops[position + 1 :]:
-                hop.error = NotDeliveredError("the chain is broken before it")
             return hops[:position]
     return hops
 
@@ -214,10 +196,3 @@ def _join(before: _Hop, after: _Hop, patience: float, limit: float) -> None:
 def _time_left(deadline: float) -> float:
     """Return the seconds left, at least enough to check whether the answer is here already."""
     return max(deadline - time.monotonic(), _LOOK)
-
-
-def _result(client: RelayClient, patience: float) -> bytes:
-    answer = client.receive_answer(patience)
-    if "error" in answer:
-        raise NotDeliveredError(answer["error"])
-    return client.location(answer)

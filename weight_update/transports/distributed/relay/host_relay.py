@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +14,7 @@ from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.relay.nccl import payload_stream
 from weight_update.transports.distributed.relay.payload_stream import (
     STALLED,
+    AwaitedStream,
     Forwarder,
     PayloadStream,
     discarded_pieces,
@@ -36,43 +35,11 @@ The relay answers no command meanwhile, and the sender waits twice its patience 
 """
 
 
-class SlotReplicas:
-    """Copies of the sender's slots in shared memory.
-
-    The sender writes into a slot again only when no worker reads it, so an arriving payload may be written
-    into the slot's replica at once.
-    """
-
-    def __init__(self, directory: str | None) -> None:
-        self._directory = directory
-        self._replicas: dict[str, SharedBuffer] = {}
-
-    def of(self, slot: str, nbytes: int) -> SharedBuffer:
-        """Return the replica of a slot of ``nbytes`` bytes; make it if there is none.
-
-        Raises:
-            NotEnoughMemoryError: there is no memory for a new replica.
-        """
-        if slot not in self._replicas:
-            self._replicas[slot] = SharedBuffer(nbytes, self._directory)
-        return self._replicas[slot]
-
-    def forget(self, slots: list[str]) -> None:
-        """Close the replicas of slots that the sender released; their readers keep the memory."""
-        for slot in slots:
-            if slot in self._replicas:
-                self._replicas.pop(slot).close()
-
-    def close(self) -> None:
-        """Close all replicas."""
-        self.forget(list(self._replicas))
-
-
 class HostRelay:
     """A thread that receives the payloads of its host and forwards them to another host where told to.
 
-    The worker's own thread may be busy with an update meanwhile; other workers of the host do not wait for
-    it.
+    A payload is written into a copy of the sender's slot in shared memory. The worker's own thread may be
+    busy with an update meanwhile; other workers of the host do not wait for it.
 
     The sender sends commands, and gets one answer for each, except for ``sum``:
 
@@ -96,21 +63,22 @@ class HostRelay:
         on_failure: Callable[[str], None],
     ) -> None:
         self._connect, self._token, self._on_failure = connect, token, on_failure
-        self._replicas = SlotReplicas(directory)
+        self._directory = directory
+        self._replicas: dict[str, SharedBuffer] = {}  # by key of the sender's slot
         self._backend = ""
-        self._closed = False
-        self._sender: PayloadStream | None = None
+        self._sender = AwaitedStream()
+        self._incoming: dict[str, AwaitedStream] = {}  # the last link from another host, by its name
         self._outgoing: PayloadStream | None = None
         self._listener: Listener | None = None
-        self._incoming = _IncomingLink()
         self._thread = threading.Thread(target=self._run, name="weight_update-relay", daemon=True)
         leave_in_order(self._thread)  # it closes replicas after close()
         self._thread.start()
 
     def close(self) -> None:
         """Close all connections; the sender notices."""
-        self._closed = True
-        for one in (self._listener, self._sender, self._outgoing, self._incoming):
+        self._sender.close()
+        self._close_incoming()
+        for one in (self._listener, self._outgoing):
             if one is not None:
                 one.close()
 
@@ -122,9 +90,8 @@ class HostRelay:
             return
         try:
             self._backend = signed.receive_json(STALLED)["backend"]
-            self._sender = payload_stream(signed, self._backend, 1)
-            if not self._closed:  # else close() may not have seen it
-                self._serve(self._sender)
+            self._sender.set(payload_stream(signed, self._backend, 1))
+            self._serve(self._sender.get(0.0))
         except (TransportError, TimeoutError):
             pass  # the sender is gone, or sees the end of this connection
         except FormatError as error:
@@ -132,7 +99,7 @@ class HostRelay:
         finally:
             signed.close()
             self.close()
-            self._replicas.close()
+            self._forget(list(self._replicas))
 
     def _serve(self, sender: PayloadStream) -> None:
         while True:
@@ -151,7 +118,8 @@ class HostRelay:
                     self._unlink()  # the next host notices
 
     def _listen(self, command: dict[str, Any], address: str) -> dict[str, Any]:
-        self._incoming.expect(command["name"])
+        self._close_incoming()
+        self._incoming = {command["name"]: AwaitedStream()}
         try:
             if self._listener is None:
                 sock = listen(address)
@@ -167,8 +135,10 @@ class HostRelay:
     def _admit(self, stream: SocketStream, key: bytes, deadline: float) -> None:
         """Take over a connection of another host relay."""
         signed = SignedStream(stream, key, listener=True)
-        name = signed.receive_json(seconds_left(deadline)).get("name")
-        self._incoming.set(name, payload_stream(signed, self._backend, 1))
+        link = self._incoming.get(str(signed.receive_json(seconds_left(deadline)).get("name")))
+        if link is None:
+            raise LinkClosedError("it belongs to no link of this host")
+        link.set(payload_stream(signed, self._backend, 1))
 
     def _link(self, command: dict[str, Any]) -> dict[str, Any]:
         self._unlink()
@@ -185,16 +155,39 @@ class HostRelay:
             return {"error": str(error)[:_MAX_ERROR_CHARS]}
         return {}
 
+    def _close_incoming(self) -> None:
+        for link in self._incoming.values():
+            link.close()
+
     def _unlink(self) -> None:
         outgoing, self._outgoing = self._outgoing, None
         if outgoing is not None:
             outgoing.close()
 
+    def _replica(self, slot: str, nbytes: int) -> SharedBuffer:
+        """Return the copy of a slot of ``nbytes`` bytes; make it if there is none.
+
+        The sender writes into a slot again only when no worker reads it, so an arriving payload may be
+        written into the copy at once.
+
+        Raises:
+            NotEnoughMemoryError: there is no memory for a new copy.
+        """
+        if slot not in self._replicas:
+            self._replicas[slot] = SharedBuffer(nbytes, self._directory)
+        return self._replicas[slot]
+
+    def _forget(self, slots: list[str]) -> None:
+        """Close the copies of slots that the sender released; their readers keep the memory."""
+        for slot in slots:
+            if slot in self._replicas:
+                self._replicas.pop(slot).close()
+
     def _take(self, command: dict[str, Any], sender: PayloadStream, forwarder: Forwarder) -> dict[str, Any]:
-        self._replicas.forget(command["gone"])
+        self._forget(command["gone"])
         problem, replica = "", None
         try:
-            replica = self._replicas.of(command["slot"], command["size"])
+            replica = self._replica(command["slot"], command["size"])
             into = pieces_of(replica.tensor[: command["nbytes"]])
         except NotEnoughMemoryError as error:
             problem, into, forwarder = str(error), discarded_pieces(command["nbytes"]), Forwarder(None)
@@ -202,13 +195,13 @@ class HostRelay:
         try:
             if command["link"] is not None:
                 patience = command["patience"]
-                source = self._incoming.get(command["link"], patience)
+                source = self._incoming[command["link"]].get(patience)
             with Progress("receiving weights", command["nbytes"]):
                 total = source.recv_payload(into, patience, forwarder)
         except (TransportError, TimeoutError) as error:
             if source is sender and command["link"] is None:
                 raise
-            self._incoming.close()
+            self._close_incoming()
             return {"error": f"the host before it in the chain: {error}"[:_MAX_ERROR_CHARS]}
         expected = self._sum(command, sender)
         if replica is None:  # each worker of this host reports it and keeps its version
@@ -224,48 +217,3 @@ class HostRelay:
             message = sender.receive(STALLED)
             if message["do"] == "sum" and message["number"] == command["number"]:
                 return message["sum"]
-
-
-class _IncomingLink:
-    """The connection from the host before this one in a chain; a new one replaces it."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._name: Any = None
-        self._stream: PayloadStream | None = None
-
-    def expect(self, name: str) -> None:
-        """Close the connection, and wait for the one of that name from now on."""
-        self.close()
-        with self._changed:
-            self._name = name
-
-    def set(self, name: Any, stream: PayloadStream) -> None:
-        """Take the connection over if it is the expected one; close it otherwise."""
-        with self._changed:
-            if name == self._name and self._stream is None:
-                self._stream = stream
-                self._changed.notify_all()
-                return
-        stream.close()
-
-    def get(self, name: str, patience: float) -> PayloadStream:
-        """Return the connection of that name; wait for it.
-
-        Raises:
-            LinkClosedError: it did not come in time.
-        """
-        deadline = time.monotonic() + patience
-        with self._changed:
-            while self._name != name or self._stream is None:
-                if not self._changed.wait(max(deadline - time.monotonic(), 0.0)):
-                    raise LinkClosedError("it is not connected")
-            return self._stream
-
-    def close(self) -> None:
-        """Close the connection, if there is one."""
-        with self._changed:
-            stream, self._stream, self._name = self._stream, None, None
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()

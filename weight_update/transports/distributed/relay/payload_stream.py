@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent import futures
 from typing import Any
 
 import torch
 
-from weight_update.errors import TransportError
+from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.progress import advance
 from weight_update.transports.distributed.checksum import Checksum
 from weight_update.transports.shared_memory.unix_stream import deadline_of
@@ -76,6 +77,39 @@ class PayloadStream:
     def close(self) -> None:
         """Close the connection; the other end notices."""
         self.signed.close()
+
+
+class AwaitedStream:
+    """A payload stream that another process opens, sooner or later. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._opened: futures.Future[PayloadStream] = futures.Future()
+
+    def set(self, stream: PayloadStream) -> None:
+        """Take ``stream``, the first one; close any other, and one that comes after :meth:`close`."""
+        try:
+            self._opened.set_result(stream)
+        except futures.InvalidStateError:
+            stream.close()
+
+    def get(self, seconds: float) -> PayloadStream:
+        """Return the stream; wait for it.
+
+        Raises:
+            LinkClosedError: this end was closed.
+            SyncTimeoutError: no stream came within ``seconds``.
+        """
+        try:
+            return self._opened.result(seconds)
+        except futures.TimeoutError:
+            raise SyncTimeoutError("it made no connection for payloads") from None
+        except futures.CancelledError:
+            raise LinkClosedError("this end was closed") from None
+
+    def close(self) -> None:
+        """Close the stream, or take none any more."""
+        if not self._opened.cancel():
+            self._opened.result().close()
 
 
 class Forwarder:

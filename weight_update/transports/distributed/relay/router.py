@@ -5,37 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError, kept_error
+from weight_update.transports.distributed.connection import INLINE_BYTES, Connection
 from weight_update.transports.distributed.relay.client import NotDeliveredError, RelayClient, send_along_chain
 from weight_update.transports.distributed.relay.payload_stream import STALLED
 from weight_update.transports.shared_memory.slots import slot_of
+from weight_update.transports.signed_stream import SignedStream
+from weight_update.wire.frames import Kind, WeightChunk
 
 _SlotUse = tuple[str, int]  # key of a slot, and how often it was lent to be written
 _LEAST_SHARE = 0.25  # seconds; also how long a payload waits for the usual chain of hosts
 _SHARE = 4  # a worker that does not answer is given up after this share of the timeout
-
-
-class RelayedConnection(Protocol):
-    """A connection to a worker on another host.
-
-    Attributes:
-        name: random name of the connection.
-        host: name of the host.
-        relay_client: connection to the host relay of the worker.
-        lost: error that ended the connection; None while it works.
-    """
-
-    name: str
-    host: str
-    relay_client: RelayClient
-    lost: Exception | None
-
-    def lose(self, error: Exception) -> None:
-        """End the connection with ``error``."""
 
 
 class Router:
@@ -43,44 +26,40 @@ class Router:
 
     A payload is sent to one worker of a host, whose host relay keeps it; the other workers there map that
     copy. The same worker is chosen as long as it is connected and not busy with another payload.
+
+    Attributes:
+        sent: bytes of payloads that this process sent to other hosts.
     """
 
     def __init__(self) -> None:
+        self.sent: int = 0
         self._changed = threading.Condition()
-        self._remotes: list[RelayedConnection] = []
+        self._remotes: list[RemoteConnection] = []
         self._busy: set[int] = set()  # ids of connections that send a payload
         self._under_way: set[tuple[str, _SlotUse]] = set()  # payloads on their way, by host
-        self._delivered: dict[tuple[str, str], tuple[int, RelayedConnection, bytes]] = {}  # by host and slot
+        self._delivered: dict[tuple[str, str], tuple[int, RemoteConnection, bytes]] = {}  # by host and slot
         self._expected: dict[_SlotUse, list[str]] = {}  # hosts that need it
-        self._sent_by_removed = 0
 
-    @property
-    def sent(self) -> int:
-        """Bytes of payloads that this process sent to other hosts."""
-        with self._changed:
-            return self._sent_by_removed + sum(remote.relay_client.sent for remote in self._remotes)
-
-    def add(self, remote: RelayedConnection) -> None:
+    def add(self, remote: RemoteConnection) -> None:
         """Add a worker that joined."""
         with self._changed:
             self._remotes.append(remote)
 
-    def remove(self, remote: RelayedConnection) -> None:
+    def remove(self, remote: RemoteConnection) -> None:
         """Remove a worker that left, and the payloads that its host relay kept."""
         with self._changed:
             if remote in self._remotes:
                 self._remotes.remove(remote)
-                self._sent_by_removed += remote.relay_client.sent
             kept = {key: value for key, value in self._delivered.items() if value[1] is not remote}
             self._delivered = kept
             self._changed.notify_all()
 
-    def named(self, name: str) -> RelayedConnection | None:
+    def named(self, name: str) -> RemoteConnection | None:
         """Return the connection of that name, if it is there."""
         with self._changed:
             return next((one for one in self._remotes if one.name == name), None)
 
-    def expect(self, payload: torch.Tensor, remotes: Iterable[RelayedConnection]) -> None:
+    def expect(self, payload: torch.Tensor, remotes: Iterable[RemoteConnection]) -> None:
         """Announce that ``payload`` is about to be sent to workers on several hosts."""
         hosts = list(dict.fromkeys(remote.host for remote in remotes))
         slot, use = _slot_use_of(payload)
@@ -88,7 +67,7 @@ class Router:
             self._expected = {other: value for other, value in self._expected.items() if other[0] != slot}
             self._expected[slot, use] = hosts
 
-    def deliver(self, payload: torch.Tensor, remote: RelayedConnection, timeout: float | None) -> bytes:
+    def deliver(self, payload: torch.Tensor, remote: RemoteConnection, timeout: float | None) -> bytes:
         """Return where ``remote`` finds ``payload`` on its host; send it there if no other thread does.
 
         Raises:
@@ -102,20 +81,20 @@ class Router:
                 remotes = self._await_turn(slot_use, remote, deadline)
                 if isinstance(remotes, bytes):
                     return remotes
+                self.sent += payload.numel()  # to the first of them, which forwards it
             self._send(payload, remotes, timeout, deadline)
 
     def _await_turn(
-        self, slot_use: _SlotUse, remote: RelayedConnection, deadline: float
-    ) -> bytes | list[RelayedConnection]:
+        self, slot_use: _SlotUse, remote: RemoteConnection, deadline: float
+    ) -> bytes | list[RemoteConnection]:
         """Return where the payload is as soon as its host has it, or the connections to send it through."""
         gather_until = min(time.monotonic() + _LEAST_SHARE, deadline)
         while True:
             if remote.lost is not None:
                 raise kept_error(remote.lost)
-            slot, use = slot_use
-            delivered = self._delivered.get((remote.host, slot))
-            if delivered is not None and delivered[0] == use:
-                return delivered[2]
+            location = self._location(remote.host, slot_use)
+            if location is not None:
+                return location
             now, first = time.monotonic(), None
             if (remote.host, slot_use) not in self._under_way:
                 first = self._idle(remote.host)
@@ -134,18 +113,12 @@ class Router:
         usual = {one.host: one for one in able}
         return not any(id(one) in self._busy for one in usual.values())
 
-    def _reserve(self, slot_use: _SlotUse, first: RelayedConnection) -> list[RelayedConnection]:
+    def _reserve(self, slot_use: _SlotUse, first: RemoteConnection) -> list[RemoteConnection]:
         """Reserve ``first`` and one idle worker of each other host that needs ``slot_use``."""
         chosen = [first]
         for host in self._expected.pop(slot_use, []):
-            delivered = self._delivered.get((host, slot_use[0]))
-            if (
-                host == first.host
-                or (host, slot_use) in self._under_way
-                or (delivered and delivered[0] == slot_use[1])
-            ):
-                continue
-            other = self._idle(host)
+            has_it = (host, slot_use) in self._under_way or self._location(host, slot_use) is not None
+            other = None if has_it or host == first.host else self._idle(host)
             if other is not None:
                 chosen.append(other)
         order = {id(remote): place for place, remote in enumerate(self._remotes)}
@@ -156,12 +129,18 @@ class Router:
             self._delivered.pop((one.host, slot_use[0]), None)
         return chosen
 
-    def _idle(self, host: str) -> RelayedConnection | None:
+    def _location(self, host: str, slot_use: _SlotUse) -> bytes | None:
+        """Return where the workers of a host find a payload; None if the host does not have it."""
+        slot, use = slot_use
+        delivered_use, _, location = self._delivered.get((host, slot), (None, None, None))
+        return location if delivered_use == use else None
+
+    def _idle(self, host: str) -> RemoteConnection | None:
         able = [one for one in self._remotes if one.host == host and one.lost is None]
         return next((one for one in able if id(one) not in self._busy), None)
 
     def _patience(
-        self, chosen: list[RelayedConnection], timeout: float | None, deadline: float
+        self, chosen: list[RemoteConnection], timeout: float | None, deadline: float
     ) -> tuple[float, float]:
         """Return the seconds to wait without progress, and for the answer after the whole payload was sent.
 
@@ -177,23 +156,21 @@ class Router:
         return share, 2 * share
 
     def _send(
-        self, payload: torch.Tensor, chosen: list[RelayedConnection], timeout: float | None, deadline: float
+        self, payload: torch.Tensor, chosen: list[RemoteConnection], timeout: float | None, deadline: float
     ) -> None:
         slot_use = _slot_use_of(payload)
-        unknown = dict(enumerate(chosen))
-
-        def note(place: int, result: bytes | Exception) -> None:
-            self._note(unknown.pop(place), slot_use, result, first=place == 0)
-
+        pending = dict(enumerate(chosen))
         try:
             patience, limit = self._patience(chosen, timeout, deadline)
-            send_along_chain([one.relay_client for one in chosen], payload, patience, limit, note)
+            clients = [one.relay_client for one in chosen]
+            for place, result in send_along_chain(clients, payload, patience, limit):
+                self._note(pending.pop(place), slot_use, result, first=place == 0)
         finally:
-            for place in list(unknown):
-                note(place, NotDeliveredError("it was not sent"))
+            for place, one in pending.items():
+                self._note(one, slot_use, NotDeliveredError("it was not sent"), first=place == 0)
 
     def _note(
-        self, one: RelayedConnection, slot_use: _SlotUse, result: bytes | Exception, *, first: bool
+        self, one: RemoteConnection, slot_use: _SlotUse, result: bytes | Exception, *, first: bool
     ) -> None:
         """Note the result of a payload for one host, whose workers do not wait for the other hosts."""
         if isinstance(result, NotDeliveredError) and first:  # no other host was involved
@@ -211,3 +188,46 @@ class Router:
 def _slot_use_of(payload: torch.Tensor) -> _SlotUse:
     slot = slot_of(payload)
     return slot.key, slot.use
+
+
+class RemoteConnection(Connection):
+    """The sender's end to a worker on another host, which maps the replica that one worker there keeps.
+
+    Args:
+        name: random name of the connection, by which the worker's connection for payloads is found.
+        host: name of the worker's host.
+        relay_client: connection to the host relay of the worker.
+        router: router of the sender's payloads to all hosts.
+    """
+
+    def __init__(
+        self,
+        stream: SignedStream,
+        token: str,
+        *,
+        name: str,
+        host: str,
+        relay_client: RelayClient,
+        router: Router,
+    ) -> None:
+        super().__init__(stream, token)
+        self.name, self.host = name, host
+        self.relay_client: RelayClient = relay_client
+        self.router: Router = router
+        self._admitted = False
+
+    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
+        if not self._admitted and chunk.kind is not Kind.REFUSED:
+            self._admitted = True
+            self.router.add(self)  # before the worker knows: it then connects for payloads
+        super().send(chunk, timeout)
+
+    def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
+        if chunk.payload is None or chunk.payload_bytes <= INLINE_BYTES:
+            return b""
+        return self.router.deliver(chunk.payload, self, timeout)
+
+    def lose(self, error: Exception) -> None:
+        super().lose(error)
+        self.router.remove(self)
+        self.relay_client.close()
