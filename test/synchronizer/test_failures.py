@@ -137,8 +137,7 @@ def test_directly_weights_sent_before_the_trainer_died_get_a_version_of_their_ow
         trainer = client.blocking
         ids = trainer.ask("meet", step=3, timeout=20.0)["ids"]
         set_to(source, 3)
-        (transfer,) = trainer._method.send(trainer, ids)
-        assert not transfer.settle(ids)
+        assert not trainer._method.publisher.send(ids).settle(ids)
         client.close()  # it has not told what it sent
         said = waiting.result()
         assert (said["version"], "the trainer stopped" in said["reason"]) == (0, True)
