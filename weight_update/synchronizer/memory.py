@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from weight_update.errors import (
     LifecycleError,
@@ -51,13 +51,12 @@ class MemoryTrainer(StoringTrainer):
         return replace(transfer.report, version=version, apply_seconds={}, stall_seconds={})
 
 
-@dataclass(frozen=True)
-class HeldVersion:
+class HeldVersion(NamedTuple):
     """The weights of one version, and the trainer step at which they were made."""
 
     version: int
     step: int
-    weights: Any = field(repr=False)
+    weights: Any
 
 
 class MemoryService(Service):
@@ -123,10 +122,8 @@ class MemoryService(Service):
             self.machine.offered(step)
         self._tell(report)
         if self.plan.style is SyncStyle.FULLY_ASYNC:
-            try:  # explorers that miss it fetch it
-                self._send(spread=True)
-            except WeightSyncError as error:
-                _log.warning("version %s was not sent in the background: %s", self.machine.newest, error)
+            with self._delivering:
+                self._send_to_waiting(spread=True)
         return {"version": version}
 
     def _begin_to_publish(self, version: int, step: int) -> Publisher:
@@ -140,7 +137,7 @@ class MemoryService(Service):
         assert self._newest is not None
         return self._newest.weights
 
-    def _send(self, ids: Iterable[int] = (), *, spread: bool = False) -> tuple[int, Transfer]:
+    def _send(self, ids: Iterable[int], spread: bool) -> tuple[int, Transfer]:
         """Send the newest version to the explorers ``ids``, or to all that joined, and do not wait."""
         newest, publisher = self._newest, self._publisher
         if newest is None or publisher is None:
@@ -187,18 +184,21 @@ class MemoryService(Service):
                 if not has_ended(explorer):
                     self._end_transfer([explorer.id], version, failures)
 
-    def _send_to_waiting(self) -> None:
+    def _send_to_waiting(self, *, spread: bool = False) -> None:
+        """Send to all explorers that wait; with ``spread`` also to the others, which fetch what they miss."""
         assert self._publisher is not None
         with self.changed:
             linked = self.table.linked(key_of(self._publisher.endpoint))
             going = [one for one in linked if self.machine.may_fetch(one.id) is not None]
             self.machine.begin([one.id for one in going])
         ids = [one.id for one in going]
-        if not ids:
+        if not ids and not spread:
             return
         try:
-            sent = self._send(ids)
+            sent = self._send(ids, spread)
         except WeightSyncError as error:
+            if spread:
+                _log.warning("version %s was not sent in the background: %s", self.machine.newest, error)
             with self.changed:
                 for id in ids:
                     self.machine.failed(id, str(error))
