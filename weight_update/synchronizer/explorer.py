@@ -42,29 +42,25 @@ class BlockingExplorer(ClientBase):
             raise ValueError(f"id must be 0 or greater, got {id}")
         self.id: int | None = id
         self._model = model
-        self._method: ExplorerMethod | None = None
+        self._method: ExplorerMethod = SubscribingExplorer(model)
         reply = self._introduce()
-        try:
-            if self.plan.method is SyncMethod.CHECKPOINT:
+        if self.plan.method is SyncMethod.CHECKPOINT:
+            try:
                 self._method = CheckpointExplorer(self, model, reply["directory"])
-            else:
-                self._method = SubscribingExplorer(model)
-        except BaseException:
-            self.close()
-            raise
+            except BaseException:
+                self.close()
+                raise
 
     # -- for users ---------------------------------------------------------------------------------
 
     def need_sync(self) -> bool:
         """Return whether :meth:`sync_weight` should be called now."""
-        assert self._method is not None
         reply = self.ask("explorer_needs", step=self.step, held=self._method.held(self.version))
         self.advance_to(reply["version"])
         return bool(reply["need"])
 
     def sync_weight(self) -> Metrics:
         """Wait for new weights; when this returns they are in force."""
-        assert self._method is not None
         with self._syncing:
             start, step = time.perf_counter(), self.step
             metrics: dict[str, Any] = {"waited": 0.0}
@@ -89,7 +85,6 @@ class BlockingExplorer(ClientBase):
 
         In the other styles weights change in :meth:`sync_weight` only.
         """
-        assert self._method is not None
         return self._method.hold()
 
     def give_up(self) -> None:
@@ -104,8 +99,7 @@ class BlockingExplorer(ClientBase):
         try:
             super().close()
         finally:
-            if self._method is not None:
-                self._method.close()
+            self._method.close()
 
     def _nbytes(self) -> int:
         engine = isinstance(self._model, InferenceEngine)
