@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.synchronizer.explorer import BlockingExplorer
+from weight_update.synchronizer.blocking_clients import BlockingExplorer, BlockingTrainer
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
 from weight_update.synchronizer.ray_actor import RayChannel, RayHost
 from weight_update.synchronizer.rpc import TOKEN, Channel, LocalChannel, Server, SocketChannel
 from weight_update.synchronizer.synchronizer import Synchronizer
-from weight_update.synchronizer.trainer import BlockingTrainer
 
 Where = Synchronizer | Server | RayHost | str
 _P = TypeVar("_P", BlockingTrainer, BlockingExplorer)
