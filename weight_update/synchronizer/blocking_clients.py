@@ -11,7 +11,6 @@ from torch import nn
 
 from weight_update.engines.base import InferenceEngine
 from weight_update.errors import TransportError
-from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.checkpoint import CheckpointExplorer, CheckpointTrainer
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.direct import DirectTrainer
@@ -40,12 +39,10 @@ class BlockingTrainer(ClientBase):
         *,
         address: str | None = None,
         backend: str = "gloo",
-        strategy: str | WeightStrategy = "tensordict",
-        timeout: float = 60.0,
-        transfer_timeout: float = 60.0,
         step: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(channel, strategy, timeout, transfer_timeout, step or 0)
+        super().__init__(channel, step=step or 0, **options)
         if address is not None:
             require_reachable(address)
         self._method: TrainerMethod | None = None
@@ -134,18 +131,8 @@ class BlockingExplorer(ClientBase):
 
     role = "explorer"
 
-    def __init__(
-        self,
-        channel: Channel,
-        model: Any,
-        *,
-        id: int | None = None,
-        strategy: str | WeightStrategy = "tensordict",
-        timeout: float = 60.0,
-        transfer_timeout: float = 60.0,
-        step: int = 0,
-    ) -> None:
-        super().__init__(channel, strategy, timeout, transfer_timeout, step)
+    def __init__(self, channel: Channel, model: Any, *, id: int | None = None, **options: Any) -> None:
+        super().__init__(channel, **options)
         if id is not None and id < 0:
             raise ValueError(f"id must be 0 or greater, got {id}")
         self.id: int | None = id

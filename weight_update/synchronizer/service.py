@@ -6,6 +6,7 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 from weight_update.errors import WeightSyncError
@@ -259,4 +260,4 @@ def has_ended(member: MemberState) -> bool:
 def outcome_of(explorer: ExplorerState) -> Reply:
     """Return how the wait of an explorer ended."""
     assert explorer.outcome is not None
-    return {"version": explorer.outcome.version, "reason": explorer.outcome.reason}
+    return asdict(explorer.outcome)
