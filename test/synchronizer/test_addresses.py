@@ -10,6 +10,7 @@ from sync_parts import model_at
 
 from weight_update import ExplorerClient, FormatError, LifecycleError, Synchronizer, SyncMethod, TrainerClient
 from weight_update.synchronizer import rpc
+from weight_update.transports import signed_stream
 from weight_update.transports.shared_memory.unix_stream import SocketStream
 from weight_update.transports.signed_stream import SignedStream
 
@@ -107,8 +108,8 @@ def test_a_connection_that_is_made_while_the_channel_closes_is_not_kept(
         channel.close()  # as another thread may
         return made[-1]
 
-    connect = rpc.connect
-    monkeypatch.setattr(rpc, "connect", connect_late)
+    connect = signed_stream.call
+    monkeypatch.setattr(signed_stream, "call", connect_late)
     with Synchronizer(SyncMethod.MEMORY) as where:
         server = where.serve()
         channel = rpc.SocketChannel(server.address, server.token)

@@ -7,6 +7,7 @@ import resource
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,7 @@ def test_directly_weights_sent_before_the_trainer_died_get_a_version_of_their_ow
         trainer = client.blocking
         ids = trainer.ask("meet", step=3, timeout=20.0)["ids"]
         set_to(source, 3)
-        (transfer,) = trainer._method.send(trainer, ids)
-        assert not transfer.settle(ids)
+        assert not trainer._method.publisher.send(ids).settle(ids)
         client.close()  # it has not told what it sent
         said = waiting.result()
         assert (said["version"], "the trainer stopped" in said["reason"]) == (0, True)
@@ -447,19 +447,21 @@ def test_a_part_of_the_weights_travels_and_the_rest_is_left_alone(method: SyncMe
     assert model.weight.tolist() == [[-1.0, -1.0]] * 2
 
 
-def test_tied_weights_stay_tied(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self, value: float) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+class TwoLayers(nn.Module):
+    def __init__(self, value: float, *, tied: bool = True) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        if tied:
             self.b.weight = self.a.weight
-            set_to(self, value)
+        set_to(self, value)
 
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     for method in EVERY:
-        model = Tied(-1)
+        model = TwoLayers(-1)
         with (
             synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path / method.value) as where,
-            TrainerClient(where, Tied(4)) as trainer,
+            TrainerClient(where, TwoLayers(4)) as trainer,
             ExplorerClient(where, model) as explorer,
         ):
             explorer.step = 1
@@ -468,6 +470,27 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
             assert trainer.blocking.sync_weight()["version"] == waiting.result()["version"]
         assert step_of(model) == 4
         assert model.a.weight.data_ptr() == model.b.weight.data_ptr()
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_an_explorer_that_ties_what_the_trainer_does_not_says_so(method: SyncMethod, tmp_path: Path) -> None:
+    source, model = TwoLayers(4, tied=False), TwoLayers(-1)
+    set_to(source.b, 5)
+    with (
+        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, source) as trainer,
+        ExplorerClient(where, model) as explorer,
+    ):
+        explorer.step = 1
+        with ThreadPoolExecutor(1) as pool:
+            said = pool.submit(explorer.blocking.sync_weight)
+            while not said.done():
+                if trainer.blocking.need_sync():
+                    trainer.blocking.sync_weight()
+                time.sleep(0.01)
+        with pytest.raises(SchemaMismatchError, match=r"a\.weight and b\.weight: tied in"):
+            said.result()
+    assert step_of(model) == -1
 
 
 def test_updates_land_between_forward_passes(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_one_that_leaves_between_the_look_and_the_sending_fails_alone(
         Subscriber(publisher.endpoint, id, model, "tensordict", 20.0) for id, model in enumerate(models)
     ]
     for subscriber in subscribers:
-        assert subscriber.join(20.0) is None
+        subscriber.join(20.0)
     look = publisher.joined
 
     def look_and_lose_one() -> list[int]:
@@ -99,7 +99,7 @@ def test_a_version_is_published_even_if_the_background_did_not_get_it(tmp_path: 
         TrainerClient(where, source) as trainer,
     ):
         trainer.blocking.sync_weight()
-        publisher = where.service.cache._publisher
+        publisher = where.service._publisher
         assert publisher is not None
         publisher.close()  # nothing can be spread any more
         trainer.step = 1

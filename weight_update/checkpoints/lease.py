@@ -82,20 +82,20 @@ class LeaseMonitor:
     def in_use(self) -> set[str]:
         """Return the stems of the files that are in use, and remove dead leases."""
         now = time.monotonic()
-        alive, lapsed = dict[str, tuple[int, float]](), dict[str, tuple[int, float]]()
+        seen = dict[str, tuple[int, float]]()
+        in_use = set[str]()
         for name in os.listdir(self._directory):
             renewed = self._renewed(name) if name.endswith(LEASE) else None
             if renewed is None:
                 continue
             before, since = self._seen.get(name, (renewed, now))
-            if before != renewed:
-                since = now
-            if now - since <= self._silence:
-                alive[name] = renewed, since
-            elif not self._remover.remove(self._directory / name):
-                lapsed[name] = renewed, since
-        self._seen = alive | lapsed
-        return {name.partition(".")[0] for name in alive}
+            seen[name] = renewed, since if before == renewed else now
+            if now - seen[name][1] <= self._silence:
+                in_use.add(name.partition(".")[0])
+            else:
+                self._remover.remove(self._directory / name)
+        self._seen = seen
+        return in_use
 
     def _renewed(self, name: str) -> int | None:
         """Return the modification time of a lease; None if there is no such regular file.

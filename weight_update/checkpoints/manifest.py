@@ -26,8 +26,9 @@ from weight_update.errors import CorruptCheckpointError
 
 _FORMAT = "weight_update.checkpoint/1"
 _DIGITS = 12
-_MANIFEST = re.compile(rf"(\d{{{_DIGITS}}})\.json")
-_DATA = re.compile(rf"((\d{{{_DIGITS}}})-[0-9a-f]{{32}})\.(safetensors|safetensors\.part|json\.part)")
+_VERSION = rf"(?P<version>\d{{{_DIGITS}}})"
+_MANIFEST = re.compile(rf"{_VERSION}\.json")
+_DATA = re.compile(rf"(?P<stem>{_VERSION}-[0-9a-f]{{32}})\.(safetensors|safetensors\.part|json\.part)")
 _TYPES = {"version": int, "step": int, "stem": str, "nbytes": int, "digest": str, "tensors": dict}
 _log = logging.getLogger(__name__)
 
@@ -101,12 +102,12 @@ class ManifestIndex:
     def versions(self) -> list[int]:
         """Return all numbers that have a manifest, broken or not, in descending order."""
         matches = (_MANIFEST.fullmatch(path.name) for path in self.directory.iterdir())
-        return sorted((int(match[1]) for match in matches if match), reverse=True)
+        return sorted((int(match["version"]) for match in matches if match), reverse=True)
 
     def data_files(self) -> list[tuple[int, str, Path]]:
         """Return version, stem and path of all data files, and of all files that are being written."""
         pairs = [(_DATA.fullmatch(path.name), path) for path in self.directory.iterdir()]
-        return [(int(match[2]), match[1], path) for match, path in pairs if match]
+        return [(int(match["version"]), match["stem"], path) for match, path in pairs if match]
 
     def load(self, version: int) -> Manifest:
         """Read a manifest and check the size of the data file.
@@ -134,11 +135,8 @@ class ManifestIndex:
 
     def version_of(self, path: Path) -> int | None:
         """Return the version whose manifest or data file has the name of ``path``; None for other files."""
-        match = _MANIFEST.fullmatch(path.name)
-        if match:
-            return int(match[1])
-        match = _DATA.fullmatch(path.name)
-        return int(match[2]) if match else None
+        match = _MANIFEST.fullmatch(path.name) or _DATA.fullmatch(path.name)
+        return int(match["version"]) if match else None
 
     def good(self, version: int) -> Manifest | None:
         """Return the manifest of a version; None if it is missing or broken, which is warned about once."""

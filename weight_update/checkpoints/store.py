@@ -189,33 +189,27 @@ class CheckpointStore:
             CorruptCheckpointError: the file or its manifest is broken; :meth:`latest` will skip it.
             OSError: the file cannot be read, or the directory cannot be written.
         """
-        weights = self._read(version)
+        weights = self._read(version)  # kept until the end of the block
         yield weights
 
     def _read(self, version: int) -> dict[str, Any]:
         try:
-            manifest = self._index.load(version)
-            lease = Lease(self.directory, manifest.stem, self._lease_seconds)
-            try:
-                current = self._index.load(version) == manifest  # read again, now that it is leased
-                if current:
-                    return self._map(manifest, lease)
-            except BaseException:
-                lease.end()
-                raise
+            while True:
+                manifest = self._index.load(version)
+                with contextlib.ExitStack() as unused:
+                    lease = Lease(self.directory, manifest.stem, self._lease_seconds)
+                    unused.callback(lease.end)
+                    if self._index.load(version) == manifest:  # read again, now that it is leased
+                        mapping, weights = map_file(self.directory / manifest.file, manifest.digest)
+                        weakref.finalize(mapping, lease.end)  # tensors keep the mapping
+                        unused.pop_all()
+                        return weights
         except CorruptCheckpointError as error:
             self._index.distrust(version, error)
             raise
         except FileNotFoundError as error:
             gone = f"no version {version!r} (any more); latest() returns the newest one of"
             raise FileNotFoundError(error.errno, gone, str(self.directory)) from None
-        lease.end()
-        return self._read(version)
-
-    def _map(self, manifest: Manifest, lease: Lease) -> dict[str, Any]:
-        mapping, weights = map_file(self.directory / manifest.file, manifest.digest)
-        weakref.finalize(mapping, lease.end)  # tensors keep the mapping
-        return weights
 
 
 def map_file(path: Path, expected: str | None = None) -> tuple[mmap.mmap, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from weight_update.report import SyncReport, report_of
 from weight_update.sender.handle import Outcome
@@ -34,19 +34,12 @@ class Follower:
         """Indices of the workers at the end of the last call."""
         return tuple(self.worker_versions)
 
-    def connect(
-        self, weights: Mapping[int, NamedWeights], timeout: float, alive: Callable[[int], bool] | None = None
-    ) -> SyncReport:
-        """Take part until the workers have the first weights, as :meth:`Sender.connect` on the leader."""
-        del weights, timeout, alive
+    def publish(self, *weights: object, **how: object) -> SyncReport:
+        """Take part until an update was sent, as :meth:`Sender.publish` on the leader."""
+        del weights, how  # the leader has both
         return report_of(self._follow()["report"])
 
-    def publish(
-        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group_commit: str | None = None
-    ) -> SyncReport:
-        """Take part until an update was sent, as :meth:`Sender.publish` on the leader."""
-        del weights, commit, group_commit
-        return report_of(self._follow()["report"])
+    connect = publish  # in which the first weights are sent
 
     def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
         """Wait until the leader has waited for workers; return the errors that it found."""

@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.synchronizer.explorer import BlockingExplorer
+from weight_update.synchronizer.blocking_clients import BlockingExplorer, BlockingTrainer
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
 from weight_update.synchronizer.ray_actor import RayChannel, RayHost
 from weight_update.synchronizer.rpc import TOKEN, Channel, LocalChannel, Server, SocketChannel
 from weight_update.synchronizer.synchronizer import Synchronizer
-from weight_update.synchronizer.trainer import BlockingTrainer
 
 Where = Synchronizer | Server | RayHost | str
 _P = TypeVar("_P", BlockingTrainer, BlockingExplorer)
@@ -64,13 +63,9 @@ class _AsyncClient(Generic[_P]):
         If the task is cancelled, the wait is taken back.
 
         Returns:
-            ``version``: version in force (explorer), or newest published one (trainer); ``step``: step of
-            this side; ``seconds``: duration; ``bytes``: number of bytes of the weights in force, or of those
-            written or sent; ``waited``: seconds of waiting for the other side. There is a ``reason`` only if
-            the version is the one before; after that everything is as before, and the next step may try
-            again. In FULLY_ASYNC with NCCL a trainer's version is on its way, and counts as published when
-            the first explorer has it. See :class:`~weight_update.synchronizer.Metrics` for the names that a
-            logger gets.
+            the metrics. There is a ``reason`` only if the version is the one before; after that everything is
+            as before, and the next step may try again. In FULLY_ASYNC with NCCL a trainer's version is on its
+            way, and counts as published when the first explorer has it.
 
         Raises:
             SchemaMismatchError: the model is not the trainer's (explorer), or the weights have other names,

@@ -6,10 +6,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from weight_update.checkpoints.store import CheckpointStore
@@ -25,7 +23,6 @@ from weight_update.synchronizer.service import Service, outcome_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.transports.shared_memory.unix_stream import deadline_of
-from weight_update.wire.memory import memory_identity
 
 _log = logging.getLogger(__name__)
 _SOURCE = "checkpoint"
@@ -139,7 +136,6 @@ class CheckpointExplorer(ExplorerMethod):
         try:
             with self._store.reading(version) as found:
                 weights = from_items(iter(found.items()))
-                weights.tensors = _tied_as_in(self._strategy.named(self._model).tensors, weights.tensors)
                 put = self._strategy.apply_weights
                 self._gate.run(lambda: put(self._model, weights), self._timeout, closed.is_set)
         except (CorruptCheckpointError, FileNotFoundError) as error:
@@ -239,16 +235,3 @@ class CheckpointService(Service):
                 self._note_version(self.machine.delivered, explorer.id, version)
             self.changed.notify_all()
             return outcome_of(explorer)
-
-
-def _tied_as_in(
-    model: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return ``tensors``, in which names that are one tensor in ``model`` are one tensor again."""
-    first: dict[Any, torch.Tensor] = {}
-    tied = dict(tensors)
-    for name, value in model.items():
-        key = memory_identity(value)
-        if key is not None and name in tied:
-            tied[name] = first.setdefault(key, tied[name])
-    return tied

@@ -18,7 +18,7 @@ from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
-from weight_update.synchronizer.transfer import Endpoint, Publisher, TellFull, Transfer, is_loopback, key_of
+from weight_update.synchronizer.transfer import Endpoint, Publisher, Transfer, is_loopback, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,10 @@ class DirectTrainer(TrainerMethod):
             cure = "backend='nccl' would go over CUDA" if torch.cuda.is_available() else "there is no CUDA"
             _log.info("SyncMethod.NCCL: weights go to other hosts over TCP (%s)", cure)
         timeout = client.transfer_timeout
-        self.publisher: Publisher = Publisher(source, found or "127.0.0.1", client.strategy, timeout, backend)
+        tell = partial(_tell_full, weakref.ref(client))
+        self.publisher: Publisher = Publisher(
+            source, found or "127.0.0.1", client.strategy, timeout, backend, tell
+        )
 
     def give(self, client: ClientBase, step: int) -> dict[str, Any]:
         start = time.perf_counter()
@@ -50,48 +53,37 @@ class DirectTrainer(TrainerMethod):
             return {"version": reply["version"], "reason": reply["reason"], "waited": waited}
         ids, version = reply["ids"], reply["version"]
         failures = dict.fromkeys(ids, "the trainer did not send")
-        transfers: list[Transfer] = []
+        transfer: Transfer | None = None
         outage: Exception | None = None
+        numbers, nbytes, report = list[int](), 0, None
         try:
-            tell = partial(_tell_full, weakref.ref(client), version) if reply["observed"] else None
-            transfers = self.send(client, ids, tell)
-            failures = transfers[0].settle(ids) if ids else {}
+            spread = client.plan.style is SyncStyle.FULLY_ASYNC
+            observed = version if reply["observed"] else None
+            transfer = self.publisher.send(ids, spread=spread, observe=observed)
+            failures = transfer.settle(ids) if ids else {}
         except OUTAGES as error:
             outage, failures = error, {id: str(error) for id in ids}
         finally:
-            told = {"ids": ids, "failures": failures, "numbers": [one.number for one in transfers]}
-            nbytes, report = sum(one.report.wire_bytes for one in transfers), None
-            if transfers and reply["observed"]:
-                changes = {"version": version, "wire_bytes": nbytes, "failures": failures}
-                report = asdict(replace(transfers[0].report, **changes))
-            client.ask("met", step=step, version=version, report=report, **told)
+            if transfer is not None:
+                numbers, nbytes = [transfer.number], transfer.report.wire_bytes
+                if reply["observed"]:
+                    report = asdict(replace(transfer.report, version=version, failures=failures))
+            told = {"ids": ids, "failures": failures, "numbers": numbers, "report": report}
+            client.ask("met", step=step, version=version, **told)
         metrics = {"version": version, "bytes": nbytes, "waited": waited}
-        sent = set().union(*(one.ids for one in transfers))
+        sent = frozenset() if transfer is None else transfer.ids
         if (outage is not None or failures) and sent <= set(failures):
             why = "; ".join(f"explorer {id}: {text}" for id, text in failures.items())
             metrics.update(version=client.version, reason=why or str(outage))
         return metrics
 
-    def send(self, client: ClientBase, ids: list[int], tell: TellFull | None = None) -> list[Transfer]:
-        """Send to explorers that are ready; in FULLY_ASYNC also to all others, without waiting for them."""
-        transfers = [self.publisher.send(ids, tell=tell)] if ids else []
-        if client.plan.style is SyncStyle.FULLY_ASYNC:
-            try:
-                transfers.append(self.publisher.spread(but=ids, tell=tell))
-            except OUTAGES as error:
-                if not transfers:
-                    raise
-                _log.warning(
-                    "step %d: weights were not sent to explorers that did not wait: %s", client.step, error
-                )
-        return transfers
 
-
-def _tell_full(trainer: weakref.ref[ClientBase], version: int, event: WorkerEvent) -> None:
+def _tell_full(trainer: weakref.ref[ClientBase], event: WorkerEvent) -> None:
     """Tell the synchronizer of an explorer that is sent all weights of a version instead of a patch."""
     client = trainer()
     if client is not None:
-        client.mention("sent_all", id=event.worker, version=version, reason=event.reason, time=event.time)
+        told = {"id": event.worker, "version": event.version, "reason": event.reason, "time": event.time}
+        client.mention("sent_all", **told)
 
 
 class DirectService(Service):

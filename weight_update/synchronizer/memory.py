@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from weight_update.errors import LifecycleError, LinkClosedError, WeightSyncError
-from weight_update.report import SyncReport, WorkerEvent
-from weight_update.sender.observers import Observers
+from weight_update.errors import (
+    LifecycleError,
+    LinkClosedError,
+    SyncTimeoutError,
+    TransportError,
+    WeightSyncError,
+)
+from weight_update.report import SyncReport
+from weight_update.schemes.sender_side import close_all
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import StoringTrainer
@@ -47,109 +51,38 @@ class MemoryTrainer(StoringTrainer):
         return replace(transfer.report, version=version, apply_seconds={}, stall_seconds={})
 
 
-@dataclass(frozen=True)
-class CachedVersion:
+class HeldVersion(NamedTuple):
     """The weights of one version, and the trainer step at which they were made."""
 
     version: int
     step: int
-    weights: Any = field(repr=False)
-
-
-class WeightCache:
-    """The synchronizer's copy of the newest weights.
-
-    It takes weights from the trainer once, and sends them to explorers, which may come when the trainer is
-    gone.
-
-    Attributes:
-        newest: the newest version; None before the first weights.
-    """
-
-    def __init__(self, strategy: str | WeightStrategy, timeout: float) -> None:
-        self._strategy, self._timeout = strategy, timeout
-        self.newest: CachedVersion | None = None
-        self._address: str | None = None
-        self._subscriber: Subscriber | None = None
-        self._publisher: Publisher | None = None
-        self._taking = threading.Lock()
-
-    def listen_on(self, address: str) -> None:
-        """Let explorers of other machines in, too; raise LifecycleError once explorers of this one came."""
-        if self._publisher is not None and self._address != address:
-            raise LifecycleError(
-                "the synchronizer already sends weights on another interface; call serve() before the "
-                "trainer publishes"
-            )
-        self._address = address
-
-    @property
-    def endpoint(self) -> Endpoint | None:
-        """Endpoint that explorers join; None before the first weights."""
-        return None if self._publisher is None else self._publisher.endpoint
-
-    def subscribe(self, endpoint: Endpoint) -> None:
-        """Join the trainer's publisher; raise LinkClosedError if it cannot be reached."""
-        with self._taking:
-            if self._subscriber is not None:
-                self._subscriber.close()
-            self._subscriber = Subscriber(endpoint, _SYNCHRONIZER, None, self._strategy, self._timeout)
-            if (reason := self._subscriber.join(self._timeout)) is not None:
-                raise LinkClosedError(f"the synchronizer does not reach the trainer: {reason}")
-
-    def keep(self, version: int, step: int) -> bool:
-        """Keep a copy of the weights that the trainer has just sent; return whether these are the first."""
-        with self._taking:
-            if self._subscriber is None:
-                raise LinkClosedError("the synchronizer has no link to the trainer")
-            self.newest = CachedVersion(version, step, self._subscriber.scheme.weights)
-            first = self._publisher is None
-            if first:
-                self._publisher = Publisher(self._weights, self._address, self._strategy, self._timeout)
-            return first
-
-    def send(self, observers: Observers, ids: Iterable[int] | None = None) -> tuple[CachedVersion, Transfer]:
-        """Send the newest version to the explorers ``ids`` (None: all that joined), and do not wait."""
-        newest, publisher = self.newest, self._publisher
-        if newest is None or publisher is None:
-            raise LinkClosedError("the synchronizer holds no weights")
-        weights = newest.weights
-        tell = partial(_tell_full, observers, newest.version) if observers.functions else None
-        if ids is None:
-            return newest, publisher.spread(weights, tell=tell)
-        return newest, publisher.send(ids, weights, tell)
-
-    def close(self) -> None:
-        """Close all links and release the weights."""
-        with contextlib.ExitStack() as stack:  # both, also where one raises
-            for end in (self._subscriber, self._publisher):
-                if end is not None:
-                    stack.callback(end.close)
-            self.newest = None
-
-    def _weights(self) -> Any:
-        assert self.newest is not None
-        return self.newest.weights
-
-
-def _tell_full(observers: Observers, version: int, event: WorkerEvent) -> None:
-    """Tell observers of an explorer that is sent all weights of a version instead of a patch."""
-    observers.tell(replace(event, version=version))
+    weights: Any
 
 
 class MemoryService(Service):
-    """The synchronizer's part: a cache of the newest weights, for explorers that wait and those that come."""
+    """The synchronizer's part: it holds the newest weights, for explorers that wait and those that come.
+
+    It takes weights from the trainer once, and sends them to explorers, which may come when the trainer is
+    gone.
+    """
 
     calls = (*Service.calls, "take_from", "trainer_published")
 
     def __init__(self, plan: SyncPlan, strategy: str | WeightStrategy, **options: Any) -> None:
         super().__init__(plan, **options)
-        self.cache = WeightCache(strategy, self._timeout)
-        self._delivering = threading.Lock()
+        self._strategy = strategy
+        self._newest: HeldVersion | None = None
+        self._subscriber: Subscriber | None = None  # of the trainer
+        self._publisher: Publisher | None = None  # for explorers; there are weights then
+        self._taking, self._delivering = threading.Lock(), threading.Lock()
         self._transfers: dict[ExplorerState, tuple[int, Transfer]] = {}
 
     def reach_by(self, address: str) -> None:
-        self.cache.listen_on(address)
+        if self._publisher is not None and self.address != address:
+            raise LifecycleError(
+                "the synchronizer already sends weights on another interface; call serve() before the "
+                "trainer publishes"
+            )
         super().reach_by(address)
 
     def _restore(self, version: int, step: int) -> None:
@@ -157,44 +90,64 @@ class MemoryService(Service):
         self.machine.lost_weights()  # they were in the memory of the earlier service
 
     def _release(self) -> None:
-        self.cache.close()
+        self._newest = None
+        close_all(self._publisher, self._subscriber)
 
     def take_from(self, session: str, ticket: Endpoint) -> Reply:
         """Subscribe to the trainer's publisher."""
         with self.changed:
             self.table.of(session)
-        self.cache.subscribe(ticket)
+        with self._taking:
+            if self._subscriber is not None:
+                self._subscriber.close()
+            self._subscriber = Subscriber(ticket, _SYNCHRONIZER, None, self._strategy, self._timeout)
+            try:
+                self._subscriber.join(self._timeout)
+            except (TransportError, SyncTimeoutError) as error:
+                raise LinkClosedError(f"the synchronizer does not reach the trainer: {error}") from None
         return {}
 
     def trainer_published(self, session: str, step: int, version: int, report: Reply | None = None) -> Reply:
         """Keep the weights that the trainer has sent, as a version."""
         with self.changed:
             self._trainer(session, step)
-        first = self.cache.keep(version, step)
+        with self._taking:
+            if self._subscriber is None:
+                raise LinkClosedError("the synchronizer has no link to the trainer")
+            self._newest = HeldVersion(version, step, self._subscriber.scheme.weights)
+            if self._publisher is None:
+                self._publisher = self._begin_to_publish(version, step)
         with self.changed:
-            if first and self.cache.endpoint is not None:
-                self._record(self.cache.endpoint, 0, version, step)
             self.publish(version, step)
             self.machine.offered(step)
         self._tell(report)
         if self.plan.style is SyncStyle.FULLY_ASYNC:
-            self._spread()
+            with self._delivering:
+                self._send_to_waiting(spread=True)
         return {"version": version}
 
-    def _spread(self) -> None:
-        """Send the version just published to all who joined; explorers that miss it fetch it."""
-        try:
-            sent, transfer = self.cache.send(self.observers)
-        except WeightSyncError as error:
-            _log.warning("version %s was not sent in the background: %s", self.machine.newest, error)
-        else:
-            with self.changed:
-                self._record_sent(sent, transfer)
+    def _begin_to_publish(self, version: int, step: int) -> Publisher:
+        """Return a publisher that begins with the newest version, which explorers that join then have."""
+        made = Publisher(self._weights, self.address, self._strategy, self._timeout, tell=self.observers.tell)
+        with self.changed:
+            self._record(made.endpoint, 0, version, step)
+        return made
 
-    def _record_sent(self, sent: CachedVersion, transfer: Transfer) -> None:
-        assert self.cache.endpoint is not None
-        self._record(self.cache.endpoint, transfer.number, sent.version, sent.step)
-        self.publish(sent.version, sent.step)
+    def _weights(self) -> Any:
+        assert self._newest is not None
+        return self._newest.weights
+
+    def _send(self, ids: Iterable[int], spread: bool) -> tuple[int, Transfer]:
+        """Send the newest version to the explorers ``ids``, or to all that joined, and do not wait."""
+        newest, publisher = self._newest, self._publisher
+        if newest is None or publisher is None:
+            raise LinkClosedError("the synchronizer holds no weights")
+        observed = newest.version if self.observed else None
+        transfer = publisher.send(ids, newest.weights, spread=spread, observe=observed)
+        with self.changed:
+            self._record(publisher.endpoint, transfer.number, newest.version, newest.step)
+            self.publish(newest.version, newest.step)
+        return newest.version, transfer
 
     def explorer_syncs(
         self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
@@ -210,9 +163,9 @@ class MemoryService(Service):
                 if not self._await_turn(explorer, deadline, timeout, lambda: self._may_take(explorer)):
                     self._transfers.pop(explorer, None)
                     return outcome_of(explorer)
-                endpoint = self.cache.endpoint
-                if endpoint is not None and found.linked != key_of(endpoint):
-                    return {"join": endpoint}
+                publisher = self._publisher
+                if publisher is not None and found.linked != key_of(publisher.endpoint):
+                    return {"join": publisher.endpoint}
             self._deliver(explorer)
 
     def _may_take(self, explorer: ExplorerState) -> bool:
@@ -231,24 +184,26 @@ class MemoryService(Service):
                 if not has_ended(explorer):
                     self._end_transfer([explorer.id], version, failures)
 
-    def _send_to_waiting(self) -> None:
-        assert self.cache.endpoint is not None
+    def _send_to_waiting(self, *, spread: bool = False) -> None:
+        """Send to all explorers that wait; with ``spread`` also to the others, which fetch what they miss."""
+        assert self._publisher is not None
         with self.changed:
-            linked = self.table.linked(key_of(self.cache.endpoint))
+            linked = self.table.linked(key_of(self._publisher.endpoint))
             going = [one for one in linked if self.machine.may_fetch(one.id) is not None]
             self.machine.begin([one.id for one in going])
         ids = [one.id for one in going]
-        if not ids:
+        if not ids and not spread:
             return
         try:
-            sent, transfer = self.cache.send(self.observers, ids)
+            sent = self._send(ids, spread)
         except WeightSyncError as error:
+            if spread:
+                _log.warning("version %s was not sent in the background: %s", self.machine.newest, error)
             with self.changed:
                 for id in ids:
                     self.machine.failed(id, str(error))
                 self.changed.notify_all()
             return
         with self.changed:
-            self._record_sent(sent, transfer)
-            self._transfers.update(dict.fromkeys(going, (sent.version, transfer)))
+            self._transfers.update(dict.fromkeys(going, sent))
             self.changed.notify_all()

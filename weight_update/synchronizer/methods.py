@@ -113,28 +113,26 @@ class SubscribingExplorer(ExplorerMethod):
                 metrics["waited"] = time.perf_counter() - start
                 return reply
             try:
-                reason = self._join(client, reply["join"])
-            except WeightSyncError as error:  # the model is not the trainer's
-                client.ask("explorer_gives_up", reason=str(error))
-                raise
-            if reason is not None:
-                return client.ask("explorer_gives_up", reason=reason)
+                self._join(client, reply["join"])
+            except WeightSyncError as error:
+                reply = client.ask("explorer_gives_up", reason=str(error))
+                if isinstance(error, (TransportError, SyncTimeoutError)):
+                    return reply
+                raise  # the model is not the trainer's
             again = True
 
-    def _join(self, client: ClientBase, endpoint: Endpoint) -> str | None:
-        """Connect to a publisher; return None, or the reason for which that failed."""
-        if self.subscriber is not None:
-            self.subscriber.close()
+    def _join(self, client: ClientBase, endpoint: Endpoint) -> None:
+        """Connect to a publisher; raise as :meth:`Subscriber.join`."""
+        self.close()
+        self.subscriber = None
         assert client.id is not None
         made = Subscriber(endpoint, client.id, self._model, client.strategy, client.transfer_timeout)
-        reason: str | None = "the model is not the trainer's"
         try:
-            reason = made.join(client.transfer_timeout)
-        finally:
-            if reason is not None:
-                made.close()
-        self.subscriber = made if reason is None else None
-        return reason
+            made.join(client.transfer_timeout)
+        except BaseException:
+            made.close()
+            raise
+        self.subscriber = made
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.subscriber is None else self.subscriber.scheme.hold()

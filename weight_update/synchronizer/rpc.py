@@ -27,7 +27,7 @@ from weight_update.synchronizer.sessions import Reply
 from weight_update.transports import signed_stream
 from weight_update.transports.listener import Listener
 from weight_update.transports.rate_limit import RateLimitedLog
-from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of, seconds_left
+from weight_update.transports.shared_memory.unix_stream import SocketStream, seconds_left
 from weight_update.transports.signed_stream import SignedStream
 
 _log = logging.getLogger(__name__)
@@ -36,24 +36,6 @@ CONTEXT = "synchronizer"
 _SEND_SECONDS = 30.0
 TOKEN = "WEIGHT_UPDATE_TOKEN"
 """Environment variable with the token of the server."""
-
-
-def connect(address: str, port: int, token: str, timeout: float) -> SignedStream:
-    """Connect to a server within ``timeout`` seconds.
-
-    Raises:
-        LinkClosedError: no server listens there.
-        SyncTimeoutError: the server was reached and said nothing.
-        JoinRefusedError: the server has another token.
-    """
-    try:
-        return signed_stream.call(address, port, token, CONTEXT, deadline_of(timeout))
-    except (OSError, JoinRefusedError) as error:
-        if isinstance(error, SyncTimeoutError):
-            raise
-        if isinstance(error, JoinRefusedError):
-            raise JoinRefusedError(f"the synchronizer at {address}:{port}: {error}") from None
-        raise LinkClosedError(f"no synchronizer at {address}:{port} ({error})") from None
 
 
 class Server:
@@ -165,7 +147,7 @@ class SocketChannel(Channel):
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
         deadline, closed = time.monotonic() + timeout, self._closed
-        connection = self._take(timeout)
+        connection = self._take(deadline)
         try:
             connection.send_json({"call": name, "args": args}, seconds_left(deadline))
             reply = self._reply(connection, deadline, timeout, longer)
@@ -203,14 +185,20 @@ class SocketChannel(Channel):
             return False
         return True
 
-    def _take(self, timeout: float) -> SignedStream:
+    def _take(self, deadline: float) -> SignedStream:
+        """Return a connection that no other call uses; make one if there is none."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is None:
+            where = f"{self._host}:{self._port}"
             try:
-                connection = connect(self._host, self._port, self._token, timeout)
+                connection = signed_stream.call(self._host, self._port, self._token, CONTEXT, deadline)
+            except JoinRefusedError as error:
+                raise JoinRefusedError(f"the synchronizer at {where}: {error}") from None
             except SyncTimeoutError as error:
                 raise LinkClosedError(str(error)) from None
+            except OSError as error:
+                raise LinkClosedError(f"no synchronizer at {where} ({error})") from None
             self.address = connection.local_address
         with self._lock:
             self._busy.add(connection)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 from weight_update.errors import WeightSyncError
@@ -13,7 +14,7 @@ from weight_update.report import WorkerEvent, report_of
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
 from weight_update.synchronizer.sessions import Closed, Refused, Reply, Session, SessionManager, VersionFile
 from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState
-from weight_update.synchronizer.transfer import UPDATES_REMEMBERED, Endpoint, key_of
+from weight_update.synchronizer.transfer import Endpoint, key_of, remember
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 _log = logging.getLogger(__name__)
@@ -177,10 +178,8 @@ class Service(SessionManager, ABC):
 
     def _record(self, endpoint: Endpoint, number: int, version: int, step: int) -> None:
         """Note that the update ``number`` of a publisher is ``version``."""
-        self._versions[key_of(endpoint), number] = version, step
+        remember(self._versions, (key_of(endpoint), number), (version, step))
         self._reserved = max(self._reserved, version)
-        while len(self._versions) > UPDATES_REMEMBERED:
-            del self._versions[next(iter(self._versions))]
 
     def _begin_wait(self, explorer: ExplorerState) -> None:
         """Note that an explorer waits for new weights."""
@@ -261,4 +260,4 @@ def has_ended(member: MemberState) -> bool:
 def outcome_of(explorer: ExplorerState) -> Reply:
     """Return how the wait of an explorer ended."""
     assert explorer.outcome is not None
-    return {"version": explorer.outcome.version, "reason": explorer.outcome.reason}
+    return asdict(explorer.outcome)

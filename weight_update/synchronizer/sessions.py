@@ -302,15 +302,15 @@ class SessionManager:
         """Note that ``version`` is held somewhere from now on; call it with the lock held."""
         newest = self.machine.newest
         if newest is None or version > newest:
-            if self._version_file is not None:
-                self._version_file.note(version, step)
             self.machine.published(version, step)
         self.changed.notify_all()
 
     def save_version(self) -> None:
         """Write the newest version to the disk, without the lock: other calls go on meanwhile."""
         if self._version_file is not None:
-            self._version_file.flush()
+            with self.changed:
+                newest = self.machine.newest, self.machine.newest_step
+            self._version_file.keep(*newest)
 
     def wait_for(self, ready: Callable[[], bool], deadline: float | None) -> bool:
         """Wait, with the lock held, until ``ready()`` or the deadline."""
@@ -351,31 +351,29 @@ class VersionFile:
         self._path = Path(directory) / "synchronizer.json"
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._writing = threading.Lock()
-        self._unwritten: tuple[int, int] | None = None
+        self._kept = -1  # version in the file, or on its way there
 
     def read(self) -> tuple[int, int] | None:
         """Return the version and the trainer step last written; None if there is nothing readable."""
         try:
             fields = json.loads(read_regular(self._path))
-            return int(fields["version"]), int(fields["step"])
+            newest = int(fields["version"]), int(fields["step"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("%s cannot be read and is ignored: %s", self._path, error)
             return None
+        self._kept = newest[0]
+        return newest
 
-    def note(self, version: int, step: int) -> None:
-        """Keep a version for the next :meth:`flush`, without touching the disk."""
-        self._unwritten = version, step
-
-    def flush(self) -> None:
-        """Write the version noted last, unless that is done; call it without a lock held."""
-        if self._unwritten is None:
+    def keep(self, version: int | None, step: int) -> None:
+        """Write a version, unless that or a newer one is kept; call it without a lock held."""
+        if version is None or version <= self._kept:
             return
         with self._writing:
-            newest, self._unwritten = self._unwritten, None
-            if newest is not None:
-                self._write(*newest)
+            if version > self._kept:
+                self._kept = version
+                self._write(version, step)
 
     def _write(self, version: int, step: int) -> None:
         """Replace the file; a full disk is logged, and the run goes on without."""

@@ -10,16 +10,12 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from weight_update.errors import (
-    SyncFailedError,
-    SyncTimeoutError,
-    TransportError,
-    UnknownWorkerError,
-    WeightSyncError,
-)
+from weight_update.errors import SyncFailedError, UnknownWorkerError, WeightSyncError
 from weight_update.report import Event, WorkerEvent
 from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme
 from weight_update.sender.handle import SendHandle
@@ -29,9 +25,11 @@ Endpoint = dict[str, Any]
 """Where a subscriber finds a :class:`Publisher`: plain values."""
 
 TellFull = Callable[[WorkerEvent], None]
-"""A function that is told of an explorer which is sent all weights instead of a patch."""
+"""A function that is told, in another thread, of an explorer that is sent all weights instead of a patch."""
 
-UPDATES_REMEMBERED = 256
+_UPDATES_REMEMBERED = 256
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 _log = logging.getLogger(__name__)
 _PLACEHOLDER = (1 << 31) - 1
@@ -39,7 +37,7 @@ _PLACEHOLDER = (1 << 31) - 1
 
 
 class Transfer:
-    """Weights that were sent to explorers. Those with an id in ``gone`` were meant but are not connected.
+    """Weights that were sent to explorers.
 
     Attributes:
         ids: ids of the explorers that it was sent to.
@@ -47,17 +45,17 @@ class Transfer:
         report: report of the update, as far as it is known. Its version is the number.
     """
 
-    def __init__(self, handle: SendHandle, gone: frozenset[int] = frozenset()) -> None:
-        self._handle, self._gone = handle, gone
+    def __init__(self, handle: SendHandle) -> None:
+        self._handle = handle
         self.ids = frozenset(handle.workers) - {_PLACEHOLDER}
         self.number, self.report = handle.version, handle.report
 
     def settle(self, ids: Iterable[int]) -> dict[int, str]:
         """Wait until explorers have it in force or have failed; return the reasons of failed ones, by id."""
         wanted = set(ids)
-        failures = dict.fromkeys(wanted & self._gone, "it is not connected to the sender")
+        failures = dict.fromkeys(wanted - self.ids, "it is not connected to the sender")
         try:
-            self._handle.of(*(wanted - self._gone)).wait()
+            self._handle.of(*(wanted & self.ids)).wait()
         except SyncFailedError as error:
             failures.update({idx: str(why) for idx, why in error.failures.items()})
         left = {id for id in wanted - set(failures) if id not in self.report.apply_seconds}
@@ -79,6 +77,7 @@ class Publisher:
         source: module, TensorDict, dict or callable that is read at each :meth:`send`.
         address: address of the interface to listen on; None lets in processes of this machine only, through
             shared memory.
+        tell: function that is told of explorers that are sent all weights instead of a patch.
 
     Attributes:
         endpoint: where subscribers find it.
@@ -91,13 +90,15 @@ class Publisher:
         strategy: str | WeightStrategy,
         timeout: float,
         backend: str = "gloo",
+        tell: TellFull = lambda event: None,
     ) -> None:
         token = secrets.token_hex(16)
         self.endpoint: Endpoint = {"token": token, "address": address, "port": 0, "shared": address is None}
         self._scheme = _scheme(self.endpoint, strategy, timeout, backend)
+        self._tell = tell
         self._sending = threading.Lock()
         self._last: Transfer | None = None
-        self._tells: dict[int | None, TellFull] = {}  # by number of the update
+        self._versions: dict[int | None, int] = {}  # for events, by number of the update
         self._unobserve: Callable[[], None] | None = None
         self._scheme.init_on_sender(params_map={_PLACEHOLDER: source})
         if isinstance(self._scheme, DistributedWeightSyncScheme):
@@ -108,66 +109,63 @@ class Publisher:
             undo.callback(self._scheme.shutdown)
             self._placeholder = Subscriber(self.endpoint, _PLACEHOLDER, None, strategy, timeout)
             undo.callback(self._placeholder.close)
-            self._open(timeout)
+            with ThreadPoolExecutor(1, "weight_update-join") as joining:
+                joining.submit(self._placeholder.join, timeout)
+                self._scheme.connect(timeout=timeout)
             undo.pop_all()
-
-    def _open(self, timeout: float) -> None:
-        join = threading.Thread(target=self._placeholder.join, args=(timeout,), name="weight_update-join")
-        join.start()
-        try:
-            self._scheme.connect(timeout=timeout)
-        finally:
-            join.join()
 
     def joined(self) -> list[int]:
         """Return the ids of the explorers that are connected."""
         return [idx for idx in self._scheme.worker_versions if idx != _PLACEHOLDER]
 
-    def send(self, ids: Iterable[int], weights: Any = None, tell: TellFull | None = None) -> Transfer:
+    def send(
+        self, ids: Iterable[int], weights: Any = None, *, spread: bool = False, observe: int | None = None
+    ) -> Transfer:
         """Send ``weights``, or the source, to explorers, and do not wait; after an error none has them.
 
-        ``tell`` is called in another thread for each explorer that is sent all weights instead of a patch.
-        The version in its event is the number of the update.
+        Args:
+            ids: ids of the explorers.
+            weights: weights in place of those of the source.
+            spread: whether all others that are connected get them as well.
+            observe: version by which ``tell`` hears of this update; None for an update that it does not hear
+                of, which costs nothing extra.
         """
         wanted = frozenset(ids)
         with self._sending:
-            self._observe(tell is not None)
+            self._observe(observe is not None)
+            if spread and self._last is not None and (bad := self._last.failures()):
+                _log.warning("explorers did not apply an earlier update: %s", bad)
             while True:
-                here = wanted & set(self.joined())
+                joined = frozenset(self.joined())
+                here = joined if spread else wanted & joined
                 try:
                     handle = self._scheme.send_async(weights, [_PLACEHOLDER, *here])
                 except UnknownWorkerError:
                     if here <= set(self.joined()):
                         raise
                 else:  # otherwise one of them left just now
-                    self._note(handle.version, tell)
-                    return Transfer(handle, wanted - here)
-
-    def spread(self, weights: Any = None, but: Iterable[int] = (), tell: TellFull | None = None) -> Transfer:
-        """Send weights to all connected explorers except ``but``, without waiting for them."""
-        if self._last is not None and (bad := self._last.failures()):
-            _log.warning("explorers did not apply an update in the background: %s", bad)
-        self._last = self.send(set(self.joined()) - set(but), weights, tell)
-        return self._last
+                    break
+            if observe is not None:
+                remember(self._versions, handle.version, observe)
+            transfer = Transfer(handle)
+            if spread:
+                self._last = transfer
+            return transfer
 
     def _observe(self, observed: bool) -> None:
-        """Observe the scheme, or end this; without an observer an update costs nothing extra."""
+        """Observe the scheme, or end this."""
         if observed and self._unobserve is None:
             self._unobserve = self._scheme.add_observer(partial(_pass_on, weakref.ref(self)))
         elif not observed and self._unobserve is not None:
             self._unobserve()
             self._unobserve = None
 
-    def _note(self, number: int, tell: TellFull | None) -> None:
-        """Note the function to call for explorers that are sent all weights with an update."""
-        if tell is not None:
-            self._tells[number] = tell
-        while len(self._tells) > (0 if tell is None else UPDATES_REMEMBERED):
-            del self._tells[next(iter(self._tells))]
-
-    def _teller_of(self, number: int | None) -> TellFull | None:
+    def tell_full(self, event: WorkerEvent) -> None:
+        """Tell of an explorer that is sent all weights, if the update is one to hear of."""
         with self._sending:  # send() may be about to note it
-            return self._tells.get(number)
+            version = self._versions.get(event.version)
+        if version is not None:
+            self._tell(replace(event, version=version))
 
     def close(self) -> None:
         """Close all links."""
@@ -191,17 +189,14 @@ class Subscriber:
         self.scheme = _scheme(endpoint, strategy, timeout)
         self.scheme.init_on_receiver(model=model, worker_idx=id)
 
-    def join(self, timeout: float) -> str | None:
-        """Connect to the publisher; return None, or the reason for which that failed.
+    def join(self, timeout: float) -> None:
+        """Connect to the publisher.
 
         Raises:
             SchemaMismatchError: the model has other weights than the sender.
+            TransportError, SyncTimeoutError: the sender cannot be reached.
         """
-        try:
-            self.scheme.connect(timeout=timeout)
-        except (TransportError, SyncTimeoutError) as error:
-            return str(error)
-        return None
+        self.scheme.connect(timeout=timeout)
 
     @property
     def held(self) -> list[Any] | None:
@@ -226,9 +221,15 @@ def _pass_on(publisher: weakref.ref[Publisher], event: Event) -> None:
     """Pass an event of a publisher's scheme on if an explorer is sent all weights instead of a patch."""
     if not isinstance(event, WorkerEvent) or event.kind != "full_update" or event.worker == _PLACEHOLDER:
         return
-    sender = publisher()
-    if sender is not None and (tell := sender._teller_of(event.version)) is not None:
-        tell(event)
+    if (sender := publisher()) is not None:
+        sender.tell_full(event)
+
+
+def remember(known: dict[_K, _V], key: _K, value: _V) -> None:
+    """Add an entry on an update, and forget the oldest ones."""
+    known[key] = value
+    while len(known) > _UPDATES_REMEMBERED:
+        del known[next(iter(known))]
 
 
 def is_loopback(address: str | None) -> bool:
