@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
+from typing_extensions import Unpack
 
 from weight_update.errors import LifecycleError, SyncFailedError
 from weight_update.schemes.base import End
+from weight_update.schemes.options import RemoteOptions, SenderOptions, takes_options_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.sender_side import SenderListener, SenderSide
-from weight_update.schemes.sources import DeviceMap
 from weight_update.sender.joining import WorkerAlive
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
@@ -63,6 +63,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         ValueError: the backend or ``data`` is unknown.
     """
 
+    @takes_options_of(RemoteWeightSyncScheme.__init__)
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",
@@ -72,30 +73,11 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         data: str = "torch",
         name: str | None = None,
         namespace: str | None = None,
-        address: str = "127.0.0.1",
-        port: int = 0,
-        token: str | None = None,
-        host: str | None = None,
-        directory: str | None = None,
-        timeout: float = 60.0,
-        connect_timeout: float = 120.0,
-        stable_addresses: bool = False,
+        **options: Unpack[RemoteOptions],
     ) -> None:
         if data not in ("torch", "object_store"):
             raise ValueError(f"unknown data={data!r} (known: 'torch', 'object_store')")
-        super().__init__(
-            strategy,
-            backend,
-            sync,
-            address=address,
-            port=port,
-            token=token,
-            host=host,
-            directory=directory,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            stable_addresses=stable_addresses,
-        )
+        super().__init__(strategy, backend, sync, **options)
         self.data, self.namespace = data, namespace
         # the whole cluster sees the name, so it must not contain the token
         self.name: str = name or f"weight_update-{hashlib.sha256(self.token.encode()).hexdigest()[:12]}"
@@ -107,19 +89,12 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         self._rendezvous: Any = None
         self._object_store = ObjectStore()
 
+    @takes_options_of(RemoteWeightSyncScheme.init_on_sender)
     def init_on_sender(
         self,
         *,
         remote_collectors: Sequence[Any] | None = None,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        weights: Any = None,
-        params_map: Mapping[int, Any] | None = None,
-        devices: Sequence[torch.device | str | None] | None = None,
-        device_map_fn: DeviceMap | None = None,
-        num_workers: int | None = None,
-        ctx: Any = None,
+        **options: Unpack[SenderOptions],
     ) -> None:
         """Prepare the sender, as :meth:`WeightSyncScheme.init_on_sender` does, with one more argument.
 
@@ -134,22 +109,15 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         """
         require_ray()
         if remote_collectors is not None:
+            num_workers = options.get("num_workers")
             if num_workers not in (None, len(remote_collectors)):
                 raise ValueError(f"{num_workers=}, but {len(remote_collectors)} remote_collectors")
-            num_workers = len(remote_collectors)
+            options["num_workers"] = len(remote_collectors)
             self.actors.update(enumerate(remote_collectors))
-        reads = None if model is not None or weights is not None else context
-        super().init_on_sender(
-            model_id=model_id,
-            context=reads,
-            model=model,
-            weights=weights,
-            params_map=params_map,
-            devices=devices,
-            device_map_fn=device_map_fn,
-            num_workers=num_workers,
-            ctx=ctx,
-        )
+        context = options.get("context")
+        if options.get("model") is not None or options.get("weights") is not None:
+            options["context"] = None
+        super().init_on_sender(**options)
         self.context = context
         if self.actors:
             self.worker_alive: WorkerAlive | None = self._watch.alive

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import Unpack
+
 from weight_update.schemes.base import End, WeightSyncScheme
+from weight_update.schemes.options import SchemeOptions, takes_options_of
 from weight_update.schemes.sources import port_number
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
@@ -69,6 +72,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         ValueError: the backend is unknown, or is NCCL without CUDA; or the port is not valid.
     """
 
+    @takes_options_of(WeightSyncScheme.__init__)
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",
@@ -80,18 +84,10 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         token: str | None = None,
         host: str | None = None,
         directory: str | None = None,
-        timeout: float = 60.0,
-        connect_timeout: float = 120.0,
-        stable_addresses: bool = False,
+        **options: Unpack[SchemeOptions],
     ) -> None:
         require_backend(backend)
-        super().__init__(
-            strategy,
-            sync,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            stable_addresses=stable_addresses,
-        )
+        super().__init__(strategy, sync, **options)
         self.backend: str = backend
         self.address: str = address
         self.port: int = port_number(port)

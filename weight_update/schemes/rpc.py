@@ -10,15 +10,15 @@ from concurrent import futures
 from contextlib import ExitStack
 from typing import Any
 
-import torch
+from typing_extensions import Unpack
 
 from weight_update.errors import LifecycleError, SyncTimeoutError
 from weight_update.receiver.receiver import Receiver
 from weight_update.schemes.base import End
 from weight_update.schemes.collector import rrefs_of
+from weight_update.schemes.options import RemoteOptions, SenderOptions, takes_options_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.rpc_notices import Question, own_name, post, withdraw
-from weight_update.schemes.sources import DeviceMap
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.transport import DistributedTransport
@@ -52,6 +52,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
             worker, and rank 0 for a scheme that was not pickled.
     """
 
+    @takes_options_of(RemoteWeightSyncScheme.__init__)
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",
@@ -59,28 +60,9 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         sync: bool = True,
         *,
         sender: str | None = None,
-        address: str = "127.0.0.1",
-        port: int = 0,
-        token: str | None = None,
-        host: str | None = None,
-        directory: str | None = None,
-        timeout: float = 60.0,
-        connect_timeout: float = 120.0,
-        stable_addresses: bool = False,
+        **options: Unpack[RemoteOptions],
     ) -> None:
-        super().__init__(
-            strategy,
-            backend,
-            sync,
-            address=address,
-            port=port,
-            token=token,
-            host=host,
-            directory=directory,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            stable_addresses=stable_addresses,
-        )
+        super().__init__(strategy, backend, sync, **options)
         self.sender = sender
 
     def _reset(self) -> None:
@@ -94,19 +76,12 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
 
     # -- sender ------------------------------------------------------------------------------------
 
+    @takes_options_of(RemoteWeightSyncScheme.init_on_sender)
     def init_on_sender(
         self,
         *,
         worker_rrefs: Mapping[int, Any] | Sequence[Any] | None = None,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        weights: Any = None,
-        params_map: Mapping[int, Any] | None = None,
-        devices: Sequence[torch.device | str | None] | None = None,
-        device_map_fn: DeviceMap | None = None,
-        num_workers: int | None = None,
-        ctx: Any = None,
+        **options: Unpack[SenderOptions],
     ) -> None:
         """Prepare the sender, as :meth:`WeightSyncScheme.init_on_sender` does, with one more argument.
 
@@ -117,21 +92,11 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         Raises:
             ValueError: an RRef belongs to a worker that does not exist, or see :class:`WeightSyncScheme`.
         """
-        rrefs = rrefs_of(context) if worker_rrefs is None else worker_rrefs
+        rrefs = rrefs_of(options.get("context")) if worker_rrefs is None else worker_rrefs
         given = dict(rrefs if isinstance(rrefs, Mapping) else enumerate(rrefs))
         if not self.initialized_on_sender:
             self._rrefs = given
-        super().init_on_sender(
-            model_id=model_id,
-            context=context,
-            model=model,
-            weights=weights,
-            params_map=params_map,
-            devices=devices,
-            device_map_fn=device_map_fn,
-            num_workers=num_workers,
-            ctx=ctx,
-        )
+        super().init_on_sender(**options)
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         unknown = sorted(self._rrefs.keys() - set(workers))

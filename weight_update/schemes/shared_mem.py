@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from weight_update.errors import LifecycleError
 from weight_update.schemes.base import End, WeightSyncScheme
+from weight_update.schemes.options import SchemeOptions, takes_options_of
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.shared_memory.cuda_slots import cuda_device
@@ -43,6 +45,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
             sender has no such device, ``init_on_sender`` raises this error.
     """
 
+    @takes_options_of(WeightSyncScheme.__init__)
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",
@@ -53,17 +56,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
         slot_device: str | torch.device | None = None,
         address: str | None = None,
         token: str | None = None,
-        timeout: float = 60.0,
-        connect_timeout: float = 120.0,
-        stable_addresses: bool = False,
+        **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(
-            strategy,
-            sync,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            stable_addresses=stable_addresses,
-        )
+        super().__init__(strategy, sync, **options)
         self.token = token or self.token
         self.per_worker_weights = per_worker_weights
         self.directory = directory
