@@ -250,7 +250,7 @@ class WeightSyncScheme(SchemeUpdates):
         sources = Sources.of(given, model_id, devices, device_map_fn, num_workers)
         self.model_id, self.context = model_id, context
         side = SenderSide(sources, self.strategy, self.timeout, self.connect_timeout)
-        side.open(self.token, functools.partial(self.open_sender, ctx=ctx), lambda: self.listener)
+        side.open(self.token, lambda workers: (self.open_sender(workers, ctx), self.listener))
         self._sender_side = side
         if isinstance(side.sender, Sender):
             side.sender.table.observers = self._observers

@@ -247,42 +247,23 @@ class SenderSide:
     def open(
         self,
         token: str,
-        open_links: Callable[[Sequence[int]], Mapping[int, TransportBackend]],
-        listener: Callable[[], SenderListener | None],
+        open_links: Callable[[Sequence[int]], tuple[Mapping[int, TransportBackend], SenderListener | None]],
     ) -> None:
-        """Make the sender."""
-        patience = self._connect_timeout + self._patience
-        try:
-            with (
-                _outside_inference_mode(),
-                self._in_step("init_on_sender", lambda _: self._reader.survey(), patience) as surveyed,
-            ):
-                self.sender = self._make_sender(surveyed, token, open_links, listener)
-        except BaseException:
-            if self._ranks is not None:
-                self._ranks.close()
-            raise
-
-    def _make_sender(
-        self,
-        surveyed: _Surveyed,
-        token: str,
-        open_links: Callable[[Sequence[int]], Mapping[int, TransportBackend]],
-        listener: Callable[[], SenderListener | None],
-    ) -> Sender | Follower:
-        ranks = self._ranks
-        if ranks is not None and not ranks.leads:
-            ranks.follow()
-            return Follower(ranks, self._timeout)
-        schemas, tracked = _schemas_of(surveyed)
-        links = open_links(sorted(schemas))
-        self.listener = listener()
-        arguments = links, schemas, tracked, self._strategy, token, self._timeout
-        try:
-            return Sender(*arguments) if ranks is None else Leader(ranks, *arguments)
-        except BaseException:
-            close_all(*links.values(), self.listener)
-            raise
+        """Make the sender, with the links and the listener that ``open_links`` makes for workers."""
+        ranks, patience = self._ranks, self._connect_timeout + self._patience
+        with _outside_inference_mode(), contextlib.ExitStack() as undo:
+            undo.callback(close_all, ranks)
+            with self._in_step("init_on_sender", lambda _: self._reader.survey(), patience) as surveyed:
+                if ranks is not None and not ranks.leads:
+                    ranks.follow()
+                    self.sender = Follower(ranks, self._timeout)
+                else:
+                    schemas, tracked = _schemas_of(surveyed)
+                    links, self.listener = open_links(sorted(schemas))
+                    undo.callback(close_all, *links.values(), self.listener)
+                    arguments = links, schemas, tracked, self._strategy, token, self._timeout
+                    self.sender = Sender(*arguments) if ranks is None else Leader(ranks, *arguments)
+            undo.pop_all()
 
     def admit(self, worker_idx: int, make_link: Callable[[], TransportBackend]) -> TransportBackend:
         """Return the link for a worker that joins late.
