@@ -69,8 +69,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         super()._reset()
         self._rrefs: dict[int, Any] = {}
         self._notice: weakref.finalize[Any, Any] | None = None
-        self._question: Question | None = None
-        self._opening: TransportBackend | None = None
+        self._awaited: Question | TransportBackend | None = None  # by the thread that joins
         self._joining: futures.Future[None] | None = None
         self._leaving = False
 
@@ -127,8 +126,8 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
                 "or pass the scheme to the worker after init_on_sender(), or give both sides address, port "
                 "and token"
             )
-        self._question = Question(self._model_name)
-        return self._question.ask(0 if self.sender is None else self.sender, timeout)
+        self._awaited = question = Question(self._model_name)
+        return question.ask(0 if self.sender is None else self.sender, timeout)
 
     def connect(
         self,
@@ -146,14 +145,8 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
                 raise SyncTimeoutError(f"the first weights did not come within {limit:g} s")
         elif side is not None and not self._connected and self.context is not None and idx is not None:
             side.worker_idx, self._joining = idx, futures.Future()
-            arguments = {"weights": weights, "timeout": limit}
-            threading.Thread(
-                target=self._join,
-                args=(self._joining,),
-                kwargs=arguments,
-                name="weight_update-join",
-                daemon=True,
-            ).start()
+            args = self._joining, weights, limit
+            threading.Thread(target=self._join, args=args, name="weight_update-join", daemon=True).start()
         else:
             super().connect(worker_idx=worker_idx, weights=weights, timeout=timeout)
 
@@ -174,13 +167,13 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         link = super().create_transport(worker_idx=worker_idx, end=end)
         if end == "receiver":
-            self._opening = link
+            self._awaited = link
         return link
 
-    def _join(self, joining: futures.Future[None], **arguments: Any) -> None:
+    def _join(self, joining: futures.Future[None], weights: Any, timeout: float) -> None:
         """Connect, in the background thread."""
         try:
-            super().connect(**arguments)
+            super().connect(weights=weights, timeout=timeout)
         except Exception as error:  # noqa: BLE001 - _await_join() raises it
             if not self._leaving:
                 _log.warning("worker %s could not connect: %s", self.worker_idx, error)
@@ -214,10 +207,8 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
             joining = self._joining
             if joining is not None and not joining.done():
                 rest.callback(futures.wait, [joining], _LEAVE_SECONDS)
-                if self._opening is not None:
-                    rest.callback(self._opening.close)
-                if self._question is not None:
-                    rest.callback(self._question.cancel)
+                if self._awaited is not None:
+                    rest.callback(self._awaited.close)
             if self._notice is not None:
                 self._notice()
 
