@@ -138,13 +138,12 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     ) -> None:
         """Connect to the other side; the first call on a receiver with a context does not wait."""
         limit = self._connect_limit(timeout)
-        side = self._receiver_side
         idx = self.worker_idx if worker_idx is None else worker_idx
         if self._joining is not None and not self._connected:
             if not self._await_join(limit):
                 raise SyncTimeoutError(f"the first weights did not come within {limit:g} s")
-        elif side is not None and not self._connected and self.context is not None and idx is not None:
-            side.worker_idx, self._joining = idx, futures.Future()
+        elif self._end == "receiver" and not self._connected and self.context is not None and idx is not None:
+            self.worker_idx, self._joining = idx, futures.Future()
             args = self._joining, weights, limit
             threading.Thread(target=self._join, args=args, name="weight_update-join", daemon=True).start()
         else:
