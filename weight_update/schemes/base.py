@@ -251,11 +251,15 @@ class WeightSyncScheme(SchemeUpdates):
         sources = Sources.of(given, model_id, devices, device_map_fn, num_workers)
         self.model_id, self.context = model_id, context
         side = SenderSide(sources, self.strategy, self.timeout, self.connect_timeout)
-        side.open(self.token, lambda workers: (self.open_sender(workers, ctx), self.listener))
+        try:
+            side.open(self.token, lambda workers: (self.open_sender(workers, ctx), self.listener))
+        except BaseException:
+            self._undo.close()
+            raise
         self._sender_side, self._end = side, "sender"
         if isinstance(side.sender, Sender):
             side.sender.table.observers = self._observers
-        self._close_at_end(close_all, self._observers, *side.parts)
+        self._close_at_end(close_all, self._observers, side.sender, self._undo, side.listener, side.ranks)
 
     def init_on_receiver(
         self,

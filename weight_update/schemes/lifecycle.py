@@ -6,6 +6,7 @@ import os
 import weakref
 from abc import ABC
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from typing import Any, Literal, TypeVar
 
@@ -47,6 +48,7 @@ class SchemeLifecycle(ABC):
         self.worker_idx: int | None = None
         self._end: Literal["sender", "receiver"] | None = None  # until it is initialized
         self._sender_side: SenderSide | None = None
+        self._undo = ExitStack()  # of what open_sender() made besides links and listener
         self._receiver: Receiver | None = None  # until it is connected
         self._link: TransportBackend | None = None  # of a receiver that could not connect, for the next call
         self._instance = ""  # name that tells a receiver from others with its index

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from typing_extensions import Unpack
@@ -14,7 +13,7 @@ from weight_update.errors import LifecycleError, SyncFailedError
 from weight_update.schemes.base import End
 from weight_update.schemes.options import RemoteOptions, SenderOptions, takes_options_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
-from weight_update.schemes.sender_side import SenderListener, SenderSide
+from weight_update.schemes.sender_side import SenderSide
 from weight_update.sender.joining import WorkerAlive
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
@@ -125,19 +124,12 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         self.namespace = self.namespace or require_ray().get_runtime_context().namespace
         self._rendezvous = start_rendezvous(self.name, self.namespace)
-        try:
-            if self.data == "torch":
-                links = super().open_sender(workers, ctx)
-            else:
-                stored = {idx: self._store_link(idx) for idx in workers}
-                host = self.host_name() or this_host()
-                self.listener = RayListener(self._rendezvous, host, self.token, stored, self.newcomers())
-                links = dict(stored)
-        except BaseException:
-            stop_rendezvous(self._rendezvous)
-            raise
-        assert self.listener is not None, "a listener was made for either kind of data"
-        self.listener = _ListenerAndActor(self.listener, self._rendezvous)
+        self._undo.callback(stop_rendezvous, self._rendezvous)  # from the actor, workers learn of the end
+        if self.data == "torch":
+            return super().open_sender(workers, ctx)
+        links: dict[int, Any] = {idx: self._transport_of(idx, "sender") for idx in workers}
+        host = self.host_name() or this_host()
+        self.listener = RayListener(self._rendezvous, host, self.token, links, self.newcomers())
         return links
 
     def announce(self, where: Whereabouts) -> None:
@@ -158,10 +150,16 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         return Whereabouts(address, port, self.token)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
+        if end == "sender":
+            link: _TorchLink | _StoreLink
+            if self.data == "torch":
+                link = _TorchLink(**self.sender_options())
+            else:
+                link = _StoreLink(object_store=self._object_store, directory=self.directory)
+            link.worker, link.watch = worker_idx, self._watch
+            return link
         if self.data == "torch":
             return super().create_transport(worker_idx=worker_idx, end=end)
-        if end == "sender":
-            return self._store_link(worker_idx)
         return RayTransport(
             self._find_rendezvous, token=self.token, host=self.host_name(), directory=self.directory
         )
@@ -174,16 +172,6 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         return find_rendezvous(
             self.name, self.namespace, self.connect_timeout if timeout is None else timeout
         )
-
-    def sender_end(self, worker_idx: int) -> DistributedTransport:
-        link = _TorchLink(**self.sender_options())
-        link.worker, link.watch = worker_idx, self._watch
-        return link
-
-    def _store_link(self, worker_idx: int) -> RayTransport:
-        link = _StoreLink(object_store=self._object_store, directory=self.directory)
-        link.worker, link.watch = worker_idx, self._watch
-        return link
 
     def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
         try:
@@ -198,21 +186,3 @@ class _TorchLink(ActorLink, DistributedTransport):
 
 class _StoreLink(ActorLink, RayTransport):
     """The sender's end of a link through shared memory or Ray to an actor."""
-
-
-class _ListenerAndActor:
-    """A listener and its rendezvous actor, closed in this order: workers learn of the end from the actor."""
-
-    def __init__(self, listener: SenderListener, actor: Any) -> None:
-        self._listener, self._actor = listener, actor
-        self.refusals = listener.refusals
-
-    def start(self) -> None:
-        """Start to admit workers."""
-        self._listener.start()
-
-    def close(self) -> None:
-        """Admit no more workers, and end the actor."""
-        with ExitStack() as rest:
-            rest.callback(stop_rendezvous, self._actor)
-            self._listener.close()

@@ -95,10 +95,6 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         self.directory = directory
         self.token = token or os.environ.get(_TOKEN) or self.token
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._distributed_listener: DistributedListener | None = None
-
     @abstractmethod
     def announce(self, where: Whereabouts) -> None:
         """Sender: make ``where`` known to workers that ask; called once, by ``init_on_sender``."""
@@ -116,8 +112,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         """
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
-        del ctx
-        links = {idx: self.sender_end(idx) for idx in workers}
+        links: dict[int, Any] = super().open_sender(workers, ctx)
         store = SenderStore(self.address, self.port)
         self.port = store.port
         host = self.host_name() or this_host()
@@ -131,12 +126,12 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         except BaseException:
             listener.close()
             raise
-        self.listener = self._distributed_listener = listener
-        return dict(links)
+        self.listener = listener
+        return links
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         if end == "sender":
-            return self.sender_end(worker_idx)
+            return DistributedTransport(**self.sender_options())
         return DistributedTransport(
             self.address,
             self.port,
@@ -153,12 +148,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     @property
     def network_bytes(self) -> int:
         """Bytes of payloads sent to other hosts so far; payloads of up to 64 KiB do not count."""
-        return 0 if self._distributed_listener is None else self._distributed_listener.network_bytes
-
-    def sender_end(self, worker_idx: int) -> DistributedTransport:
-        """Return the sender's end of the link to a worker."""
-        del worker_idx
-        return DistributedTransport(**self.sender_options())
+        return self.listener.network_bytes if isinstance(self.listener, DistributedListener) else 0
 
     def sender_options(self) -> dict[str, Any]:
         """Return the arguments of the sender's end of any link."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack
@@ -21,7 +20,6 @@ from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.rpc_notices import Question, own_name, post, withdraw
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
-from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.rpc import RPCTransport, called_for
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 
@@ -68,7 +66,6 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     def _reset(self) -> None:
         super()._reset()
         self._rrefs: dict[int, Any] = {}
-        self._notice: weakref.finalize[Any, Any] | None = None
         self._awaited: Question | TransportBackend | None = None  # by the thread that joins
         self._joining: futures.Future[None] | None = None
         self._leaving = False
@@ -103,18 +100,10 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
             raise ValueError(f"worker_rrefs has entries for workers {unknown}; there are {list(workers)}")
         return super().open_sender(workers, ctx)
 
-    def sender_end(self, worker_idx: int) -> DistributedTransport:
-        return RPCTransport(
-            self._rrefs.get(worker_idx),
-            model_id=self._model_name,
-            timeout=self.timeout,
-            **self.sender_options(),
-        )
-
     def announce(self, where: Whereabouts) -> None:
         """Announce the sender to the workers of the RPC world that ask."""
         post(self._model_name, where)
-        self._notice = weakref.finalize(self, withdraw, self._model_name, where)
+        self._undo.callback(withdraw, self._model_name, where)
 
     # -- receiver ----------------------------------------------------------------------------------
 
@@ -164,9 +153,14 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         return super().receive(seconds_left(deadline))
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-        link = super().create_transport(worker_idx=worker_idx, end=end)
-        if end == "receiver":
-            self._awaited = link
+        if end == "sender":
+            return RPCTransport(
+                self._rrefs.get(worker_idx),
+                model_id=self._model_name,
+                timeout=self.timeout,
+                **self.sender_options(),
+            )
+        self._awaited = link = super().create_transport(worker_idx=worker_idx, end=end)
         return link
 
     def _join(self, joining: futures.Future[None], weights: Any, timeout: float) -> None:
@@ -208,8 +202,6 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
                 rest.callback(futures.wait, [joining], _LEAVE_SECONDS)
                 if self._awaited is not None:
                     rest.callback(self._awaited.close)
-            if self._notice is not None:
-                self._notice()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle, with the name of this process in the RPC world."""

@@ -82,21 +82,18 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         if self.slot_device is not None:
             self.slot_device = str(cuda_device(self.slot_device))  # other threads have other current devices
-        links = {idx: self._sender_end() for idx in workers}
+        links: dict[int, Any] = super().open_sender(workers, ctx)
         listener = SharedMemListener(self.token, links, self.newcomers())
         self.listener, self.address = listener, listener.address
-        return dict(links)
+        return links
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         if end == "sender":
-            return self._sender_end()
+            device = None if self.slot_device is None else torch.device(self.slot_device)
+            return SharedMemTransport(directory=self.directory, device=device)
         if self.address is None:
             raise LifecycleError(
                 "this scheme does not know where its sender is: pass it to the worker after "
                 "init_on_sender(), or give address= (scheme.address of the sender) and the same token="
             )
         return SharedMemTransport(self.address, token=self.token)
-
-    def _sender_end(self) -> SharedMemTransport:
-        device = None if self.slot_device is None else torch.device(self.slot_device)
-        return SharedMemTransport(directory=self.directory, device=device)
