@@ -14,12 +14,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from weight_update.errors import JoinRefusedError, LifecycleError
+from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError
 from weight_update.receiver.forked_threads import warn_if_forked
 from weight_update.receiver.gate import shared_gate
+from weight_update.receiver.receiver import Receiver
+from weight_update.receiver.updates import ReceiverOptions
 from weight_update.report import SyncReport
 from weight_update.schemes.collector import ContextObserver, register_with_torchrl, resolve_model
-from weight_update.schemes.receiver_side import ReceiverSide
 from weight_update.schemes.sender_side import SenderSide, close_all
 from weight_update.schemes.sources import DeviceMap, Sources, whole_number
 from weight_update.schemes.updates import SchemeUpdates
@@ -250,11 +251,15 @@ class WeightSyncScheme(SchemeUpdates):
         sources = Sources.of(given, model_id, devices, device_map_fn, num_workers)
         self.model_id, self.context = model_id, context
         side = SenderSide(sources, self.strategy, self.timeout, self.connect_timeout)
-        side.open(self.token, functools.partial(self.open_sender, ctx=ctx), lambda: self.listener)
-        self._sender_side = side
+        try:
+            side.open(self.token, lambda workers: (self.open_sender(workers, ctx), self.listener))
+        except BaseException:
+            self._undo.close()
+            raise
+        self._sender_side, self._end = side, "sender"
         if isinstance(side.sender, Sender):
             side.sender.table.observers = self._observers
-        self._close_at_end(close_all, self._observers, *side.parts)
+        self._close_at_end(close_all, self._observers, side.sender, self._undo, side.listener, side.ranks)
 
     def init_on_receiver(
         self,
@@ -287,8 +292,9 @@ class WeightSyncScheme(SchemeUpdates):
                 raise ValueError("init_on_receiver(context=...) needs model_id as well")
             model = resolve_model(context, model_id)
         idx = getattr(context, "worker_idx", None) if worker_idx is None else self._index_of(worker_idx)
+        self.worker_idx = None if idx is None else whole_number(idx, "worker_idx", least=0)
         self.model_id, self.context, self._model = model_id, context, model
-        self._receiver_side = ReceiverSide(idx)
+        self._end, self._instance = "receiver", secrets.token_hex(8)
 
     # -- connecting --------------------------------------------------------------------------------
 
@@ -326,8 +332,8 @@ class WeightSyncScheme(SchemeUpdates):
             self._connect_sender(side, worker_idx, weights, limit)
         elif side is not None:
             self.last_report: SyncReport | None = side.connect(weights, limit, self.worker_alive)
-        elif self._receiver_side is not None:
-            self._connect_receiver(self._receiver_side, worker_idx, weights, limit)
+        elif self._end == "receiver":
+            self._connect_receiver(worker_idx, weights, limit)
         else:
             raise LifecycleError("call init_on_sender() or init_on_receiver() before connect()")
         self._connected = True
@@ -362,30 +368,41 @@ class WeightSyncScheme(SchemeUpdates):
         self.last_report = side.connect(weights, limit, self.worker_alive)
         self._observers.tell(self.last_report)
 
-    def _connect_receiver(
-        self, side: ReceiverSide, worker_idx: int | None, weights: Any, limit: float
-    ) -> None:
+    def _connect_receiver(self, worker_idx: int | None, weights: Any, limit: float) -> None:
         if weights is not None:
             raise LifecycleError("connect(weights=...) is for the sender")
         if worker_idx is not None:
-            side.worker_idx = whole_number(self._index_of(worker_idx), "worker_idx", least=0)
-        if (idx := side.worker_idx) is None:
+            self.worker_idx = whole_number(self._index_of(worker_idx), "worker_idx", least=0)
+        if (idx := self.worker_idx) is None:
             raise ValueError("a receiver needs worker_idx, in init_on_receiver() or connect()")
         deadline = time.monotonic() + limit
         self._find_sender(limit)
-        side.connect(
-            self._model,
-            functools.partial(self._transport_of, idx, "receiver"),
-            deadline,
-            self._close_at_end,
-            worker=idx,
+        link, self._link = self._link or self._transport_of(idx, "receiver"), None
+        options = ReceiverOptions(
+            link=link,
             strategy=self.strategy,
             gate=shared_gate(self.group),
+            worker=idx,
             token=self.token,
+            instance=self._instance,
             stable_addresses=self.stable_addresses,
             timeout=self.timeout,
             observer=self._observer(),
         )
+        receiver = Receiver(options, self._model)
+        try:
+            receiver.connect(max(deadline - time.monotonic(), 0.0))
+        except (TransportError, FormatError):
+            receiver.close()
+            raise
+        except BaseException:
+            receiver.staging.unguard()
+            self._link = link  # it is usable
+            self._close_at_end(link.close)
+            raise
+        receiver.start()
+        self._receiver = receiver
+        self._close_at_end(receiver.close)
         self._observe()  # the context may have been set meanwhile
 
 

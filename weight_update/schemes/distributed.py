@@ -11,9 +11,11 @@ from datetime import timedelta
 from typing import Any, get_args
 
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from weight_update.errors import LifecycleError, SyncTimeoutError
 from weight_update.schemes.collector import first_worker_of
+from weight_update.schemes.options import RemoteOptions, takes_options_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.strategy.named_weights import ExtractAs
 from weight_update.strategy.strategy import WeightStrategy
@@ -33,20 +35,13 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
     The arguments are those of :class:`RemoteWeightSyncScheme`.
     """
 
+    @takes_options_of(RemoteWeightSyncScheme.__init__)
     def __init__(
         self,
         backend: str = "gloo",
         sync: bool = True,
         strategy: str | WeightStrategy = "tensordict",
-        *,
-        address: str = "127.0.0.1",
-        port: int = 0,
-        token: str | None = None,
-        host: str | None = None,
-        directory: str | None = None,
-        timeout: float = 60.0,
-        connect_timeout: float = 120.0,
-        stable_addresses: bool = False,
+        **options: Unpack[RemoteOptions],
     ) -> None:
         if backend in get_args(ExtractAs) or isinstance(backend, WeightStrategy):
             raise ValueError(
@@ -57,19 +52,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
             raise ValueError(
                 f"the third argument is the strategy; give the timeout by name: timeout={strategy!r}"
             )
-        super().__init__(
-            strategy,
-            backend,
-            sync,
-            address=address,
-            port=port,
-            token=token,
-            host=host,
-            directory=directory,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            stable_addresses=stable_addresses,
-        )
+        super().__init__(strategy, backend, sync, **options)
         self._first_worker = 0
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:

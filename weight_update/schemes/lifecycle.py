@@ -6,19 +6,20 @@ import os
 import weakref
 from abc import ABC
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.util import Finalize
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from weight_update.errors import LifecycleError
 from weight_update.receiver.receiver import Receiver
 from weight_update.report import Observer, SyncReport
-from weight_update.schemes.receiver_side import ReceiverSide
 from weight_update.schemes.sender_side import SenderListener, SenderSide
 from weight_update.sender.joining import WorkerAlive
 from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
 from weight_update.sharded import Follower
 from weight_update.strategy.strategy import WeightStrategy
+from weight_update.transports.base import TransportBackend
 
 _S = TypeVar("_S", bound="SchemeLifecycle")
 
@@ -28,6 +29,9 @@ class SchemeLifecycle(ABC):
 
     A scheme is options, which travel when it is pickled, and this state, which does not: the copy in another
     process is not initialized. A forked child drops the state of its parent when it initializes its own.
+
+    Attributes:
+        worker_idx: index of this receiver; None on a sender, and until ``connect()`` says it.
     """
 
     strategy: WeightStrategy
@@ -41,8 +45,13 @@ class SchemeLifecycle(ABC):
         self.last_report: SyncReport | None = None
         self.worker_alive: WorkerAlive | None = None
         self.listener: SenderListener | None = None
+        self.worker_idx: int | None = None
+        self._end: Literal["sender", "receiver"] | None = None  # until it is initialized
         self._sender_side: SenderSide | None = None
-        self._receiver_side: ReceiverSide | None = None
+        self._undo = ExitStack()  # of what open_sender() made besides links and listener
+        self._receiver: Receiver | None = None  # until it is connected
+        self._link: TransportBackend | None = None  # of a receiver that could not connect, for the next call
+        self._instance = ""  # name that tells a receiver from others with its index
         self._model: Any = None
         self._context: weakref.ref[Any] | None = None
         self._connected = False
@@ -55,12 +64,16 @@ class SchemeLifecycle(ABC):
 
         Raise LifecycleError, with ``cure``, if this object is initialized already.
         """
+        self._drop_parent()
+        if self.initialized_on_sender or self.initialized_on_receiver:
+            raise LifecycleError(f"this scheme is initialized already; {cure}")
+
+    def _drop_parent(self) -> None:
+        """In a forked child, drop the state of the parent."""
         if self._owner != os.getpid():
             if self._finalizer is not None:
                 self._finalizer.detach()
             self._reset()
-        if self.initialized_on_sender or self.initialized_on_receiver:
-            raise LifecycleError(f"this scheme is initialized already; {cure}")
 
     def _close_at_end(self, close: Callable[..., None], *parts: Any) -> None:
         """Have :meth:`shutdown` call ``close(*parts)``, or the end of this object or of the process.
@@ -83,18 +96,14 @@ class SchemeLifecycle(ABC):
         return None if self._sender_side is None else self._sender_side.sender
 
     @property
-    def _receiver(self) -> Receiver | None:
-        return None if self._receiver_side is None else self._receiver_side.receiver
-
-    @property
     def initialized_on_sender(self) -> bool:
         """Whether this object was initialized as a sender, in this process."""
-        return self._sender_side is not None and self._owner == os.getpid()
+        return self._end == "sender" and self._owner == os.getpid()
 
     @property
     def initialized_on_receiver(self) -> bool:
         """Whether this object was initialized as a receiver, in this process."""
-        return self._receiver_side is not None and self._owner == os.getpid()
+        return self._end == "receiver" and self._owner == os.getpid()
 
     @property
     def synchronized_on_sender(self) -> bool:
@@ -126,11 +135,6 @@ class SchemeLifecycle(ABC):
         On ranks of a sharded trainer that do not lead: as of the end of the last call that all ranks made.
         """
         return {} if self._sender is None else dict(self._sender.worker_versions)
-
-    @property
-    def worker_idx(self) -> int | None:
-        """Index of this receiver; None on a sender."""
-        return None if self._receiver_side is None else self._receiver_side.worker_idx
 
     @property
     def strategy_str(self) -> str:

@@ -9,9 +9,11 @@ from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch.multiprocessing as mp
+from typing_extensions import Unpack
 
 from weight_update.errors import LifecycleError
 from weight_update.schemes.base import End, WeightSyncScheme
+from weight_update.schemes.options import SchemeOptions, takes_options_of
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.multiprocess import MPTransport
@@ -29,23 +31,16 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
         directory: directory of the buffers, as for :class:`SharedMemWeightSyncScheme`.
     """
 
+    @takes_options_of(WeightSyncScheme.__init__)
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",
         sync: bool = True,
         *,
         directory: str | None = None,
-        timeout: float = 60.0,
-        connect_timeout: float = 120.0,
-        stable_addresses: bool = False,
+        **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(
-            strategy,
-            sync,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            stable_addresses=stable_addresses,
-        )
+        super().__init__(strategy, sync, **options)
         self.directory = directory
         self._queues: dict[int, tuple[Any, Any, str]] = {}
         self._sender_pid = 0

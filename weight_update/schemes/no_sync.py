@@ -17,7 +17,6 @@ class NoWeightSyncScheme(WeightSyncScheme, backend="none"):
 
     def __init__(self, strategy: str | WeightStrategy = "tensordict", sync: bool = True) -> None:
         super().__init__(strategy, sync)
-        self._end: End | None = None
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         """Raise LifecycleError: this scheme has no links."""
@@ -26,21 +25,13 @@ class NoWeightSyncScheme(WeightSyncScheme, backend="none"):
     def init_on_sender(self, *, model_id: str | None = None, **ignored: Any) -> None:
         """Note that this is the sender; other arguments are ignored."""
         register_with_torchrl(WeightSyncScheme)
+        self._drop_parent()
         self.model_id, self._end = model_id, "sender"
 
     def init_on_receiver(self, *, model_id: str | None = None, **ignored: Any) -> None:
         """Note that this is a receiver; other arguments are ignored."""
+        self._drop_parent()
         self.model_id, self._end = model_id, "receiver"
-
-    @property
-    def initialized_on_sender(self) -> bool:
-        """Whether ``init_on_sender`` was called last."""
-        return self._end == "sender"
-
-    @property
-    def initialized_on_receiver(self) -> bool:
-        """Whether ``init_on_receiver`` was called last."""
-        return self._end == "receiver"
 
     def connect(self, **ignored: Any) -> None:
         """Connect nothing."""
@@ -53,7 +44,3 @@ class NoWeightSyncScheme(WeightSyncScheme, backend="none"):
     def receive(self, timeout: float | None = None) -> Any | None:
         """Return None at once."""
         return None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the options; the copy is not initialized."""
-        return {**super().__getstate__(), "_end": None}

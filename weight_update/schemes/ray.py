@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from typing import Any
 
-import torch
+from typing_extensions import Unpack
 
 from weight_update.errors import LifecycleError, SyncFailedError
 from weight_update.schemes.base import End
+from weight_update.schemes.options import RemoteOptions, SenderOptions, takes_options_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
-from weight_update.schemes.sender_side import SenderListener, SenderSide
-from weight_update.schemes.sources import DeviceMap
+from weight_update.schemes.sender_side import SenderSide
 from weight_update.sender.joining import WorkerAlive
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
@@ -62,6 +61,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         ValueError: the backend or ``data`` is unknown.
     """
 
+    @takes_options_of(RemoteWeightSyncScheme.__init__)
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",
@@ -71,30 +71,11 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         data: str = "torch",
         name: str | None = None,
         namespace: str | None = None,
-        address: str = "127.0.0.1",
-        port: int = 0,
-        token: str | None = None,
-        host: str | None = None,
-        directory: str | None = None,
-        timeout: float = 60.0,
-        connect_timeout: float = 120.0,
-        stable_addresses: bool = False,
+        **options: Unpack[RemoteOptions],
     ) -> None:
         if data not in ("torch", "object_store"):
             raise ValueError(f"unknown data={data!r} (known: 'torch', 'object_store')")
-        super().__init__(
-            strategy,
-            backend,
-            sync,
-            address=address,
-            port=port,
-            token=token,
-            host=host,
-            directory=directory,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            stable_addresses=stable_addresses,
-        )
+        super().__init__(strategy, backend, sync, **options)
         self.data, self.namespace = data, namespace
         # the whole cluster sees the name, so it must not contain the token
         self.name: str = name or f"weight_update-{hashlib.sha256(self.token.encode()).hexdigest()[:12]}"
@@ -106,19 +87,12 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         self._rendezvous: Any = None
         self._object_store = ObjectStore()
 
+    @takes_options_of(RemoteWeightSyncScheme.init_on_sender)
     def init_on_sender(
         self,
         *,
         remote_collectors: Sequence[Any] | None = None,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        weights: Any = None,
-        params_map: Mapping[int, Any] | None = None,
-        devices: Sequence[torch.device | str | None] | None = None,
-        device_map_fn: DeviceMap | None = None,
-        num_workers: int | None = None,
-        ctx: Any = None,
+        **options: Unpack[SenderOptions],
     ) -> None:
         """Prepare the sender, as :meth:`WeightSyncScheme.init_on_sender` does, with one more argument.
 
@@ -133,22 +107,15 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         """
         require_ray()
         if remote_collectors is not None:
+            num_workers = options.get("num_workers")
             if num_workers not in (None, len(remote_collectors)):
                 raise ValueError(f"{num_workers=}, but {len(remote_collectors)} remote_collectors")
-            num_workers = len(remote_collectors)
+            options["num_workers"] = len(remote_collectors)
             self.actors.update(enumerate(remote_collectors))
-        reads = None if model is not None or weights is not None else context
-        super().init_on_sender(
-            model_id=model_id,
-            context=reads,
-            model=model,
-            weights=weights,
-            params_map=params_map,
-            devices=devices,
-            device_map_fn=device_map_fn,
-            num_workers=num_workers,
-            ctx=ctx,
-        )
+        context = options.get("context")
+        if options.get("model") is not None or options.get("weights") is not None:
+            options["context"] = None
+        super().init_on_sender(**options)
         self.context = context
         if self.actors:
             self.worker_alive: WorkerAlive | None = self._watch.alive
@@ -156,19 +123,12 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         self.namespace = self.namespace or require_ray().get_runtime_context().namespace
         self._rendezvous = start_rendezvous(self.name, self.namespace)
-        try:
-            if self.data == "torch":
-                links = super().open_sender(workers, ctx)
-            else:
-                stored = {idx: self._store_link(idx) for idx in workers}
-                host = self.host_name() or this_host()
-                self.listener = RayListener(self._rendezvous, host, self.token, stored, self.newcomers())
-                links = dict(stored)
-        except BaseException:
-            stop_rendezvous(self._rendezvous)
-            raise
-        assert self.listener is not None, "a listener was made for either kind of data"
-        self.listener = _ListenerAndActor(self.listener, self._rendezvous)
+        self._undo.callback(stop_rendezvous, self._rendezvous)  # from the actor, workers learn of the end
+        if self.data == "torch":
+            return super().open_sender(workers, ctx)
+        links: dict[int, Any] = {idx: self._transport_of(idx, "sender") for idx in workers}
+        host = self.host_name() or this_host()
+        self.listener = RayListener(self._rendezvous, host, self.token, links, self.newcomers())
         return links
 
     def announce(self, where: Whereabouts) -> None:
@@ -189,10 +149,16 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         return Whereabouts(address, port, self.token)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
+        if end == "sender":
+            link: _TorchLink | _StoreLink
+            if self.data == "torch":
+                link = _TorchLink(**self.sender_options())
+            else:
+                link = _StoreLink(object_store=self._object_store, directory=self.directory)
+            link.worker, link.watch = worker_idx, self._watch
+            return link
         if self.data == "torch":
             return super().create_transport(worker_idx=worker_idx, end=end)
-        if end == "sender":
-            return self._store_link(worker_idx)
         return RayTransport(
             self._find_rendezvous, token=self.token, host=self.host_name(), directory=self.directory
         )
@@ -205,16 +171,6 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         return find_rendezvous(
             self.name, self.namespace, self.connect_timeout if timeout is None else timeout
         )
-
-    def sender_end(self, worker_idx: int) -> DistributedTransport:
-        link = _TorchLink(**self.sender_options())
-        link.worker, link.watch = worker_idx, self._watch
-        return link
-
-    def _store_link(self, worker_idx: int) -> RayTransport:
-        link = _StoreLink(object_store=self._object_store, directory=self.directory)
-        link.worker, link.watch = worker_idx, self._watch
-        return link
 
     def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
         try:
@@ -229,21 +185,3 @@ class _TorchLink(ActorLink, DistributedTransport):
 
 class _StoreLink(ActorLink, RayTransport):
     """The sender's end of a link through shared memory or Ray to an actor."""
-
-
-class _ListenerAndActor:
-    """A listener and its rendezvous actor, closed in this order: workers learn of the end from the actor."""
-
-    def __init__(self, listener: SenderListener, actor: Any) -> None:
-        self._listener, self._actor = listener, actor
-        self.refusals = listener.refusals
-
-    def start(self) -> None:
-        """Start to admit workers."""
-        self._listener.start()
-
-    def close(self) -> None:
-        """Admit no more workers, and end the actor."""
-        with ExitStack() as rest:
-            rest.callback(stop_rendezvous, self._actor)
-            self._listener.close()

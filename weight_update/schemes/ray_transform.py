@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import Unpack
+
 from weight_update.errors import LifecycleError, SyncFailedError, WorkerError
+from weight_update.schemes.options import RayOptions, takes_options_of
 from weight_update.schemes.ray import RayWeightSyncScheme
 from weight_update.schemes.sender_side import SenderSide
 from weight_update.sender.joining import WorkerAlive
@@ -31,6 +34,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             version 0 (they are fetched once, to learn their schema), and ``send(weights)`` needs weights.
     """
 
+    @takes_options_of(RayWeightSyncScheme.__init__)
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",
@@ -38,34 +42,9 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         sync: bool = True,
         *,
         model: Any = None,
-        data: str = "torch",
-        name: str | None = None,
-        namespace: str | None = None,
-        address: str = "127.0.0.1",
-        port: int = 0,
-        token: str | None = None,
-        host: str | None = None,
-        directory: str | None = None,
-        timeout: float = 60.0,
-        connect_timeout: float = 120.0,
-        stable_addresses: bool = False,
+        **options: Unpack[RayOptions],
     ) -> None:
-        super().__init__(
-            strategy,
-            backend,
-            sync,
-            data=data,
-            name=name,
-            namespace=namespace,
-            address=address,
-            port=port,
-            token=token,
-            host=host,
-            directory=directory,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            stable_addresses=stable_addresses,
-        )
+        super().__init__(strategy, backend, sync, **options)
         self._source: Any = model
 
     def _reset(self) -> None:

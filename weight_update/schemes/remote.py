@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import Unpack
+
 from weight_update.schemes.base import End, WeightSyncScheme
+from weight_update.schemes.options import SchemeOptions, takes_options_of
 from weight_update.schemes.sources import port_number
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
@@ -69,6 +72,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         ValueError: the backend is unknown, or is NCCL without CUDA; or the port is not valid.
     """
 
+    @takes_options_of(WeightSyncScheme.__init__)
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",
@@ -80,28 +84,16 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         token: str | None = None,
         host: str | None = None,
         directory: str | None = None,
-        timeout: float = 60.0,
-        connect_timeout: float = 120.0,
-        stable_addresses: bool = False,
+        **options: Unpack[SchemeOptions],
     ) -> None:
         require_backend(backend)
-        super().__init__(
-            strategy,
-            sync,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            stable_addresses=stable_addresses,
-        )
+        super().__init__(strategy, sync, **options)
         self.backend: str = backend
         self.address: str = address
         self.port: int = port_number(port)
         self.host: str | None = host
         self.directory = directory
         self.token = token or os.environ.get(_TOKEN) or self.token
-
-    def _reset(self) -> None:
-        super()._reset()
-        self._distributed_listener: DistributedListener | None = None
 
     @abstractmethod
     def announce(self, where: Whereabouts) -> None:
@@ -120,8 +112,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         """
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
-        del ctx
-        links = {idx: self.sender_end(idx) for idx in workers}
+        links: dict[int, Any] = super().open_sender(workers, ctx)
         store = SenderStore(self.address, self.port)
         self.port = store.port
         host = self.host_name() or this_host()
@@ -135,12 +126,12 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         except BaseException:
             listener.close()
             raise
-        self.listener = self._distributed_listener = listener
-        return dict(links)
+        self.listener = listener
+        return links
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         if end == "sender":
-            return self.sender_end(worker_idx)
+            return DistributedTransport(**self.sender_options())
         return DistributedTransport(
             self.address,
             self.port,
@@ -157,12 +148,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     @property
     def network_bytes(self) -> int:
         """Bytes of payloads sent to other hosts so far; payloads of up to 64 KiB do not count."""
-        return 0 if self._distributed_listener is None else self._distributed_listener.network_bytes
-
-    def sender_end(self, worker_idx: int) -> DistributedTransport:
-        """Return the sender's end of the link to a worker."""
-        del worker_idx
-        return DistributedTransport(**self.sender_options())
+        return self.listener.network_bytes if isinstance(self.listener, DistributedListener) else 0
 
     def sender_options(self) -> dict[str, Any]:
         """Return the arguments of the sender's end of any link."""

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack
 from typing import Any
 
-import torch
+from typing_extensions import Unpack
 
 from weight_update.errors import LifecycleError, SyncTimeoutError
 from weight_update.receiver.receiver import Receiver
 from weight_update.schemes.base import End
 from weight_update.schemes.collector import rrefs_of
+from weight_update.schemes.options import RemoteOptions, SenderOptions, takes_options_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.rpc_notices import Question, own_name, post, withdraw
-from weight_update.schemes.sources import DeviceMap
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
-from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.rpc import RPCTransport, called_for
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 
@@ -52,6 +50,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
             worker, and rank 0 for a scheme that was not pickled.
     """
 
+    @takes_options_of(RemoteWeightSyncScheme.__init__)
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",
@@ -59,54 +58,26 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         sync: bool = True,
         *,
         sender: str | None = None,
-        address: str = "127.0.0.1",
-        port: int = 0,
-        token: str | None = None,
-        host: str | None = None,
-        directory: str | None = None,
-        timeout: float = 60.0,
-        connect_timeout: float = 120.0,
-        stable_addresses: bool = False,
+        **options: Unpack[RemoteOptions],
     ) -> None:
-        super().__init__(
-            strategy,
-            backend,
-            sync,
-            address=address,
-            port=port,
-            token=token,
-            host=host,
-            directory=directory,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            stable_addresses=stable_addresses,
-        )
+        super().__init__(strategy, backend, sync, **options)
         self.sender = sender
 
     def _reset(self) -> None:
         super()._reset()
         self._rrefs: dict[int, Any] = {}
-        self._notice: weakref.finalize[Any, Any] | None = None
-        self._question: Question | None = None
-        self._opening: TransportBackend | None = None
+        self._awaited: Question | TransportBackend | None = None  # by the thread that joins
         self._joining: futures.Future[None] | None = None
         self._leaving = False
 
     # -- sender ------------------------------------------------------------------------------------
 
+    @takes_options_of(RemoteWeightSyncScheme.init_on_sender)
     def init_on_sender(
         self,
         *,
         worker_rrefs: Mapping[int, Any] | Sequence[Any] | None = None,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        weights: Any = None,
-        params_map: Mapping[int, Any] | None = None,
-        devices: Sequence[torch.device | str | None] | None = None,
-        device_map_fn: DeviceMap | None = None,
-        num_workers: int | None = None,
-        ctx: Any = None,
+        **options: Unpack[SenderOptions],
     ) -> None:
         """Prepare the sender, as :meth:`WeightSyncScheme.init_on_sender` does, with one more argument.
 
@@ -117,21 +88,11 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         Raises:
             ValueError: an RRef belongs to a worker that does not exist, or see :class:`WeightSyncScheme`.
         """
-        rrefs = rrefs_of(context) if worker_rrefs is None else worker_rrefs
+        rrefs = rrefs_of(options.get("context")) if worker_rrefs is None else worker_rrefs
         given = dict(rrefs if isinstance(rrefs, Mapping) else enumerate(rrefs))
         if not self.initialized_on_sender:
             self._rrefs = given
-        super().init_on_sender(
-            model_id=model_id,
-            context=context,
-            model=model,
-            weights=weights,
-            params_map=params_map,
-            devices=devices,
-            device_map_fn=device_map_fn,
-            num_workers=num_workers,
-            ctx=ctx,
-        )
+        super().init_on_sender(**options)
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         unknown = sorted(self._rrefs.keys() - set(workers))
@@ -139,18 +100,10 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
             raise ValueError(f"worker_rrefs has entries for workers {unknown}; there are {list(workers)}")
         return super().open_sender(workers, ctx)
 
-    def sender_end(self, worker_idx: int) -> DistributedTransport:
-        return RPCTransport(
-            self._rrefs.get(worker_idx),
-            model_id=self._model_name,
-            timeout=self.timeout,
-            **self.sender_options(),
-        )
-
     def announce(self, where: Whereabouts) -> None:
         """Announce the sender to the workers of the RPC world that ask."""
         post(self._model_name, where)
-        self._notice = weakref.finalize(self, withdraw, self._model_name, where)
+        self._undo.callback(withdraw, self._model_name, where)
 
     # -- receiver ----------------------------------------------------------------------------------
 
@@ -162,8 +115,8 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
                 "or pass the scheme to the worker after init_on_sender(), or give both sides address, port "
                 "and token"
             )
-        self._question = Question(self._model_name)
-        return self._question.ask(0 if self.sender is None else self.sender, timeout)
+        self._awaited = question = Question(self._model_name)
+        return question.ask(0 if self.sender is None else self.sender, timeout)
 
     def connect(
         self,
@@ -174,21 +127,14 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     ) -> None:
         """Connect to the other side; the first call on a receiver with a context does not wait."""
         limit = self._connect_limit(timeout)
-        side = self._receiver_side
         idx = self.worker_idx if worker_idx is None else worker_idx
         if self._joining is not None and not self._connected:
             if not self._await_join(limit):
                 raise SyncTimeoutError(f"the first weights did not come within {limit:g} s")
-        elif side is not None and not self._connected and self.context is not None and idx is not None:
-            side.worker_idx, self._joining = idx, futures.Future()
-            arguments = {"weights": weights, "timeout": limit}
-            threading.Thread(
-                target=self._join,
-                args=(self._joining,),
-                kwargs=arguments,
-                name="weight_update-join",
-                daemon=True,
-            ).start()
+        elif self._end == "receiver" and not self._connected and self.context is not None and idx is not None:
+            self.worker_idx, self._joining = idx, futures.Future()
+            args = self._joining, weights, limit
+            threading.Thread(target=self._join, args=args, name="weight_update-join", daemon=True).start()
         else:
             super().connect(worker_idx=worker_idx, weights=weights, timeout=timeout)
 
@@ -207,15 +153,20 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         return super().receive(seconds_left(deadline))
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-        link = super().create_transport(worker_idx=worker_idx, end=end)
-        if end == "receiver":
-            self._opening = link
+        if end == "sender":
+            return RPCTransport(
+                self._rrefs.get(worker_idx),
+                model_id=self._model_name,
+                timeout=self.timeout,
+                **self.sender_options(),
+            )
+        self._awaited = link = super().create_transport(worker_idx=worker_idx, end=end)
         return link
 
-    def _join(self, joining: futures.Future[None], **arguments: Any) -> None:
+    def _join(self, joining: futures.Future[None], weights: Any, timeout: float) -> None:
         """Connect, in the background thread."""
         try:
-            super().connect(**arguments)
+            super().connect(weights=weights, timeout=timeout)
         except Exception as error:  # noqa: BLE001 - _await_join() raises it
             if not self._leaving:
                 _log.warning("worker %s could not connect: %s", self.worker_idx, error)
@@ -249,12 +200,8 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
             joining = self._joining
             if joining is not None and not joining.done():
                 rest.callback(futures.wait, [joining], _LEAVE_SECONDS)
-                if self._opening is not None:
-                    rest.callback(self._opening.close)
-                if self._question is not None:
-                    rest.callback(self._question.cancel)
-            if self._notice is not None:
-                self._notice()
+                if self._awaited is not None:
+                    rest.callback(self._awaited.close)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle, with the name of this process in the RPC world."""

@@ -58,7 +58,7 @@ class Question:
         """Wait for the answer of the worker with the name or rank ``sender``.
 
         Raises:
-            LinkClosedError: that worker cannot be asked, or :meth:`cancel` was called.
+            LinkClosedError: that worker cannot be asked, or :meth:`close` was called.
             SyncTimeoutError: that worker announced nothing in time.
         """
         _questions[self._name] = self._answers
@@ -81,7 +81,7 @@ class Question:
             raise LinkClosedError("this end was closed")
         return found
 
-    def cancel(self) -> None:
+    def close(self) -> None:
         """Make :meth:`ask` raise."""
         self._answers.put(None)
 

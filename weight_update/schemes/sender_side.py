@@ -200,6 +200,7 @@ class SenderSide:
     Attributes:
         sender: sends versions to the workers, or follows the rank that does; set by :meth:`open`.
         listener: admits workers; None if links need no listener.
+        ranks: connection to the other ranks; None if the trainer is not sharded.
     """
 
     sender: Sender | Follower
@@ -210,7 +211,7 @@ class SenderSide:
         self.sources, self._reader = sources, SourceReader(sources, strategy)
         self.listener: SenderListener | None = None
         self._strategy, self._timeout, self._connect_timeout = strategy, timeout, connect_timeout
-        self._ranks = self._meet_ranks()
+        self.ranks = self._meet_ranks()
         self._sending = threading.Lock()
         self._unchecked: list[SendHandle] = []  # updates that nobody waits for
 
@@ -228,14 +229,9 @@ class SenderSide:
         self, call: str, read: Callable[[Sequence[int] | None], _T], patience: float
     ) -> contextlib.AbstractContextManager[_T]:
         """Return a context with the result of ``read``; all ranks of a sharded trainer enter it together."""
-        if self._ranks is None:
+        if self.ranks is None:
             return contextlib.nullcontext(read(None))
-        return self._ranks.step(call, read, patience)
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """Everything that :func:`close_all` must close at the end."""
-        return self.sender, self.listener, self._ranks
+        return self.ranks.step(call, read, patience)
 
     @property
     def _patience(self) -> float:
@@ -247,42 +243,23 @@ class SenderSide:
     def open(
         self,
         token: str,
-        open_links: Callable[[Sequence[int]], Mapping[int, TransportBackend]],
-        listener: Callable[[], SenderListener | None],
+        open_links: Callable[[Sequence[int]], tuple[Mapping[int, TransportBackend], SenderListener | None]],
     ) -> None:
-        """Make the sender."""
-        patience = self._connect_timeout + self._patience
-        try:
-            with (
-                _outside_inference_mode(),
-                self._in_step("init_on_sender", lambda _: self._reader.survey(), patience) as surveyed,
-            ):
-                self.sender = self._make_sender(surveyed, token, open_links, listener)
-        except BaseException:
-            if self._ranks is not None:
-                self._ranks.close()
-            raise
-
-    def _make_sender(
-        self,
-        surveyed: _Surveyed,
-        token: str,
-        open_links: Callable[[Sequence[int]], Mapping[int, TransportBackend]],
-        listener: Callable[[], SenderListener | None],
-    ) -> Sender | Follower:
-        ranks = self._ranks
-        if ranks is not None and not ranks.leads:
-            ranks.follow()
-            return Follower(ranks, self._timeout)
-        schemas, tracked = _schemas_of(surveyed)
-        links = open_links(sorted(schemas))
-        self.listener = listener()
-        arguments = links, schemas, tracked, self._strategy, token, self._timeout
-        try:
-            return Sender(*arguments) if ranks is None else Leader(ranks, *arguments)
-        except BaseException:
-            close_all(*links.values(), self.listener)
-            raise
+        """Make the sender, with the links and the listener that ``open_links`` makes for workers."""
+        ranks, patience = self.ranks, self._connect_timeout + self._patience
+        with _outside_inference_mode(), contextlib.ExitStack() as undo:
+            undo.callback(close_all, ranks)
+            with self._in_step("init_on_sender", lambda _: self._reader.survey(), patience) as surveyed:
+                if ranks is not None and not ranks.leads:
+                    ranks.follow()
+                    self.sender = Follower(ranks, self._timeout)
+                else:
+                    schemas, tracked = _schemas_of(surveyed)
+                    links, self.listener = open_links(sorted(schemas))
+                    undo.callback(close_all, *links.values(), self.listener)
+                    arguments = links, schemas, tracked, self._strategy, token, self._timeout
+                    self.sender = Sender(*arguments) if ranks is None else Leader(ranks, *arguments)
+            undo.pop_all()
 
     def admit(self, worker_idx: int, make_link: Callable[[], TransportBackend]) -> TransportBackend:
         """Return the link for a worker that joins late.

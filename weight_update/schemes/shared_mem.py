@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from weight_update.errors import LifecycleError
 from weight_update.schemes.base import End, WeightSyncScheme
+from weight_update.schemes.options import SchemeOptions, takes_options_of
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.shared_memory.cuda_slots import cuda_device
@@ -43,6 +45,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
             sender has no such device, ``init_on_sender`` raises this error.
     """
 
+    @takes_options_of(WeightSyncScheme.__init__)
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",
@@ -53,17 +56,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
         slot_device: str | torch.device | None = None,
         address: str | None = None,
         token: str | None = None,
-        timeout: float = 60.0,
-        connect_timeout: float = 120.0,
-        stable_addresses: bool = False,
+        **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(
-            strategy,
-            sync,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            stable_addresses=stable_addresses,
-        )
+        super().__init__(strategy, sync, **options)
         self.token = token or self.token
         self.per_worker_weights = per_worker_weights
         self.directory = directory
@@ -87,21 +82,18 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         if self.slot_device is not None:
             self.slot_device = str(cuda_device(self.slot_device))  # other threads have other current devices
-        links = {idx: self._sender_end() for idx in workers}
+        links: dict[int, Any] = super().open_sender(workers, ctx)
         listener = SharedMemListener(self.token, links, self.newcomers())
         self.listener, self.address = listener, listener.address
-        return dict(links)
+        return links
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         if end == "sender":
-            return self._sender_end()
+            device = None if self.slot_device is None else torch.device(self.slot_device)
+            return SharedMemTransport(directory=self.directory, device=device)
         if self.address is None:
             raise LifecycleError(
                 "this scheme does not know where its sender is: pass it to the worker after "
                 "init_on_sender(), or give address= (scheme.address of the sender) and the same token="
             )
         return SharedMemTransport(self.address, token=self.token)
-
-    def _sender_end(self) -> SharedMemTransport:
-        device = None if self.slot_device is None else torch.device(self.slot_device)
-        return SharedMemTransport(directory=self.directory, device=device)

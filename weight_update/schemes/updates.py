@@ -169,7 +169,7 @@ class SchemeUpdates(SchemeLifecycle):
             LifecycleError: this is not a receiver, or it has no model.
             SchemaMismatchError: the weights do not fit; nothing was written.
         """
-        if self._receiver_side is None:
+        if self._end != "receiver":
             raise LifecycleError("apply_weights() is for receivers; call init_on_receiver() first")
         if self._model is None:
             raise LifecycleError("this receiver has no model")

@@ -24,6 +24,7 @@ from weight_update.report import SyncReport
 from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
 from weight_update.testing.models import Zoo, fingerprint, mlp, scramble
 from weight_update.testing.worker_processes import context_of
+from weight_update.testing.workers import flags_of
 
 
 class Context:
@@ -71,11 +72,7 @@ class JoiningTests(SchemeCase):
     def test_first_weights_given_to_connect(self, assemble: Assemble) -> None:
         """``connect(weights=...)`` takes the place of the source, once."""
         procs = assemble(mlp(1), connect=False)
-        for worker in procs.workers:
-            worker.post("connect")
-        procs.scheme.connect(weights=mlp(5))
-        for worker in procs.workers:
-            worker.answer()
+        procs.connect(weights=mlp(5))
         assert_equal(procs, mlp(5))
         procs.scheme.send()
         assert_equal(procs, mlp(1))
@@ -279,16 +276,11 @@ def times_index(index: int, weights: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach() * index for name, value in weights.named_parameters()}
 
 
-def flags_of(scheme: Any) -> dict[str, bool]:
-    """Return the four state properties of a scheme."""
-    ends = ("sender", "receiver")
-    return {f"{done}_on_{end}": getattr(scheme, f"{done}_on_{end}") for done in DONE for end in ends}
-
-
 def state(end: str, *, connected: bool) -> dict[str, bool]:
     """Return the expected result of :func:`flags_of`."""
-    names = {f"{done}_on_{at}": at == end for done in DONE for at in ("sender", "receiver")}
-    return {name: value and (connected or name.startswith("init")) for name, value in names.items()}
-
-
-DONE = ("initialized", "synchronized")
+    here = {"initialized": True, "synchronized": connected}
+    return {
+        f"{done}_on_{at}": value and at == end
+        for done, value in here.items()
+        for at in ("sender", "receiver")
+    }

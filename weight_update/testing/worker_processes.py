@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from weight_update.schemes import WeightSyncScheme
@@ -41,18 +42,20 @@ class WorkerProcesses:
         worker.call("init", model, **options)
         return worker
 
-    def connect(self) -> None:
-        """Connect both sides; raise the sender's error, or else the first error of a worker."""
-        errors = self.try_connect()
+    def connect(self, **options: Any) -> None:
+        """Connect both sides, the sender with ``options``; raise its error, or else the first of a worker."""
+        errors = self.try_connect(**options)
         for error in errors.values():
             if error is not None:
                 raise error
 
-    def try_connect(self) -> dict[int | None, BaseException | None]:
+    def try_connect(self, **options: Any) -> dict[int | None, BaseException | None]:
         """Connect both sides; return the errors of workers by index, and of the sender under None."""
         for worker in self.workers:
             worker.post("connect")
-        errors: dict[int | None, BaseException | None] = {None: _error_of(self.scheme.connect)}
+        errors: dict[int | None, BaseException | None] = {
+            None: _error_of(partial(self.scheme.connect, **options))
+        }
         for worker in self.workers:
             errors[worker.index] = _error_of(worker.answer)
         return errors

@@ -125,15 +125,18 @@ class Body:
         logging.getLogger("weight_update").removeHandler(self._log)
 
     def flags(self) -> dict[str, bool]:
-        """Return the four state properties of the scheme."""
-        names = [
-            f"{done}_on_{end}" for done in ("initialized", "synchronized") for end in ("sender", "receiver")
-        ]
-        return {name: getattr(self.scheme, name) for name in names}
+        """Return :func:`flags_of` the scheme."""
+        return flags_of(self.scheme)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function(self, *args)``; the worker must be able to import ``function``."""
         return function(self, *args)
+
+
+def flags_of(scheme: WeightSyncScheme) -> dict[str, bool]:
+    """Return the four state properties of a scheme."""
+    names = [f"{done}_on_{end}" for done in ("initialized", "synchronized") for end in ("sender", "receiver")]
+    return {name: getattr(scheme, name) for name in names}
 
 
 class _Log(logging.Handler):

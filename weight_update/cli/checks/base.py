@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,24 +31,10 @@ class Finding:
     cure: str = ""
 
 
-def ok(found: str) -> Finding:
-    """Return the finding that all is well."""
-    return Finding("ok", found)
-
-
-def warn(found: str, cure: str) -> Finding:
-    """Return a finding about something that some programs need."""
-    return Finding("warn", found, cure)
-
-
-def fail(found: str, cure: str) -> Finding:
-    """Return a finding about something that a scheme needs."""
-    return Finding("fail", found, cure)
-
-
-def skipped(found: str, cure: str = "") -> Finding:
-    """Return the finding that there is nothing to check."""
-    return Finding("skipped", found, cure)
+ok = functools.partial(Finding, "ok")
+warn = functools.partial(Finding, "warn")
+fail = functools.partial(Finding, "fail")
+skipped = functools.partial(Finding, "skipped")
 
 
 @dataclass(frozen=True)
@@ -71,7 +58,8 @@ class _Running:
     """A check in a thread of its own, which is abandoned if it does not end in time."""
 
     def __init__(self, check: Check) -> None:
-        self._check, self._finding = check, _late(check)
+        late = f"the check did not end within {check.seconds:g} s"
+        self._check, self._finding = check, fail(late, check.cure)
         self._deadline = time.monotonic() + check.seconds
         self._thread = threading.Thread(target=self._look, name=f"{THREADS}-{check.name}", daemon=True)
         self._thread.start()
@@ -86,10 +74,6 @@ class _Running:
         """Return the finding, at the time limit at the latest."""
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         return self._finding
-
-
-def _late(check: Check) -> Finding:
-    return fail(f"the check did not end within {check.seconds:g} s", check.cure)
 
 
 def run(checks: Sequence[Check]) -> list[tuple[str, Finding]]:

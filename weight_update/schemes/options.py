@@ -1,0 +1,71 @@
+"""The keyword options of schemes, each in one place, and how subclasses pass them on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
+
+import torch
+
+from weight_update.schemes.sources import DeviceMap
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class SchemeOptions(TypedDict, total=False):
+    """Options of :class:`~weight_update.WeightSyncScheme`."""
+
+    timeout: float
+    connect_timeout: float
+    stable_addresses: bool
+
+
+class RemoteOptions(SchemeOptions, total=False):
+    """Options of :class:`~weight_update.RemoteWeightSyncScheme`."""
+
+    address: str
+    port: int
+    token: str | None
+    host: str | None
+    directory: str | None
+
+
+class RayOptions(RemoteOptions, total=False):
+    """Options of :class:`~weight_update.RayWeightSyncScheme`."""
+
+    data: str
+    name: str | None
+    namespace: str | None
+
+
+class SenderOptions(TypedDict, total=False):
+    """Options of :meth:`~weight_update.WeightSyncScheme.init_on_sender`."""
+
+    model_id: str | None
+    context: Any
+    model: Any
+    weights: Any
+    params_map: Mapping[int, Any] | None
+    devices: Sequence[torch.device | str | None] | None
+    device_map_fn: DeviceMap | None
+    num_workers: int | None
+    ctx: Any
+
+
+def takes_options_of(base: Callable[..., Any]) -> Callable[[_F], _F]:
+    """Return a decorator for a function that passes its ``**options`` on to ``base``.
+
+    The signature of the function then lists the options, so that ``help()`` and the manual show them.
+    """
+
+    def decorate(function: Any) -> Any:
+        signature = inspect.signature(function)
+        own = dict(signature.parameters)
+        own.popitem()  # **options
+        theirs = inspect.signature(base).parameters.values()
+        options = [one for one in theirs if one.kind is one.KEYWORD_ONLY and one.name not in own]
+        function.__signature__ = signature.replace(parameters=[*own.values(), *options])
+        return function
+
+    return decorate
