@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from weight_update.encodings import copying
-from weight_update.encodings.copying import copy_tensors
+from weight_update.encodings import dense
+from weight_update.encodings.dense import copy_tensors
 
-needs_library = pytest.mark.skipif(copying.library is None, reason="there was no compiler at installation")
+needs_library = pytest.mark.skipif(dense.library is None, reason="there was no compiler at installation")
 
 
 @pytest.fixture(params=[pytest.param(True, marks=needs_library), False], ids=["compiled", "torch"])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Copy everything as if it were large, with or without the compiled loop."""
     for name in ("_LARGE", "_LARGE_FOR_ONE", "_EACH"):
-        monkeypatch.setattr(copying, name, 0)
-    monkeypatch.setattr(copying, "_PIECE", 1000)  # pieces end within tensors, and hold several
+        monkeypatch.setattr(dense, name, 0)
+    monkeypatch.setattr(dense, "_PIECE", 1000)  # pieces end within tensors, and hold several
     if not request.param:
-        monkeypatch.setattr(copying, "library", None)
+        monkeypatch.setattr(dense, "library", None)
     return bool(request.param)
 
 
@@ -104,7 +104,7 @@ def test_gather() -> None:
     out = np.zeros(400, np.uint8)
     offsets, sizes = np.array([10, 0, 64], np.uint64), np.array([5, 1, 300], np.int64)
     addresses = np.array([one.ctypes.data for one in sources], np.uint64)
-    copying.gather(out.ctypes.data + offsets, addresses, sizes)
+    dense.copy_small(out.ctypes.data + offsets, addresses, sizes)
     expected = np.zeros(400, np.uint8)
     for offset, source in zip((10, 0, 64), sources, strict=True):
         expected[offset : offset + len(source)] = source
@@ -117,7 +117,7 @@ def test_plain_tensors_are_not_copied_by_torch(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "_foreach_copy_", None)
     sources = [torch.randn(10), torch.nn.Parameter(torch.randn(3, 4)), torch.randn(5, 2)[2:]]
     targets = [torch.empty_like(source) for source in sources]
-    if copying.library is None:
+    if dense.library is None:
         with pytest.raises(TypeError):
             copy_tensors(targets, sources, "test")
     else:

@@ -14,8 +14,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
-from weight_update.encodings.copying import copy_tensors
-from weight_update.encodings.dense import ViewCache
+from weight_update.encodings.dense import ViewCache, copy_tensors
 from weight_update.errors import FormatError
 from weight_update.progress import Progress
 from weight_update.wire.memory import await_stream, byte_view

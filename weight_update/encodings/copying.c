@@ -1,4 +1,4 @@
-/* Copies of memory that does not overlap. copying.py calls them by ctypes, without the interpreter lock. */
+/* Copies of memory that does not overlap. dense.py calls them by ctypes, without the interpreter lock. */
 
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
@@ -9,7 +9,7 @@
 #include <emmintrin.h>
 #endif
 
-int wu_version = 1; /* of the functions here; copying.py uses no other, as may be left from an earlier build */
+int wu_version = 1; /* of the functions here; dense.py uses no other, as may be left from an earlier build */
 
 /* Copy past the caches. An ordinary store reads its cache line from memory first, which is a third of all
    traffic when neither end is in a cache. */

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from weight_update.encodings import Delta
-from weight_update.encodings.copying import copy_tensors
+from weight_update.encodings.dense import copy_tensors
 from weight_update.encodings.patch.changes import BITS, Array
 from weight_update.engines.base import WeightChange
 from weight_update.receiver.flat_buffers import OwnCopy

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from weight_update.encodings import Delta
-from weight_update.encodings.copying import copy_tensors
+from weight_update.encodings.dense import copy_tensors
 from weight_update.errors import SchemaMismatchError
 from weight_update.receiver.targets import StagedUpdate, Storage, Target
 from weight_update.strategy.binding import Binding, count_writes

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from weight_update.encodings.copying import copy_tensors
+from weight_update.encodings.dense import copy_tensors
 from weight_update.errors import SchemaMismatchError, UnsupportedSourceError
 from weight_update.strategy.named_weights import (
     EXTRA,

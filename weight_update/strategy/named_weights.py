@@ -12,11 +12,12 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weight_update.encodings import Encoding
 from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError
 from weight_update.text import plural
 from weight_update.wire.fixed import FixedTensors
 from weight_update.wire.memory import memory_identity
-from weight_update.wire.schema import WeightSchema, differences, untied, wrapper_hint
+from weight_update.wire.schema import WeightSchema, differences, matching, untied, wrapper_hint
 
 ExtractAs = Literal["tensordict", "state_dict"]
 Select = Literal["trainable"] | Sequence[str] | Callable[[str, torch.Tensor], bool]
@@ -138,6 +139,92 @@ class NamedWeights:
                 f"({plural(len(problems), 'difference')}{hint}):",
                 tuple(problems),
             )
+
+
+class WeightReader:
+    """The part of a strategy that reads weights from sources.
+
+    Attributes:
+        extract_as: whether a module is read as ``"tensordict"`` or as ``"state_dict"``.
+        encoding: how weights become chunks.
+        select: weights that updates carry; None for all.
+        convert: conversion to the receiver's format, if any.
+        max_in_flight: number of chunks that travel at one time; None builds whole versions.
+    """
+
+    extract_as: ExtractAs
+    encoding: Encoding
+    select: Select | None
+    convert: Convert | None
+    max_in_flight: int | None
+
+    @property
+    def partial(self) -> bool:
+        """Whether receivers may have more weights than are sent."""
+        return self.select is not None and self.encoding is self.encoding.whole
+
+    def named(self, source: Any) -> NamedWeights:
+        """Return the weights of ``source`` by dotted name; the tensors are live references.
+
+        Raises:
+            UnsupportedSourceError: ``source`` is of a type that has no weights; the message names the type.
+        """
+        if isinstance(source, NamedWeights):
+            return source
+        if isinstance(source, TensorDictBase):
+            return from_tensordict(source)
+        if isinstance(source, nn.Module):
+            if self.extract_as == "state_dict":
+                return from_items(iter(source.state_dict(keep_vars=True).items()))
+            return from_module(source)
+        if isinstance(source, Mapping):
+            return from_items(walk_mapping(source))
+        if callable(source):
+            return self.named(source())
+        raise UnsupportedSourceError(
+            f"cannot read weights from a {type(source).__name__}; give an nn.Module, a TensorDict, "
+            "a dict of tensors, or a callable that returns one of these"
+        )
+
+    def chosen(self, source: Any) -> frozenset[str] | None:
+        """Return the names in ``source`` that ``select`` chooses; None for all.
+
+        Raises:
+            ValueError: a prefix matches no name, or no weight is chosen.
+        """
+        if self.select is None:
+            return None
+        while callable(source) and not isinstance(source, nn.Module):
+            source = source()
+        tensors = self.named(source).tensors
+        if self.select == "trainable":
+            names = set(tensors) - frozen_or_transient(source, tensors)
+        elif callable(self.select):
+            names = {name for name, tensor in tensors.items() if self.select(name, tensor)}
+        else:
+            names = matching(self.select, tensors)
+        if not names:
+            raise ValueError(f"select={self.select!r} chooses none of the {len(tensors)} weights")
+        return frozenset(names)
+
+    def outgoing(
+        self, source: Any, chosen: frozenset[str] | None = None, *, later: bool = False
+    ) -> NamedWeights:
+        """Return the weights of ``source`` as they are sent: those ``chosen`` (None: all), converted.
+
+        With ``max_in_flight`` or ``later``, each weight is converted when it is taken from the items.
+
+        Raises:
+            UnsupportedSourceError: as :meth:`named`, or ``convert`` gave a name twice.
+        """
+        named = self.named(source)
+        if chosen is not None:
+            kept = {name: value for name, value in named.tensors.items() if name in chosen}
+            named = NamedWeights(kept, named.extra)
+        if self.convert is None:
+            return named
+        named = NamedWeights(named.tensors, convert=self.convert)
+        return named if later or self.max_in_flight is not None else named.converted()
 
 
 def _exact(schema: WeightSchema, tensors: Mapping[str, torch.Tensor], *, more: bool) -> bool:

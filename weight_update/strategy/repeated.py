@@ -12,8 +12,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from weight_update.strategy.named_weights import ExtractAs, NamedWeights, extra_owners, named_parts
-from weight_update.strategy.strategy import WeightStrategy
+from weight_update.strategy.named_weights import (
+    ExtractAs,
+    NamedWeights,
+    WeightReader,
+    extra_owners,
+    named_parts,
+)
 from weight_update.wire.fixed import FixedTensors, are_many
 
 _ADDRESS = torch.Tensor.data_ptr
@@ -28,7 +33,7 @@ class RepeatedRead:
     tensors without asking each submodule for them, and tensors that are where they were need no other check.
     """
 
-    def __init__(self, strategy: WeightStrategy) -> None:
+    def __init__(self, strategy: WeightReader) -> None:
         self._strategy = strategy
         self._module: weakref.ref[nn.Module] | None = None  # the module that was read last
         self._structure: ModuleStructure | None = None
@@ -38,10 +43,10 @@ class RepeatedRead:
         self._fixed: FixedTensors | None = None
 
     def outgoing(self, source: Any, chosen: frozenset[str] | None) -> NamedWeights:
-        """Return the result of :meth:`WeightStrategy.outgoing`.
+        """Return the result of :meth:`WeightReader.outgoing`.
 
         Raises:
-            UnsupportedSourceError: as :meth:`WeightStrategy.outgoing`.
+            UnsupportedSourceError: as :meth:`WeightReader.outgoing`.
         """
         if self._strategy.convert is not None:
             return self._strategy.outgoing(source, chosen)

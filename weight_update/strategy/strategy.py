@@ -9,10 +9,9 @@ from typing import Any, get_args
 
 import torch.distributed as dist
 from tensordict import NonTensorData, TensorDict, TensorDictBase
-from torch import nn
 
 from weight_update.encodings import Encoding, encoding_from_config, resolve_encoding
-from weight_update.errors import LifecycleError, UnsupportedSourceError
+from weight_update.errors import LifecycleError
 from weight_update.strategy.binding import Binding
 from weight_update.strategy.named_weights import (
     EXTRA,
@@ -21,13 +20,9 @@ from weight_update.strategy.named_weights import (
     ExtractAs,
     NamedWeights,
     Select,
-    from_items,
-    from_module,
-    from_tensordict,
-    frozen_or_transient,
-    walk_mapping,
+    WeightReader,
 )
-from weight_update.wire.schema import WeightSchema, matching
+from weight_update.wire.schema import WeightSchema
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ class GatherShards:
         return [int(rank) for rank in dist.get_process_group_ranks(self.group or dist.group.WORLD)]
 
 
-class WeightStrategy:
+class WeightStrategy(WeightReader):
     """Extracts weights from a source, and applies them to a destination.
 
     A source or destination is an ``nn.Module``, a TensorDict or a (nested or dotted) dict of tensors. A
@@ -166,74 +161,6 @@ class WeightStrategy:
     def for_receiver(self) -> WeightStrategy:
         """Return this strategy without the options that only a sender needs, which may not pickle."""
         return WeightStrategy(self.extract_as, encoding=self.encoding)
-
-    @property
-    def partial(self) -> bool:
-        """Whether receivers may have more weights than are sent."""
-        return self.select is not None and self.encoding is self.encoding.whole
-
-    def named(self, source: Any) -> NamedWeights:
-        """Return the weights of ``source`` by dotted name; the tensors are live references.
-
-        Raises:
-            UnsupportedSourceError: ``source`` is of a type that has no weights; the message names the type.
-        """
-        if isinstance(source, NamedWeights):
-            return source
-        if isinstance(source, TensorDictBase):
-            return from_tensordict(source)
-        if isinstance(source, nn.Module):
-            if self.extract_as == "state_dict":
-                return from_items(iter(source.state_dict(keep_vars=True).items()))
-            return from_module(source)
-        if isinstance(source, Mapping):
-            return from_items(walk_mapping(source))
-        if callable(source):
-            return self.named(source())
-        raise UnsupportedSourceError(
-            f"cannot read weights from a {type(source).__name__}; give an nn.Module, a TensorDict, "
-            "a dict of tensors, or a callable that returns one of these"
-        )
-
-    def chosen(self, source: Any) -> frozenset[str] | None:
-        """Return the names in ``source`` that ``select`` chooses; None for all.
-
-        Raises:
-            ValueError: a prefix matches no name, or no weight is chosen.
-        """
-        if self.select is None:
-            return None
-        while callable(source) and not isinstance(source, nn.Module):
-            source = source()
-        tensors = self.named(source).tensors
-        if self.select == "trainable":
-            names = set(tensors) - frozen_or_transient(source, tensors)
-        elif callable(self.select):
-            names = {name for name, tensor in tensors.items() if self.select(name, tensor)}
-        else:
-            names = matching(self.select, tensors)
-        if not names:
-            raise ValueError(f"select={self.select!r} chooses none of the {len(tensors)} weights")
-        return frozenset(names)
-
-    def outgoing(
-        self, source: Any, chosen: frozenset[str] | None = None, *, later: bool = False
-    ) -> NamedWeights:
-        """Return the weights of ``source`` as they are sent: those ``chosen`` (None: all), converted.
-
-        With ``max_in_flight`` or ``later``, each weight is converted when it is taken from the items.
-
-        Raises:
-            UnsupportedSourceError: as :meth:`named`, or ``convert`` gave a name twice.
-        """
-        named = self.named(source)
-        if chosen is not None:
-            kept = {name: value for name, value in named.tensors.items() if name in chosen}
-            named = NamedWeights(kept, named.extra)
-        if self.convert is None:
-            return named
-        named = NamedWeights(named.tensors, convert=self.convert)
-        return named if later or self.max_in_flight is not None else named.converted()
 
     def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:
         """Return the weights of ``source`` in the format of this strategy; the tensors are not copied.

@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from weight_update.cli.checks.base import Finding, fail, ok, skipped, warn
 from weight_update.compression import ans
-from weight_update.encodings import copying
+from weight_update.encodings import dense
 from weight_update.encodings.patch import kernels
 
 _OURS = "weight-update"
@@ -53,7 +53,7 @@ def look_at_package(name: str) -> Finding:
 
 def look_at_kernels() -> Finding:
     """Check whether the inner loops of copies, of the patch encoding and of its compression are compiled."""
-    if all(module.library is not None for module in (copying, kernels, ans)):
+    if all(module.library is not None for module in (dense, kernels, ans)):
         return ok("compiled")
     return warn("not compiled, so patches take several times as long", KERNELS_CURE)
 

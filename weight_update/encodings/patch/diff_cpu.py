@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from weight_update.encodings.base import Difference
-from weight_update.encodings.copying import SERIAL
+from weight_update.encodings.dense import SERIAL
 from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.changes import ByteRange, Changes, GapSegment, Sparse
 from weight_update.encodings.patch.gaps import Gaps

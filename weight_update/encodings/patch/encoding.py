@@ -16,7 +16,7 @@ import torch
 from weight_update.compression import Compression, resolve_compression
 from weight_update.encodings.base import Delta, DeltaEncoding, Lend, Tracker, WholeEncoding, register_encoding
 from weight_update.encodings.bucket import BucketEncoding, require_bool, require_size
-from weight_update.encodings.copying import copy_tensors
+from weight_update.encodings.dense import copy_tensors
 from weight_update.encodings.patch.changes import ByteRange, Changes
 from weight_update.encodings.patch.diff_cpu import Scan, Scanner
 from weight_update.encodings.patch.diff_cuda import CudaScanner, Queues
