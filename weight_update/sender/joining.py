@@ -70,7 +70,7 @@ class Admission:
             worker.connections += 1
             return
         misfit = None if again else self._misfit(worker, hello)
-        with self._table.changed:
+        with self._table.lock:
             former = worker.receiver
             if former is not None and former.instance == receiver.instance:
                 former = None
@@ -136,7 +136,7 @@ class Admission:
         except (WorkerError, JoinRefusedError, SchemaMismatchError, FormatError) as error:
             self._refuse(worker, error)
             return
-        with self._table.changed:
+        with self._table.lock:
             worker.mark_disconnected()
             worker.lost = None
         try:
@@ -151,7 +151,7 @@ class Admission:
         with worker.sending:  # an update that is being sent goes to the old link, or not at all
             chunk = WeightChunk(Kind.WELCOME, {**welcome, **group.welcome()})
             worker.link.send_chunk(chunk, self._delivery.timeout)
-            with self._table.changed:
+            with self._table.lock:
                 worker.joined, worker.lost, worker.pid = True, None, header["pid"]
                 worker.left = worker.leaving = worker.replaced = worker.absence_told = False
                 worker.arrived = False
@@ -168,7 +168,7 @@ class Admission:
                 "problems": list(getattr(error, "problems", ())),
             }
             self._delivery.say(worker, WeightChunk(Kind.REFUSED, header))
-        with self._table.changed:
+        with self._table.lock:
             worker.joined, worker.lost = False, without_frames(error)
             self._table.changed.notify_all()
 
@@ -203,7 +203,7 @@ def wait_for_none(
     ``alive`` tells whether the process of a worker index lives, if the caller knows.
     """
     _wait(table, missing, min(deadline, time.monotonic() + SHOW_AFTER), alive)
-    with table.changed:
+    with table.lock:
         awaited = [worker.idx for worker in absent(table)]
     if awaited and time.monotonic() < deadline:
         notice(f"waiting for workers {awaited} to connect")
@@ -216,7 +216,7 @@ def _wait(
     deadline: float,
     alive: Callable[[int], bool] | None,
 ) -> None:
-    with table.changed:
+    with table.lock:
         while missing(table) and time.monotonic() < deadline:
             for worker in missing(table):
                 if alive is not None and not alive(worker.idx):
@@ -232,7 +232,7 @@ def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str] 
         SyncTimeoutError: workers did not connect in time.
         SyncFailedError: workers failed or were lost.
     """
-    with table.changed:
+    with table.lock:
         failures = {worker.idx: error for worker in initial(table) if (error := worker.error) is not None}
         overdue = [worker.idx for worker in without_weights(table)]
         late = [worker for worker in table if worker.late]

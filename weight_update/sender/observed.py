@@ -42,7 +42,7 @@ class ObservedUpdate:
         report comes then, too, if newer updates follow. A worker is reported as late with only one of them.
         """
         table, version, timeout = self._outcomes.table, self._report.version, self._outcomes.timeout
-        with table.changed:
+        with table.lock:
             states = table.known(self._workers)
             limit = self._due if superseded or not self._begun else None
             if not self._patience.wait(table.changed, states, self._is_settled, limit, stop):
@@ -70,7 +70,7 @@ class ObservedUpdate:
         missing = [worker for worker in states if worker.reached < version and worker.missed]
         told = [worker for worker in missing if _is_told(worker, timeout, busy=worker in busy)]
         failures = {worker.idx: reason_of(worker, version, timeout) for worker in told}
-        self._outcomes.fill(report, self._workers)
+        self._outcomes.fill(report, states)
         report.failures = {idx: str(error) for idx, error in failures.items()}
         late = [(idx, str(error)) for idx, error in failures.items() if isinstance(error, SyncTimeoutError)]
         self.done = True

@@ -268,17 +268,17 @@ class WorkerTable:
     def tell(self, event: WorkerEvent) -> None:
         """Tell observers of an event."""
         self.observers.tell(event)
-        with self.changed:
+        with self.lock:
             self.changed.notify_all()  # their thread may wait for an update
 
     def add(self, worker: WorkerState) -> None:
         """Add a worker. Iterations that have begun do not meet it."""
-        with self.changed:
+        with self.lock:
             self._states = {**self._states, worker.idx: worker}
 
     def remove(self, worker: WorkerState) -> None:
         """Remove a late joiner that has left."""
-        with self.changed:
+        with self.lock:
             self._states = {idx: one for idx, one in self._states.items() if one is not worker}
             self._removed[worker.idx] = worker
 
@@ -318,7 +318,7 @@ class GroupAssignment:
 
     def move(self, states: Iterable[WorkerState], group: SendGroup) -> None:
         """Move workers into ``group``."""
-        with self._table.changed:
+        with self._table.lock:
             left = {id(worker.group): worker.group for worker in states if worker.group not in (None, group)}
             for worker in states:
                 worker.group = group
@@ -365,22 +365,22 @@ class GroupAssignment:
         positions = None if tracked is None else [i for i, name in enumerate(names) if name in tracked]
         group: SendGroup
         if isinstance(self._encoding, DeltaEncoding):
-            group = DeltaGroup(schema, self._borrow, self._table.changed, self._encoding, positions)
+            group = DeltaGroup(schema, self._borrow, self._table.lock, self._encoding, positions)
         else:
-            group = FullGroup(schema, self._borrow, self._table.changed, self._encoding.whole)
+            group = FullGroup(schema, self._borrow, self._table.lock, self._encoding.whole)
         group.source = source
         return group
 
     def release_departed(self) -> None:
         """Release updates held for late joiners that have left."""
-        with self._table.changed:
+        with self._table.lock:
             for worker in self._table:
                 if worker.late and not worker.joined and worker.lost is not None:
                     self.leave(worker)
 
     def leave(self, worker: WorkerState) -> None:
         """Take a worker out of its group."""
-        with self._table.changed:
+        with self._table.lock:
             left, worker.group = worker.group, None
             self._close_unused([left])
 
@@ -405,7 +405,7 @@ class GroupAssignment:
         with the number of such workers, so that they delay neither the caller nor other workers.
         """
         deadline, busy = time.monotonic() + timeout, min(timeout, _BUSY_SECONDS)
-        with self._table.changed:
+        with self._table.lock:
             while (now := time.monotonic()) < deadline:
                 groups = self.all()
                 used = [one for group in groups for one in group.kept]

@@ -57,7 +57,7 @@ class SendGroup(ABC):
     """
 
     def __init__(
-        self, schema: WeightSchema, borrow: Borrow, lock: threading.Condition, whole: WholeEncoding
+        self, schema: WeightSchema, borrow: Borrow, lock: threading.RLock, whole: WholeEncoding
     ) -> None:
         self.schema = schema
         self.whole_bytes = max(schema.nbytes, sum(whole.payload_sizes(schema)))
@@ -145,7 +145,7 @@ class FullGroup(SendGroup):
     """A send group whose updates carry all weights."""
 
     def __init__(
-        self, schema: WeightSchema, borrow: Borrow, lock: threading.Condition, whole: WholeEncoding
+        self, schema: WeightSchema, borrow: Borrow, lock: threading.RLock, whole: WholeEncoding
     ) -> None:
         super().__init__(schema, borrow, lock, whole)
         self._stats = UpdateStats(whole.label, schema.elements, schema.elements)

@@ -38,7 +38,7 @@ class DeltaGroup(SendGroup):
         self,
         schema: WeightSchema,
         borrow: Borrow,
-        lock: threading.Condition,
+        lock: threading.RLock,
         encoding: DeltaEncoding,
         tracked: Sequence[int] | None = None,
     ) -> None:
