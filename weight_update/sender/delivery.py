@@ -179,7 +179,7 @@ class Delivery:
                     return None
                 update = group.update_for(worker.has)
                 if update is not None:
-                    if worker.has is not None and isinstance(group, DeltaGroup) and update in group.kept:
+                    if worker.has is not None and isinstance(group, DeltaGroup) and update is group.whole:
                         self.tell_full(worker, update.version, "it lacks the version that changes refer to")
                     worker.set_update("inflight", update)
                     worker.sent_at = time.monotonic()
