@@ -52,9 +52,7 @@ class Observers:
     def __init__(self, *sources: Callable[[Observer], Callable[[], None]]) -> None:
         self.functions: tuple[Observer, ...] = ()
         self._sources, self._removes = sources, ExitStack()
-        self._items: queue.SimpleQueue[PendingUpdate | SyncReport | WorkerEvent | PolicyLag | None] = (
-            queue.SimpleQueue()
-        )
+        self._items: queue.SimpleQueue[Event | PendingUpdate | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -92,15 +90,10 @@ class Observers:
                 stack.callback(source(self.tell))
             self._removes = stack.pop_all()
 
-    def tell(self, event: Event) -> None:
-        """Tell all functions of an event, or of an update whose report is complete."""
+    def tell(self, event: Event | PendingUpdate) -> None:
+        """Tell all functions of an event, or of an update as soon as it is settled."""
         if self.functions:
             self._items.put(event)
-
-    def follow(self, update: PendingUpdate) -> None:
-        """Tell all functions of an update as soon as all workers have applied it, failed or left."""
-        if self.functions:
-            self._items.put(update)
 
     def close(self) -> None:
         """Tell the functions what is left to tell, and end the thread."""

@@ -256,9 +256,7 @@ class Sender(Outcomes):
 
     def follow(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""
-        with self.table.lock:
-            self.table.observers.follow(ObservedUpdate(self, report, workers))
-            self.table.changed.notify_all()  # their thread may wait for an earlier update
+        self.table.tell(ObservedUpdate(self, report, workers))
 
     def continue_from(self, version: int) -> None:
         """Give the next update a number above ``version``."""

@@ -15,7 +15,7 @@ from weight_update.report import WorkerEvent
 from weight_update.sender.buffers import MIXED, ChunkWindow, EncodedUpdate, VersionId
 from weight_update.sender.groups.base import Borrow, FullGroup, SendGroup
 from weight_update.sender.groups.delta import DeltaGroup
-from weight_update.sender.observers import Observers
+from weight_update.sender.observers import Observers, PendingUpdate
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.threads import leave_in_order
 from weight_update.transports.base import TransportBackend
@@ -265,8 +265,8 @@ class WorkerTable:
     def __getitem__(self, idx: int) -> WorkerState:
         return self._states[idx]
 
-    def tell(self, event: WorkerEvent) -> None:
-        """Tell observers of an event."""
+    def tell(self, event: WorkerEvent | PendingUpdate) -> None:
+        """Tell observers of an event, or of an update once it is settled."""
         self.observers.tell(event)
         with self.lock:
             self.changed.notify_all()  # their thread may wait for an update
@@ -408,11 +408,13 @@ class GroupAssignment:
         with self._table.lock:
             while (now := time.monotonic()) < deadline:
                 groups = self.all()
-                used = [one for group in groups for one in group.kept]
-                used += [one for worker in self._table for one in (worker.applied, worker.inflight) if one]
-                slow = sum(one.inflight is not None and now - one.sent_at > busy for one in self._table)
-                limit = _MAX_UPDATES + 2 * slow + 2 * (len(groups) - 1)
-                if len({id(one.version_id) for one in used}) < limit:
+                used = {id(one.version_id) for group in groups for one in group.kept}
+                limit = _MAX_UPDATES + 2 * (len(groups) - 1)
+                for worker in self._table:
+                    used.update(id(one.version_id) for one in (worker.applied, worker.inflight) if one)
+                    if worker.inflight is not None and now - worker.sent_at > busy:
+                        limit += 2
+                if len(used) < limit:
                     return
                 self._table.changed.wait(_CHECK_SECONDS)
 
