@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 0.2
 _MAX_REPLACED = 1024
 """Number of replaced receivers that are remembered."""
+_MISFITS = WorkerError, JoinRefusedError, SchemaMismatchError, FormatError
+"""Reasons for which a receiver cannot be a worker."""
 
 
 class Admission:
@@ -79,31 +81,27 @@ class Admission:
                 raise JoinRefusedError(
                     f"worker {worker.idx} (process {receiver.pid}) was replaced by process {successor}"
                 )
-            replaces = former is not None and worker.joined and misfit is None
-            if misfit is None:
-                self._give_index(worker, receiver, former)
-            elif former is not None and worker.joined:
+            connected = former if worker.joined else None
+            if misfit is not None and connected is not None:
                 raise JoinRefusedError(str(misfit).partition("\n")[0], getattr(misfit, "problems", ()))
             worker.connections += 1
-        if former is not None and replaces:
-            _log.info("worker %d: process %d replaces process %d", worker.idx, receiver.pid, former.pid)
-
-    def _give_index(self, worker: WorkerState, receiver: ReceiverId, former: ReceiverId | None) -> None:
-        """Give the index of ``worker`` to ``receiver``, in the place of ``former``."""
-        worker.receiver = receiver
-        self._replaced.pop(receiver.instance, None)
-        if former is not None:
-            self._replaced[former.instance] = receiver.pid
-        if len(self._replaced) > _MAX_REPLACED:
-            self._replaced.popitem(last=False)
-        if former is not None and worker.joined:
-            worker.replaced = True
+            if misfit is not None:
+                return
+            worker.receiver = receiver
+            worker.replaced |= connected is not None
+            self._replaced.pop(receiver.instance, None)
+            if former is not None:
+                self._replaced[former.instance] = receiver.pid
+            if len(self._replaced) > _MAX_REPLACED:
+                self._replaced.popitem(last=False)
+        if connected is not None:
+            _log.info("worker %d: process %d replaces process %d", worker.idx, receiver.pid, connected.pid)
 
     def _misfit(self, worker: WorkerState, hello: WeightChunk) -> Exception | None:
         """Return the reason why a receiver cannot be the worker, or None."""
         try:
             self._schema_of(worker, hello)
-        except (WorkerError, JoinRefusedError, SchemaMismatchError, FormatError) as error:
+        except _MISFITS as error:
             return error
         return None
 
@@ -133,7 +131,7 @@ class Admission:
         try:
             theirs = self._schema_of(worker, hello)
             self.screen(worker, hello)
-        except (WorkerError, JoinRefusedError, SchemaMismatchError, FormatError) as error:
+        except _MISFITS as error:
             self._refuse(worker, error)
             return
         with self._table.lock:
@@ -217,8 +215,8 @@ def _wait(
     alive: Callable[[int], bool] | None,
 ) -> None:
     with table.lock:
-        while missing(table) and time.monotonic() < deadline:
-            for worker in missing(table):
+        while (lacking := missing(table)) and time.monotonic() < deadline:
+            for worker in lacking:
                 if alive is not None and not alive(worker.idx):
                     worker.lost = LinkClosedError("its process died before it connected")
             table.changed.wait(_CHECK_SECONDS)
@@ -226,6 +224,8 @@ def _wait(
 
 def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str] = ()) -> None:
     """Raise an error if initial workers have no weights.
+
+    ``refusals`` are reasons for which join requests were refused.
 
     Raises:
         SchemaMismatchError: a worker's model has other weights.
@@ -237,19 +237,8 @@ def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str] 
         overdue = [worker.idx for worker in without_weights(table)]
         late = [worker for worker in table if worker.late]
         others = [worker.idx for worker in late if worker.joined]
-        refused = [f"worker {worker.idx}: {worker.lost}" for worker in late if worker.lost]
-    _raise_connect(failures, overdue, others, timeout, [*refusals, *refused])
-
-
-def _raise_connect(
-    failures: Mapping[int, Exception],
-    overdue: list[int],
-    others: list[int],
-    timeout: float,
-    refusals: list[str],
-) -> None:
-    """Raise the error of ``connect()``, if there is one; ``others`` are late joiners that did connect."""
-    refused = "".join(f"\n  {reason}" for reason in dict.fromkeys(refusals))
+        reasons = [*refusals, *(f"worker {worker.idx}: {worker.lost}" for worker in late if worker.lost)]
+    refused = "".join(f"\n  {reason}" for reason in dict.fromkeys(reasons))
     if refused:
         refused = f"\njoin requests were refused meanwhile:{refused}"
     mismatches = [error for error in failures.values() if isinstance(error, SchemaMismatchError)]
