@@ -74,7 +74,13 @@ class Delivery:
         return sent
 
     def post(self, worker: WorkerState, write: Callable[[], None]) -> None:
-        """Have the outbox of a worker whose link may block call ``write``; an error loses the worker."""
+        """Call ``write`` if the link of a worker never blocks, else have its outbox call it.
+
+        An error in the outbox loses the worker.
+        """
+        if worker.link.capabilities.send_never_blocks:
+            write()
+            return
         try:
             with self._table.lock:
                 if not worker.joined:
