@@ -119,6 +119,8 @@ Outcome = tuple[bool, dict[int, Exception]]
 class Outcomes:
     """Waits for workers to stage or apply updates, and tells their errors."""
 
+    _reader: AnswerReader
+
     def __init__(self, table: WorkerTable, timeout: float) -> None:
         self.table, self.timeout = table, timeout
 
@@ -179,14 +181,11 @@ class Outcomes:
         good: WorkerTest,
     ) -> dict[int, Exception]:
         """Wait until workers are ``done``; return the errors of those that are not ``good``."""
-        self.read_answers(states, done, patience.deadline)
+        self._reader.read(states, done, patience.deadline)
         with self.table.lock:
             patience.wait(self.table.changed, states, done)
             bad = [worker for worker in states if not good(worker) and worker.missed]
             return {worker.idx: reason_of(worker, version, patience.timeout) for worker in bad}
-
-    def read_answers(self, states: Sequence[WorkerState], done: WorkerTest, deadline: float) -> None:
-        """Read the answers of workers in this thread, as far as that spares waking others."""
 
     def failures(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
         """Return the errors known by now of workers that will not apply ``version``, without waiting."""
@@ -274,7 +273,7 @@ class AnswerReader:
             return
         with self._table.lock:
             states = [worker for worker in states if not done(worker)]
-        poller, waited_for = select.poll(), dict[int, Arrivals]()
+        poller, waited_for = select.poll(), dict[int, tuple[WorkerState, Arrivals]]()
         for worker in states:
             arrivals = worker.link.arrivals
             if arrivals is None:
@@ -282,17 +281,16 @@ class AnswerReader:
             paused[arrivals] = worker
             if worker.reading.acquire(blocking=False) and (descriptor := arrivals.pause()) is not None:
                 poller.register(descriptor, select.POLLIN)
-                waited_for[descriptor] = arrivals
+                waited_for[descriptor] = worker, arrivals
             else:
-                _resume(paused, arrivals)
+                _resume(paused, worker, arrivals)
         while waited_for and (left := deadline - time.monotonic()) > 0:
             for descriptor, _ in poller.poll(left * 1e3):
-                arrivals = waited_for[descriptor]
-                worker = paused[arrivals]
+                worker, arrivals = waited_for[descriptor]
                 if not self._take_applied(worker, arrivals) or self._is(worker, done):
                     poller.unregister(descriptor)
                     del waited_for[descriptor]
-                    _resume(paused, arrivals)
+                    _resume(paused, worker, arrivals)
         _resume_all(paused)  # the caller may wait longer, for workers of other links
 
     def _is(self, worker: WorkerState, done: WorkerTest) -> bool:
@@ -321,16 +319,16 @@ class AnswerReader:
 
 
 def _resume_all(paused: _Paused) -> None:
-    for arrivals in list(paused):
-        _resume(paused, arrivals)
+    for arrivals, worker in list(paused.items()):
+        _resume(paused, worker, arrivals)
 
 
-def _resume(paused: _Paused, arrivals: Arrivals) -> None:
+def _resume(paused: _Paused, worker: WorkerState, arrivals: Arrivals) -> None:
     """Have the thread of a worker read again what arrives from it."""
     arrivals.resume()
-    with contextlib.suppress(RuntimeError):  # another thread has it
-        paused[arrivals].reading.release()
-    paused.pop(arrivals, None)
+    if worker.reading._is_owned():  # else pause() alone was called, or another thread reads
+        worker.reading.release()
+    paused.pop(arrivals, None)  # last: a signal handler may raise at any time
 
 
 class Patience:

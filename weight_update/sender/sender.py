@@ -19,7 +19,7 @@ from weight_update.sender.handle import AnswerReader, Outcomes
 from weight_update.sender.joining import Admission, absent, require_weights, wait_for_none, without_weights
 from weight_update.sender.observed import ObservedUpdate
 from weight_update.sender.pipeline import PipelineSender
-from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerTable, WorkerTest
+from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
@@ -251,9 +251,6 @@ class Sender(Outcomes):
         """Return a context for a thread that sends an update and waits for it: it reads the answers."""
         return self._reader.attended()
 
-    def read_answers(self, states: Sequence[WorkerState], done: WorkerTest, deadline: float) -> None:
-        self._reader.read(states, done, deadline)
-
     def follow(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""
         self.table.tell(ObservedUpdate(self, report, workers))
@@ -265,8 +262,6 @@ class Sender(Outcomes):
 
     def _of_known(self, weights: Mapping[int, NamedWeights]) -> Mapping[int, NamedWeights]:
         """Return ``weights`` without those for late joiners that were forgotten meanwhile."""
-        if all(idx in self.table for idx in weights):
-            return weights
         return {idx: named for idx, named in weights.items() if idx in self.table}
 
     def _stage(

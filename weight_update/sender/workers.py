@@ -314,15 +314,16 @@ class GroupAssignment:
 
     def all(self) -> list[SendGroup]:
         """Return the groups that have workers."""
-        return list({id(worker.group): worker.group for worker in self._table if worker.group}.values())
+        return list({worker.group: None for worker in self._table if worker.group})
 
-    def move(self, states: Iterable[WorkerState], group: SendGroup) -> None:
+    def move(self, states: list[WorkerState], group: SendGroup) -> None:
         """Move workers into ``group``."""
         with self._table.lock:
-            left = {id(worker.group): worker.group for worker in states if worker.group not in (None, group)}
+            left = {worker.group for worker in states} - {group}
             for worker in states:
                 worker.group = group
-            self._close_unused(left.values())
+            if left:
+                self._close_unused(left)
 
     def _close_unused(self, left: Iterable[SendGroup | None]) -> None:
         for group in left:
@@ -423,10 +424,10 @@ class GroupAssignment:
 
         The caller moves them to it once the update is staged.
         """
-        groups = {id(worker.group): worker.group for worker in states if worker.group is not None}
-        outside = {id(worker.group) for worker in self._table if worker not in states}
-        own = [group for key, group in groups.items() if key not in outside]
-        return max(own, key=_version) if own else next(iter(groups.values())).fork()
+        groups = {worker.group: None for worker in states if worker.group}
+        outside = {worker.group for worker in self._table if worker not in states}
+        own = [group for group in groups if group not in outside]
+        return max(own, key=_version) if own else next(iter(groups)).fork()
 
     def discard(self, groups: Iterable[SendGroup]) -> None:
         """Discard what is staged in ``groups``, and close those that have no workers."""
