@@ -19,16 +19,10 @@ _END_SECONDS = 5.0
 
 
 class PendingUpdate(Protocol):
-    """An update that observers are told of once it is settled.
-
-    Attributes:
-        done: whether nothing is left to tell of it.
-    """
-
-    done: bool
+    """An update that observers are told of once it is settled."""
 
     def settle(self, *, superseded: bool, stop: Callable[[], bool]) -> Sequence[Event] | None:
-        """Wait until there is something to tell of the update, and return it.
+        """Wait until there is something to tell of the update, and return it; its report ends the calls.
 
         Args:
             superseded: whether newer updates follow, so that it is not worth to wait long.
@@ -123,13 +117,14 @@ class Observers:
 
     def _settle(self, waiting: deque[PendingUpdate]) -> bool:
         """Tell the functions of the first update; return False if there is something else to tell."""
-        update = waiting[0]
-        events = update.settle(superseded=len(waiting) > 1, stop=lambda: not self._items.empty())
-        if update.done:
+        events = waiting[0].settle(superseded=len(waiting) > 1, stop=lambda: not self._items.empty())
+        if events is None:
+            return False
+        if any(isinstance(event, SyncReport) for event in events):
             del waiting[0]
-        for event in events or ():
+        for event in events:
             self._call(event)
-        return events is not None
+        return True
 
     def _call(self, event: Event) -> None:
         for function in self.functions:
