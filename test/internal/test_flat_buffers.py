@@ -193,7 +193,7 @@ def in_shared_memory(body: Body) -> list[bool]:
 
 def lies_there(body: Body) -> bool:
     _, buffer = body.scheme._receiver._updates.staging._flat
-    return bool(buffer.holds_model())
+    return bool(buffer._find_inside())
 
 
 def test_a_model_in_shared_memory_stays_there(hire: Hire) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from weight_update.encodings.patch.changes import BITS, Array
 from weight_update.engines.base import WeightChange
 from weight_update.receiver.flat_buffers import OwnCopy
 from weight_update.receiver.targets import EngineTarget, StagedUpdate, Target
-from weight_update.strategy.binding import Binding
 from weight_update.threads import in_threads, threads_for
 from weight_update.wire.schema import WeightSchema
 
@@ -54,13 +53,9 @@ class DoubleBuffer(OwnCopy):
     The engine computes with one copy while a patch is applied to the other; then they change places.
     """
 
-    def __init__(
-        self, schema: WeightSchema, binding: Binding | None, owns: Callable[[torch.Tensor], bool]
-    ) -> None:
-        super().__init__(schema, binding, owns)
-        self._spare: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # None if its content is unknown
-        self._staged: list[Delta] = []
-        self._behind: list[Delta] = []  # changes that the spare copy lacks
+    _spare: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # None if its content is unknown
+    _staged: Sequence[Delta] = ()
+    _behind: Sequence[Delta] = ()  # changes that the spare copy lacks
 
     def stage(self, update: StagedUpdate, target: Target) -> None:
         super().stage(update, target)
@@ -71,9 +66,6 @@ class DoubleBuffer(OwnCopy):
             delta.write(flat)
         self._staged = [delta.kept() for delta in update.deltas]
         self._next, update.values, update.deltas = (flat, views), list(views), []
-
-    def begin(self, update: StagedUpdate, target: Target, replaced: bool) -> None:
-        """Do nothing: nobody but the receiver writes into the copies."""
 
     def switch(self, update: StagedUpdate, target: Target) -> None:
         target.write(self.schema.names, update.values, update.version)
@@ -97,13 +89,10 @@ class DoubleBuffer(OwnCopy):
             spare = flat, self.schema.views(flat)
             copy_tensors(spare[1], self.values, "applying weights", serial=True)
         else:
-            self._catch_up(spare[0])
+            behind, self._behind = self._behind, ()
+            for delta in behind:
+                delta.write(spare[0])
         return spare
-
-    def _catch_up(self, flat: torch.Tensor) -> None:
-        behind, self._behind = self._behind, []
-        for delta in behind:
-            delta.write(flat)
 
 
 def _takes_changes(target: Target) -> bool:

@@ -62,10 +62,6 @@ class FlatBuffer(Storage):
             for tensor, dtype in zip(tensors, schema.dtypes, strict=True)
         )
 
-    def holds_model(self) -> bool:
-        """Return whether the model's tensors lie in the buffer now."""
-        return bool(self._find_inside())
-
     def _find_inside(self) -> list[torch.Tensor]:
         """Return the model's tensors if they lie in the buffer, else none."""
         tensors = self._binding.tensors(self.schema.names)

@@ -135,17 +135,12 @@ class Staging:
         self.forget()
         self._own = self._flat = None
         if welcome["keep"]:
-            self._own = self._own_copy(self._schema)
+            engine_copy = DoubleBuffer if self.target.keeps_tensors else EngineCopy
+            kind = engine_copy if self.target.takes_over else OwnCopy
+            self._own = kind(self._schema, self.target.binding, self._owns)
             if welcome["digests"] is not None:
                 named = self.target.read() or NamedWeights({})
                 self._own.adopt(welcome["version"], named.tensors, welcome["digests"])
-
-    def _own_copy(self, schema: WeightSchema) -> OwnCopy:
-        """Return the storage for updates that are changes."""
-        if not self.target.takes_over:
-            return OwnCopy(schema, self.target.binding, self._owns)
-        kind = DoubleBuffer if self.target.keeps_tensors else EngineCopy
-        return kind(schema, None, self._owns)
 
     def take(self, chunk: WeightChunk) -> StagedUpdate | None:
         """Take the next chunk of an update; return the update, which is staged, after the last chunk.

@@ -156,10 +156,8 @@ class EngineTarget(Target):
         return payload.device
 
     def write(self, names: tuple[str, ...], values: list[torch.Tensor], version: int) -> None:
-        self.loading = self._begin(version)
-        self.loading.load(zip(names, values, strict=True))
-        self.loading.finish()
-        self.loading = None
+        self._begin(version).load(zip(names, values, strict=True))
+        self.finish()
 
     def move(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
         self._engine.load_weights(zip(names, values, strict=True))
@@ -171,10 +169,8 @@ class EngineTarget(Target):
 
     def write_changes(self, changes: Iterable[WeightChange], base: int, version: int) -> None:
         """Have the engine load the changes from version ``base`` to ``version``."""
-        self.loading = self._begin(version)
-        self.loading.load_changes(changes, base)
-        self.loading.finish()
-        self.loading = None
+        self._begin(version).load_changes(changes, base)
+        self.finish()
 
     def chunk_loader(
         self, header: Mapping[str, Any], decoder: Callable[[str], Decoder]
@@ -190,9 +186,8 @@ class EngineTarget(Target):
 
     def load_chunk(self, chunk: WeightChunk, decoder: Decoder, schema: WeightSchema) -> None:
         """Have the engine load the weights that are complete with ``chunk``."""
-        if self.loading is None:
-            self.loading = self._begin(chunk.header["version"])
-        self.loading.take(chunk, decoder, schema)
+        loading = self.loading or self._begin(chunk.header["version"])
+        loading.take(chunk, decoder, schema)
 
     def finish(self) -> Loading:
         """Finish the version of which all chunks were loaded, and return its account."""
@@ -208,7 +203,8 @@ class EngineTarget(Target):
             loading.abort()
 
     def _begin(self, version: int) -> Loading:
-        return Loading(self._engine, version, self._dtypes)
+        self.loading = Loading(self._engine, version, self._dtypes)
+        return self.loading
 
 
 def target_for(model: Any, strategy: WeightStrategy, stable: bool) -> Target:

@@ -51,37 +51,38 @@ class Delivery:
 
         Return the update; None if there was none to send, or the worker was lost.
         """
-        with self._changed:
-            if not worker.joined or worker.inflight is not None or worker.lacks is None:
-                return None
-        with worker.sending:
-            update = self._load(worker)
-            sent = update is None or self._send_update(worker, update)
-            return update if sent else None
+        if worker.link.capabilities.send_never_blocks:
+            with worker.sending:
+                update = self._load(worker)
+                return update if update is not None and self.send(worker, update.chunks) else None
+        update = self._load(worker)
+        if update is not None:
+            self.post(worker, partial(self._transmit, worker, update))
+        return update
 
     def update_all(self, states: list[WorkerState]) -> list[EncodedUpdate]:
         """Send each worker the update it lacks, without waiting for slow links; return these updates."""
-        others: list[WorkerState] = []
-        loads: list[tuple[WorkerState, EncodedUpdate]] = []
-        for worker in states:
-            if worker.link.capabilities.send_never_blocks:
-                others.append(worker)
-            elif (update := self._load(worker)) is not None:
-                loads.append((worker, update))
+        slow = [worker for worker in states if not worker.link.capabilities.send_never_blocks]
+        loads = [(worker, update) for worker in slow if (update := self._load(worker)) is not None]
         _announce(loads)
-        sent: list[EncodedUpdate] = []
         for worker, update in loads:
             self.post(worker, partial(self._transmit, worker, update))
-            sent.append(update)
-        for worker in others:
-            if (update := self.update(worker)) is not None:
+        sent = [update for _, update in loads]
+        for worker in states:
+            if worker not in slow and (update := self.update(worker)) is not None:
                 sent.append(update)
         return sent
 
     def post(self, worker: WorkerState, write: Callable[[], None]) -> None:
-        """Have the outbox of a worker whose link may block call ``write``; an error loses the worker."""
+        """Call ``write`` if the link of a worker never blocks, else have its outbox call it.
+
+        An error in the outbox loses the worker.
+        """
+        if worker.link.capabilities.send_never_blocks:
+            write()
+            return
         try:
-            with self._changed:
+            with self._table.lock:
                 if not worker.joined:
                     return
                 if self._closed:
@@ -113,14 +114,6 @@ class Delivery:
             return False
         return True
 
-    def _send_update(self, worker: WorkerState, update: EncodedUpdate) -> bool:
-        """Write the frames of an update, as :meth:`send` does; show the progress of a long transfer."""
-        if worker.link.capabilities.send_never_blocks:
-            return self.send(worker, update.chunks)
-        total = sum(chunk.payload_bytes for chunk in update.chunks)
-        with Progress(f"sending weights to worker {worker.idx}", total):
-            return self.send(worker, update.chunks)
-
     def say(self, worker: WorkerState, chunk: WeightChunk) -> None:
         """Write one frame, between the frames of updates.
 
@@ -147,7 +140,7 @@ class Delivery:
         ``connection`` is ``worker.connections`` before the call that failed; None is the present one. A
         worker that has joined again since is not lost: the connection that failed is not its present one.
         """
-        with self._changed:
+        with self._table.lock:
             if connection not in (None, worker.connections):
                 return
             departed = worker.joined and not worker.replaced and not self._closed
@@ -169,7 +162,7 @@ class Delivery:
         if isinstance(error, LinkClosedError):
             if threading.current_thread() is worker.thread:
                 return  # this thread reads on, and finds the end
-            with self._changed:
+            with self._table.lock:
                 self._changed.wait_for(
                     lambda: not worker.joined or worker.connections != connection, _GOODBYE_SECONDS
                 )
@@ -186,13 +179,13 @@ class Delivery:
     def _load(self, worker: WorkerState) -> EncodedUpdate | None:
         """Make the update that ``worker`` lacks the one in flight to it; without memory for it, lose it."""
         while True:
-            with self._changed:
+            with self._table.lock:
                 group = worker.group
                 if not worker.joined or worker.inflight is not None or group is None or worker.lacks is None:
                     return None
                 update = group.update_for(worker.has)
                 if update is not None:
-                    if worker.has is not None and isinstance(group, DeltaGroup) and update in group.kept:
+                    if worker.has is not None and isinstance(group, DeltaGroup) and update is group.whole:
                         self.tell_full(worker, update.version, "it lacks the version that changes refer to")
                     worker.set_update("inflight", update)
                     worker.sent_at = time.monotonic()
@@ -205,9 +198,11 @@ class Delivery:
 
     def _transmit(self, worker: WorkerState, update: EncodedUpdate) -> None:
         """Write the update in flight, unless the worker was lost or the sender shut down meanwhile."""
+        total = sum(chunk.payload_bytes for chunk in update.chunks)
         with worker.sending:
             if worker.inflight is update and not self._closed:
-                self._send_update(worker, update)
+                with Progress(f"sending weights to worker {worker.idx}", total):
+                    self.send(worker, update.chunks)
 
 
 def _announce(loads: list[tuple[WorkerState, EncodedUpdate]]) -> None:
@@ -240,7 +235,7 @@ class AnswerThreads:
 
     def start(self, worker: WorkerState) -> None:
         """Start the thread of a worker, unless it runs."""
-        with self._table.changed:
+        with self._table.lock:
             if worker.thread is None:
                 name = f"weight_update-worker-{worker.idx}"
                 worker.thread = threading.Thread(target=self._run, args=(worker,), name=name, daemon=True)
@@ -284,7 +279,7 @@ class AnswerThreads:
         """Forget a late joiner, unless it is connected or about to be; return whether it is forgotten."""
         if worker.joined or not worker.late or self._table.closed:
             return False
-        with self._publishing, self._table.changed:
+        with self._publishing, self._table.lock:
             if worker.joined or time.monotonic() < worker.admitted_until:
                 return False
             self._leave(worker)
@@ -300,12 +295,12 @@ class AnswerThreads:
         if chunk.kind is Kind.HELLO:
             self._welcome(worker, chunk)
         elif chunk.kind is Kind.STAGED:
-            with self._table.changed:
+            with self._table.lock:
                 worker.staged = header["version"]
                 _leave_window(worker, header["version"])
                 self._table.changed.notify_all()
         elif chunk.kind is Kind.TAKEN:
-            with self._table.changed:
+            with self._table.lock:
                 if worker.window is not None and worker.window.version == header["version"]:
                     worker.window.taken(worker.idx, header["index"])
         elif chunk.kind in (Kind.APPLIED, Kind.FAILED):
@@ -313,13 +308,13 @@ class AnswerThreads:
             self._delivery.update(worker)
         elif chunk.kind is Kind.BEHIND:
             self._delivery.tell_full(worker, header["version"], "its weights were changed")
-            with self._table.changed:
+            with self._table.lock:
                 worker.has = None  # it is then sent all weights
                 if worker.inflight is not None and worker.inflight.version == header["version"]:
                     worker.set_update("inflight", None)
             self._delivery.update(worker)
         elif chunk.kind is Kind.GOODBYE:
-            with self._table.changed:
+            with self._table.lock:
                 failed = next(reversed(worker.failures.values()), None) if worker.has is None else None
                 worker.left = failed is None
                 reason = "" if failed is None else f" after an error: {failed}"

@@ -16,7 +16,7 @@ from weight_update.sender.workers import WorkerState, WorkerTable, WorkerTest
 from weight_update.transports.base import Arrivals
 from weight_update.wire.frames import Kind, WeightChunk
 
-_Paused = tuple[WorkerState, Arrivals]
+_Paused = dict[Arrivals, WorkerState]
 
 
 class UpdateOwner(Protocol):
@@ -119,6 +119,8 @@ Outcome = tuple[bool, dict[int, Exception]]
 class Outcomes:
     """Waits for workers to stage or apply updates, and tells their errors."""
 
+    _reader: AnswerReader
+
     def __init__(self, table: WorkerTable, timeout: float) -> None:
         self.table, self.timeout = table, timeout
 
@@ -147,16 +149,16 @@ class Outcomes:
         The times that workers report are entered into ``report``. A ``timeout`` of None takes the sender's,
         counted from when all was sent.
         """
-        version = report.version
+        version, states = report.version, self.table.known(workers)
         patience = Patience(self.timeout if timeout is None else timeout, patient=timeout is None)
         failures = self._wait(
             version,
-            workers,
+            states,
             patience,
             lambda worker: is_settled(worker, version),
             lambda worker: worker.reached >= version,
         )
-        self.fill(report, workers)
+        self.fill(report, states)
         return failures
 
     def wait_staged(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
@@ -168,21 +170,22 @@ class Outcomes:
         def done(worker: WorkerState) -> bool:
             return staged(worker) or not worker.joined or version in worker.failures
 
-        return self._wait(version, workers, Patience(self.timeout), done, staged)
+        return self._wait(version, self.table.known(workers), Patience(self.timeout), done, staged)
 
     def _wait(
-        self, version: int, workers: Iterable[int], patience: Patience, done: WorkerTest, good: WorkerTest
+        self,
+        version: int,
+        states: Sequence[WorkerState],
+        patience: Patience,
+        done: WorkerTest,
+        good: WorkerTest,
     ) -> dict[int, Exception]:
         """Wait until workers are ``done``; return the errors of those that are not ``good``."""
-        states = self.table.known(workers)
-        self.read_answers(states, done, patience.deadline)
+        self._reader.read(states, done, patience.deadline)
         with self.table.lock:
             patience.wait(self.table.changed, states, done)
             bad = [worker for worker in states if not good(worker) and worker.missed]
             return {worker.idx: reason_of(worker, version, patience.timeout) for worker in bad}
-
-    def read_answers(self, states: Sequence[WorkerState], done: WorkerTest, deadline: float) -> None:
-        """Read the answers of workers in this thread, as far as that spares waking others."""
 
     def failures(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
         """Return the errors known by now of workers that will not apply ``version``, without waiting."""
@@ -198,10 +201,7 @@ class Outcomes:
     def settled(self, version: int, workers: Sequence[int]) -> bool:
         """Return whether each worker has applied ``version`` or a newer one, failed or left."""
         with self.table.lock:
-            return all(
-                not worker.joined or worker.reached >= version or worker.failure(version) is not None
-                for worker in self.table.known(workers)
-            )
+            return all(is_settled(worker, version) for worker in self.table.known(workers))
 
     def outcomes(self, updates: Sequence[tuple[int, Sequence[int]]]) -> list[Outcome]:
         """Return the outcome of each update, given as a version and its workers, without waiting."""
@@ -210,10 +210,10 @@ class Outcomes:
         failures = [self.failures(version, workers) for version, workers in updates]
         return list(zip(settled, failures, strict=True))
 
-    def fill(self, report: SyncReport, workers: Iterable[int]) -> None:
+    def fill(self, report: SyncReport, states: Iterable[WorkerState]) -> None:
         """Enter the times that workers reported into ``report``."""
         with self.table.lock:
-            for worker in self.table.known(workers):
+            for worker in states:
                 if worker.reached >= report.version:
                     report.apply_seconds[worker.idx] = worker.apply_seconds
                     report.stall_seconds[worker.idx] = worker.stall_seconds
@@ -230,19 +230,15 @@ class AnswerReader:
 
     def __init__(self, table: WorkerTable, record: Callable[[WorkerState, WeightChunk], None]) -> None:
         self._table, self._record = table, record
-        self._attended: dict[int, list[_Paused]] = {}  # by the identifier of the thread
+        self._attended: dict[int, _Paused] = {}  # by the identifier of the thread
 
     @contextlib.contextmanager
-    def attended(self) -> Iterator[list[_Paused]]:
-        """Have :meth:`pause` work for the calling thread in this context; yield what it has paused."""
+    def attended(self) -> Iterator[None]:
+        """Have :meth:`pause` work for the calling thread in this context, which is not entered twice."""
         me = threading.get_ident()
-        outer = self._attended.get(me)
-        if outer is not None:
-            yield outer
-            return
-        paused = self._attended[me] = []
+        paused = self._attended[me] = {}
         try:
-            yield paused
+            yield
         finally:
             try:
                 self._attended.pop(me, None)
@@ -262,7 +258,7 @@ class AnswerReader:
             arrivals = worker.link.arrivals
             # changes may need memory first that is free only after answers to the update before
             if arrivals is not None and isinstance(worker.group, FullGroup):
-                paused.append((worker, arrivals))  # first: a signal handler may raise at any time
+                paused[arrivals] = worker  # first: a signal handler may raise at any time
                 arrivals.pause()
 
     def read(self, states: Iterable[WorkerState], done: WorkerTest, deadline: float) -> None:
@@ -270,26 +266,32 @@ class AnswerReader:
 
         Any answer but APPLIED is left to the threads of the workers.
         """
-        poller, waited_for = select.poll(), dict[int, _Paused]()
-        with self.attended() as paused:
-            for worker in states:
-                arrivals = worker.link.arrivals
-                if arrivals is None or self._is(worker, done):
-                    continue
-                paused.append((worker, arrivals))
-                if worker.reading.acquire(blocking=False) and (descriptor := arrivals.pause()) is not None:
-                    poller.register(descriptor, select.POLLIN)
-                    waited_for[descriptor] = worker, arrivals
-                else:
-                    _resume(worker, arrivals)
-            while waited_for and (left := deadline - time.monotonic()) > 0:
-                for descriptor, _ in poller.poll(left * 1e3):
-                    worker, arrivals = waited_for[descriptor]
-                    if not self._take_applied(worker, arrivals) or self._is(worker, done):
-                        poller.unregister(descriptor)
-                        del waited_for[descriptor]
-                        _resume(worker, arrivals)
-            _resume_all(paused)  # the caller may wait longer, for workers of other links
+        paused = self._attended.get(threading.get_ident())
+        if paused is None:
+            with self.attended():
+                self.read(states, done, deadline)
+            return
+        with self._table.lock:
+            states = [worker for worker in states if not done(worker)]
+        poller, waited_for = select.poll(), dict[int, tuple[WorkerState, Arrivals]]()
+        for worker in states:
+            arrivals = worker.link.arrivals
+            if arrivals is None:
+                continue
+            paused[arrivals] = worker
+            if worker.reading.acquire(blocking=False) and (descriptor := arrivals.pause()) is not None:
+                poller.register(descriptor, select.POLLIN)
+                waited_for[descriptor] = worker, arrivals
+            else:
+                _resume(paused, worker, arrivals)
+        while waited_for and (left := deadline - time.monotonic()) > 0:
+            for descriptor, _ in poller.poll(left * 1e3):
+                worker, arrivals = waited_for[descriptor]
+                if not self._take_applied(worker, arrivals) or self._is(worker, done):
+                    poller.unregister(descriptor)
+                    del waited_for[descriptor]
+                    _resume(paused, worker, arrivals)
+        _resume_all(paused)  # the caller may wait longer, for workers of other links
 
     def _is(self, worker: WorkerState, done: WorkerTest) -> bool:
         with self._table.lock:
@@ -316,17 +318,17 @@ class AnswerReader:
         return True
 
 
-def _resume_all(paused: list[_Paused]) -> None:
-    while paused:
-        _resume(*paused[-1])
-        paused.pop()
+def _resume_all(paused: _Paused) -> None:
+    for arrivals, worker in list(paused.items()):
+        _resume(paused, worker, arrivals)
 
 
-def _resume(worker: WorkerState, arrivals: Arrivals) -> None:
+def _resume(paused: _Paused, worker: WorkerState, arrivals: Arrivals) -> None:
     """Have the thread of a worker read again what arrives from it."""
     arrivals.resume()
-    with contextlib.suppress(RuntimeError):  # another thread has it
+    if worker.reading._is_owned():  # else pause() alone was called, or another thread reads
         worker.reading.release()
+    paused.pop(arrivals, None)  # last: a signal handler may raise at any time
 
 
 class Patience:

@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 0.2
 _MAX_REPLACED = 1024
 """Number of replaced receivers that are remembered."""
+_MISFITS = WorkerError, JoinRefusedError, SchemaMismatchError, FormatError
+"""Reasons for which a receiver cannot be a worker."""
 
 
 class Admission:
@@ -70,7 +72,7 @@ class Admission:
             worker.connections += 1
             return
         misfit = None if again else self._misfit(worker, hello)
-        with self._table.changed:
+        with self._table.lock:
             former = worker.receiver
             if former is not None and former.instance == receiver.instance:
                 former = None
@@ -79,31 +81,27 @@ class Admission:
                 raise JoinRefusedError(
                     f"worker {worker.idx} (process {receiver.pid}) was replaced by process {successor}"
                 )
-            replaces = former is not None and worker.joined and misfit is None
-            if misfit is None:
-                self._give_index(worker, receiver, former)
-            elif former is not None and worker.joined:
+            connected = former if worker.joined else None
+            if misfit is not None and connected is not None:
                 raise JoinRefusedError(str(misfit).partition("\n")[0], getattr(misfit, "problems", ()))
             worker.connections += 1
-        if former is not None and replaces:
-            _log.info("worker %d: process %d replaces process %d", worker.idx, receiver.pid, former.pid)
-
-    def _give_index(self, worker: WorkerState, receiver: ReceiverId, former: ReceiverId | None) -> None:
-        """Give the index of ``worker`` to ``receiver``, in the place of ``former``."""
-        worker.receiver = receiver
-        self._replaced.pop(receiver.instance, None)
-        if former is not None:
-            self._replaced[former.instance] = receiver.pid
-        if len(self._replaced) > _MAX_REPLACED:
-            self._replaced.popitem(last=False)
-        if former is not None and worker.joined:
-            worker.replaced = True
+            if misfit is not None:
+                return
+            worker.receiver = receiver
+            worker.replaced |= connected is not None
+            self._replaced.pop(receiver.instance, None)
+            if former is not None:
+                self._replaced[former.instance] = receiver.pid
+            if len(self._replaced) > _MAX_REPLACED:
+                self._replaced.popitem(last=False)
+        if connected is not None:
+            _log.info("worker %d: process %d replaces process %d", worker.idx, receiver.pid, connected.pid)
 
     def _misfit(self, worker: WorkerState, hello: WeightChunk) -> Exception | None:
         """Return the reason why a receiver cannot be the worker, or None."""
         try:
             self._schema_of(worker, hello)
-        except (WorkerError, JoinRefusedError, SchemaMismatchError, FormatError) as error:
+        except _MISFITS as error:
             return error
         return None
 
@@ -133,10 +131,10 @@ class Admission:
         try:
             theirs = self._schema_of(worker, hello)
             self.screen(worker, hello)
-        except (WorkerError, JoinRefusedError, SchemaMismatchError, FormatError) as error:
+        except _MISFITS as error:
             self._refuse(worker, error)
             return
-        with self._table.changed:
+        with self._table.lock:
             worker.mark_disconnected()
             worker.lost = None
         try:
@@ -151,7 +149,7 @@ class Admission:
         with worker.sending:  # an update that is being sent goes to the old link, or not at all
             chunk = WeightChunk(Kind.WELCOME, {**welcome, **group.welcome()})
             worker.link.send_chunk(chunk, self._delivery.timeout)
-            with self._table.changed:
+            with self._table.lock:
                 worker.joined, worker.lost, worker.pid = True, None, header["pid"]
                 worker.left = worker.leaving = worker.replaced = worker.absence_told = False
                 worker.arrived = False
@@ -168,7 +166,7 @@ class Admission:
                 "problems": list(getattr(error, "problems", ())),
             }
             self._delivery.say(worker, WeightChunk(Kind.REFUSED, header))
-        with self._table.changed:
+        with self._table.lock:
             worker.joined, worker.lost = False, without_frames(error)
             self._table.changed.notify_all()
 
@@ -203,7 +201,7 @@ def wait_for_none(
     ``alive`` tells whether the process of a worker index lives, if the caller knows.
     """
     _wait(table, missing, min(deadline, time.monotonic() + SHOW_AFTER), alive)
-    with table.changed:
+    with table.lock:
         awaited = [worker.idx for worker in absent(table)]
     if awaited and time.monotonic() < deadline:
         notice(f"waiting for workers {awaited} to connect")
@@ -216,9 +214,9 @@ def _wait(
     deadline: float,
     alive: Callable[[int], bool] | None,
 ) -> None:
-    with table.changed:
-        while missing(table) and time.monotonic() < deadline:
-            for worker in missing(table):
+    with table.lock:
+        while (lacking := missing(table)) and time.monotonic() < deadline:
+            for worker in lacking:
                 if alive is not None and not alive(worker.idx):
                     worker.lost = LinkClosedError("its process died before it connected")
             table.changed.wait(_CHECK_SECONDS)
@@ -227,29 +225,20 @@ def _wait(
 def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str] = ()) -> None:
     """Raise an error if initial workers have no weights.
 
+    ``refusals`` are reasons for which join requests were refused.
+
     Raises:
         SchemaMismatchError: a worker's model has other weights.
         SyncTimeoutError: workers did not connect in time.
         SyncFailedError: workers failed or were lost.
     """
-    with table.changed:
+    with table.lock:
         failures = {worker.idx: error for worker in initial(table) if (error := worker.error) is not None}
         overdue = [worker.idx for worker in without_weights(table)]
         late = [worker for worker in table if worker.late]
         others = [worker.idx for worker in late if worker.joined]
-        refused = [f"worker {worker.idx}: {worker.lost}" for worker in late if worker.lost]
-    _raise_connect(failures, overdue, others, timeout, [*refusals, *refused])
-
-
-def _raise_connect(
-    failures: Mapping[int, Exception],
-    overdue: list[int],
-    others: list[int],
-    timeout: float,
-    refusals: list[str],
-) -> None:
-    """Raise the error of ``connect()``, if there is one; ``others`` are late joiners that did connect."""
-    refused = "".join(f"\n  {reason}" for reason in dict.fromkeys(refusals))
+        reasons = [*refusals, *(f"worker {worker.idx}: {worker.lost}" for worker in late if worker.lost)]
+    refused = "".join(f"\n  {reason}" for reason in dict.fromkeys(reasons))
     if refused:
         refused = f"\njoin requests were refused meanwhile:{refused}"
     mismatches = [error for error in failures.values() if isinstance(error, SchemaMismatchError)]

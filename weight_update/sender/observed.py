@@ -22,9 +22,6 @@ class ObservedUpdate:
         outcomes: the sender.
         report: the report as far as it is known; it is not changed.
         workers: indices of the workers that are sent the update.
-
-    Attributes:
-        done: whether observers were told of the report.
     """
 
     def __init__(self, outcomes: Outcomes, report: SyncReport, workers: Sequence[int]) -> None:
@@ -33,7 +30,6 @@ class ObservedUpdate:
         self._patience = Patience(outcomes.timeout)
         self._due = time.monotonic() + _BUSY_SECONDS
         self._begun = False  # whether observers know which workers have the update so far
-        self.done = False
 
     def settle(self, *, superseded: bool, stop: Callable[[], bool]) -> list[Event] | None:
         """Wait until every worker has applied the update, failed or left; return what observers are told.
@@ -42,7 +38,7 @@ class ObservedUpdate:
         report comes then, too, if newer updates follow. A worker is reported as late with only one of them.
         """
         table, version, timeout = self._outcomes.table, self._report.version, self._outcomes.timeout
-        with table.changed:
+        with table.lock:
             states = table.known(self._workers)
             limit = self._due if superseded or not self._begun else None
             if not self._patience.wait(table.changed, states, self._is_settled, limit, stop):
@@ -70,10 +66,9 @@ class ObservedUpdate:
         missing = [worker for worker in states if worker.reached < version and worker.missed]
         told = [worker for worker in missing if _is_told(worker, timeout, busy=worker in busy)]
         failures = {worker.idx: reason_of(worker, version, timeout) for worker in told}
-        self._outcomes.fill(report, self._workers)
+        self._outcomes.fill(report, states)
         report.failures = {idx: str(error) for idx, error in failures.items()}
         late = [(idx, str(error)) for idx, error in failures.items() if isinstance(error, SyncTimeoutError)]
-        self.done = True
         return [report, *(WorkerEvent("late", idx, version, reason) for idx, reason in late)]
 
     def _is_settled(self, worker: WorkerState) -> bool:

@@ -19,16 +19,10 @@ _END_SECONDS = 5.0
 
 
 class PendingUpdate(Protocol):
-    """An update that observers are told of once it is settled.
-
-    Attributes:
-        done: whether nothing is left to tell of it.
-    """
-
-    done: bool
+    """An update that observers are told of once it is settled."""
 
     def settle(self, *, superseded: bool, stop: Callable[[], bool]) -> Sequence[Event] | None:
-        """Wait until there is something to tell of the update, and return it.
+        """Wait until there is something to tell of the update, and return it; its report ends the calls.
 
         Args:
             superseded: whether newer updates follow, so that it is not worth to wait long.
@@ -52,9 +46,7 @@ class Observers:
     def __init__(self, *sources: Callable[[Observer], Callable[[], None]]) -> None:
         self.functions: tuple[Observer, ...] = ()
         self._sources, self._removes = sources, ExitStack()
-        self._items: queue.SimpleQueue[PendingUpdate | SyncReport | WorkerEvent | PolicyLag | None] = (
-            queue.SimpleQueue()
-        )
+        self._items: queue.SimpleQueue[Event | PendingUpdate | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -92,15 +84,10 @@ class Observers:
                 stack.callback(source(self.tell))
             self._removes = stack.pop_all()
 
-    def tell(self, event: Event) -> None:
-        """Tell all functions of an event, or of an update whose report is complete."""
+    def tell(self, event: Event | PendingUpdate) -> None:
+        """Tell all functions of an event, or of an update as soon as it is settled."""
         if self.functions:
             self._items.put(event)
-
-    def follow(self, update: PendingUpdate) -> None:
-        """Tell all functions of an update as soon as all workers have applied it, failed or left."""
-        if self.functions:
-            self._items.put(update)
 
     def close(self) -> None:
         """Tell the functions what is left to tell, and end the thread."""
@@ -130,13 +117,14 @@ class Observers:
 
     def _settle(self, waiting: deque[PendingUpdate]) -> bool:
         """Tell the functions of the first update; return False if there is something else to tell."""
-        update = waiting[0]
-        events = update.settle(superseded=len(waiting) > 1, stop=lambda: not self._items.empty())
-        if update.done:
+        events = waiting[0].settle(superseded=len(waiting) > 1, stop=lambda: not self._items.empty())
+        if events is None:
+            return False
+        if any(isinstance(event, SyncReport) for event in events):
             del waiting[0]
-        for event in events or ():
+        for event in events:
             self._call(event)
-        return events is not None
+        return True
 
     def _call(self, event: Event) -> None:
         for function in self.functions:

@@ -101,8 +101,7 @@ class PipelineSender:
 class Pipeline:
     """One version on its way to workers that take the same bytes.
 
-    The caller's thread converts and encodes. It also writes frames to links whose ``send_chunk`` never
-    blocks. Each other worker has a thread that does. The constructor is called with the sender's lock held.
+    The caller's thread converts and encodes. The constructor is called with the sender's lock held.
 
     Attributes:
         seconds: time that the caller spent in ``convert``, ``encode`` and ``send``.
@@ -125,7 +124,6 @@ class Pipeline:
         self._borrow, self._delivery, self._changed = borrow, delivery, changed
         self._lent: Slot | None = None
         self._window = ChunkWindow(step.version, self._states, limit, delivery.timeout, changed)
-        self._slow = {worker.idx for worker in states if not worker.link.capabilities.send_never_blocks}
         version_id = VersionId(step.version)
         for worker in states:
             worker.window, worker.sent_at = self._window, time.monotonic()
@@ -153,7 +151,9 @@ class Pipeline:
                         break
                     progress.advance(schema.nbytes // count)
         except BaseException:
-            self._abort()
+            with self._changed:
+                states = self._active()
+            self._give_up(states)
             raise
         finally:
             with self._changed:
@@ -195,7 +195,13 @@ class Pipeline:
     def _lend(self, nbytes: int) -> torch.Tensor:
         start = time.perf_counter()
         while overdue := self._overdue():
-            self._give_up(overdue)
+            self._give_up(
+                overdue,
+                SyncTimeoutError(
+                    f"did not read a chunk of it within {self._delivery.timeout:g} s: it is stopped or too "
+                    "slow; it gets all weights with the next send() (or raise timeout=)"
+                ),
+            )
         self._lent = self._borrow()
         self.seconds["send"] += time.perf_counter() - start
         return self._lent.buffer.tensor[:nbytes]
@@ -219,20 +225,12 @@ class Pipeline:
             self._window.add(chunk.header["index"], self._lent)
             self._lent = None
         self.payload_bytes += chunk.payload_bytes
-        slow = [worker.link for worker in states if worker.idx in self._slow]
+        slow = [worker.link for worker in states if not worker.link.capabilities.send_never_blocks]
         if len(slow) > 1 and chunk.payload is not None:
             slow[0].expect(chunk.payload, slow)
         for worker in states:
-            self._put(worker, chunk)
+            self._delivery.post(worker, partial(self._write, worker, chunk))
         self.seconds["send"] += time.perf_counter() - start
-
-    def _put(self, worker: WorkerState, chunk: WeightChunk) -> None:
-        """Write a frame to a worker, or have its thread write it."""
-        write = partial(self._write, worker, chunk)
-        if worker.idx in self._slow:
-            self._delivery.post(worker, write)
-        else:
-            write()
 
     def _write(self, worker: WorkerState, chunk: WeightChunk) -> None:
         """Write a frame, if the worker is still to have the version that it belongs to."""
@@ -244,28 +242,16 @@ class Pipeline:
                     return
             self._delivery.send(worker, [chunk])
 
-    def _give_up(self, states: list[WorkerState]) -> None:
-        """Go on without workers that did not read a chunk in time; they keep the version they have."""
+    def _give_up(self, states: list[WorkerState], failure: Exception | None = None) -> None:
+        """Remove workers, which forget their chunks of this version and keep the one they have."""
+        abort = WeightChunk(Kind.ABORT, {"version": self.step.version})
         for worker in states:
             with self._changed:
-                worker.failures[self.step.version] = SyncTimeoutError(
-                    f"did not read a chunk of it within {self._delivery.timeout:g} s: it is stopped or too "
-                    "slow; it gets all weights with the next send() (or raise timeout=)"
-                )
-            self._forget(worker)
-
-    def _abort(self) -> None:
-        with self._changed:
-            states = self._active()
-        for worker in states:
-            self._forget(worker)
-
-    def _forget(self, worker: WorkerState) -> None:
-        """Remove a worker, and have it forget its chunks of this version."""
-        with self._changed:
-            worker.set_update("inflight", None)
-            worker.leave_window(reading=worker.may_read)
-        self._put(worker, WeightChunk(Kind.ABORT, {"version": self.step.version}))
+                if failure is not None:
+                    worker.failures[self.step.version] = failure
+                worker.set_update("inflight", None)
+                worker.leave_window(reading=worker.may_read)
+            self._delivery.post(worker, partial(self._write, worker, abort))
 
 
 def _mismatch(problem: str) -> SchemaMismatchError:

@@ -19,7 +19,7 @@ from weight_update.sender.handle import AnswerReader, Outcomes
 from weight_update.sender.joining import Admission, absent, require_weights, wait_for_none, without_weights
 from weight_update.sender.observed import ObservedUpdate
 from weight_update.sender.pipeline import PipelineSender
-from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerTable, WorkerTest
+from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
@@ -111,7 +111,7 @@ class Sender(Outcomes):
 
         Raise JoinRefusedError after :meth:`close`.
         """
-        with self.table.changed:
+        with self.table.lock:
             if self.table.closed:
                 raise JoinRefusedError("the sender was shut down")
             if idx not in self.table:
@@ -144,7 +144,7 @@ class Sender(Outcomes):
             SyncTimeoutError: workers did not connect in time; the message names them.
             SyncFailedError: workers failed or were lost.
         """
-        with self.table.changed:
+        with self.table.lock:
             for worker in self.table:
                 worker.leaving = worker.joined and worker.has is None and bool(worker.failures)
                 worker.lost, worker.failures = None, {}
@@ -171,7 +171,7 @@ class Sender(Outcomes):
             with self._publishing:
                 self._end_connect(weights)
             report.dense_bytes = sum(group.schema.dense_bytes for group in self._groups.all())
-        self.fill(report, weights)
+        self.fill(report, self.table.known(weights))
         self.table.told = report.version
         return report
 
@@ -201,7 +201,7 @@ class Sender(Outcomes):
 
     def _trim_to(self, groups: Iterable[SendGroup]) -> None:
         """Free buffers beyond the size of the largest update that carries all weights of a group."""
-        with self.table.changed:
+        with self.table.lock:
             self._pool.trim(max(group.whole_bytes for group in groups))
 
     # -- sending -----------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Sender(Outcomes):
         with self._publishing:
             self._groups.release_departed()
             weights = self._of_known(weights)
-            with self.table.changed:
+            with self.table.lock:
                 for idx in weights:
                     self.table[idx].forget_old_failures()
             if self._strategy.max_in_flight is not None:
@@ -251,14 +251,9 @@ class Sender(Outcomes):
         """Return a context for a thread that sends an update and waits for it: it reads the answers."""
         return self._reader.attended()
 
-    def read_answers(self, states: Sequence[WorkerState], done: WorkerTest, deadline: float) -> None:
-        self._reader.read(states, done, deadline)
-
     def follow(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""
-        with self.table.changed:
-            self.table.observers.follow(ObservedUpdate(self, report, workers))
-            self.table.changed.notify_all()  # their thread may wait for an earlier update
+        self.table.tell(ObservedUpdate(self, report, workers))
 
     def continue_from(self, version: int) -> None:
         """Give the next update a number above ``version``."""
@@ -267,8 +262,6 @@ class Sender(Outcomes):
 
     def _of_known(self, weights: Mapping[int, NamedWeights]) -> Mapping[int, NamedWeights]:
         """Return ``weights`` without those for late joiners that were forgotten meanwhile."""
-        if all(idx in self.table for idx in weights):
-            return weights
         return {idx: named for idx, named in weights.items() if idx in self.table}
 
     def _stage(
@@ -339,7 +332,7 @@ class Sender(Outcomes):
                 if group.pending == version:
                     group.commit()
         states = self.table.known(workers)
-        with self.table.changed:
+        with self.table.lock:
             told = [one for one in states if one.inflight is not None and one.inflight.version == version]
         self._delivery.tell(told, WeightChunk(Kind.COMMIT, {"version": version}))
         self._delivery.update_all([worker for worker in states if worker not in told])
@@ -351,7 +344,7 @@ class Sender(Outcomes):
             for group in self._groups.all():
                 if group.pending == version:
                     group.discard()
-        with self.table.changed:
+        with self.table.lock:
             for worker in states:
                 worker.staged = None
                 if worker.inflight is not None and worker.inflight.version == version:
@@ -381,13 +374,13 @@ class Sender(Outcomes):
             if worker.joined and worker.link.capabilities.payloads_die_with_sender
         ]
         self._delivery.tell(borrowers, WeightChunk(Kind.GOODBYE, {}))
-        with self.table.changed:
+        with self.table.lock:
             self.table.changed.wait_for(
                 lambda: not any(worker.joined for worker in borrowers), _PARTING_SECONDS
             )
 
     def _say_goodbye(self) -> None:
-        with self.table.changed:  # GOODBYE goes after updates that are on their way
+        with self.table.lock:  # GOODBYE goes after updates that are on their way
             self.table.changed.wait_for(lambda: not any(one.writing for one in self.table), self.timeout)
             self.table.closed = True
         self._delivery.tell(self.table, WeightChunk(Kind.GOODBYE, {}))
@@ -399,7 +392,7 @@ class Sender(Outcomes):
                 rest.callback(worker.link.close)
 
     def _free_memory(self) -> None:
-        with self.table.changed:
+        with self.table.lock:
             for group in self._groups.all():
                 group.close()
             for worker in self.table:

@@ -15,7 +15,7 @@ from weight_update.report import WorkerEvent
 from weight_update.sender.buffers import MIXED, ChunkWindow, EncodedUpdate, VersionId
 from weight_update.sender.groups.base import Borrow, FullGroup, SendGroup
 from weight_update.sender.groups.delta import DeltaGroup
-from weight_update.sender.observers import Observers
+from weight_update.sender.observers import Observers, PendingUpdate
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.threads import leave_in_order
 from weight_update.transports.base import TransportBackend
@@ -265,20 +265,20 @@ class WorkerTable:
     def __getitem__(self, idx: int) -> WorkerState:
         return self._states[idx]
 
-    def tell(self, event: WorkerEvent) -> None:
-        """Tell observers of an event."""
+    def tell(self, event: WorkerEvent | PendingUpdate) -> None:
+        """Tell observers of an event, or of an update once it is settled."""
         self.observers.tell(event)
-        with self.changed:
+        with self.lock:
             self.changed.notify_all()  # their thread may wait for an update
 
     def add(self, worker: WorkerState) -> None:
         """Add a worker. Iterations that have begun do not meet it."""
-        with self.changed:
+        with self.lock:
             self._states = {**self._states, worker.idx: worker}
 
     def remove(self, worker: WorkerState) -> None:
         """Remove a late joiner that has left."""
-        with self.changed:
+        with self.lock:
             self._states = {idx: one for idx, one in self._states.items() if one is not worker}
             self._removed[worker.idx] = worker
 
@@ -314,15 +314,16 @@ class GroupAssignment:
 
     def all(self) -> list[SendGroup]:
         """Return the groups that have workers."""
-        return list({id(worker.group): worker.group for worker in self._table if worker.group}.values())
+        return list({worker.group: None for worker in self._table if worker.group})
 
-    def move(self, states: Iterable[WorkerState], group: SendGroup) -> None:
+    def move(self, states: list[WorkerState], group: SendGroup) -> None:
         """Move workers into ``group``."""
-        with self._table.changed:
-            left = {id(worker.group): worker.group for worker in states if worker.group not in (None, group)}
+        with self._table.lock:
+            left = {worker.group for worker in states} - {group}
             for worker in states:
                 worker.group = group
-            self._close_unused(left.values())
+            if left:
+                self._close_unused(left)
 
     def _close_unused(self, left: Iterable[SendGroup | None]) -> None:
         for group in left:
@@ -365,22 +366,22 @@ class GroupAssignment:
         positions = None if tracked is None else [i for i, name in enumerate(names) if name in tracked]
         group: SendGroup
         if isinstance(self._encoding, DeltaEncoding):
-            group = DeltaGroup(schema, self._borrow, self._table.changed, self._encoding, positions)
+            group = DeltaGroup(schema, self._borrow, self._table.lock, self._encoding, positions)
         else:
-            group = FullGroup(schema, self._borrow, self._table.changed, self._encoding.whole)
+            group = FullGroup(schema, self._borrow, self._table.lock, self._encoding.whole)
         group.source = source
         return group
 
     def release_departed(self) -> None:
         """Release updates held for late joiners that have left."""
-        with self._table.changed:
+        with self._table.lock:
             for worker in self._table:
                 if worker.late and not worker.joined and worker.lost is not None:
                     self.leave(worker)
 
     def leave(self, worker: WorkerState) -> None:
         """Take a worker out of its group."""
-        with self._table.changed:
+        with self._table.lock:
             left, worker.group = worker.group, None
             self._close_unused([left])
 
@@ -405,14 +406,16 @@ class GroupAssignment:
         with the number of such workers, so that they delay neither the caller nor other workers.
         """
         deadline, busy = time.monotonic() + timeout, min(timeout, _BUSY_SECONDS)
-        with self._table.changed:
+        with self._table.lock:
             while (now := time.monotonic()) < deadline:
                 groups = self.all()
-                used = [one for group in groups for one in group.kept]
-                used += [one for worker in self._table for one in (worker.applied, worker.inflight) if one]
-                slow = sum(one.inflight is not None and now - one.sent_at > busy for one in self._table)
-                limit = _MAX_UPDATES + 2 * slow + 2 * (len(groups) - 1)
-                if len({id(one.version_id) for one in used}) < limit:
+                used = {id(one.version_id) for group in groups for one in group.kept}
+                limit = _MAX_UPDATES + 2 * (len(groups) - 1)
+                for worker in self._table:
+                    used.update(id(one.version_id) for one in (worker.applied, worker.inflight) if one)
+                    if worker.inflight is not None and now - worker.sent_at > busy:
+                        limit += 2
+                if len(used) < limit:
                     return
                 self._table.changed.wait(_CHECK_SECONDS)
 
@@ -421,10 +424,10 @@ class GroupAssignment:
 
         The caller moves them to it once the update is staged.
         """
-        groups = {id(worker.group): worker.group for worker in states if worker.group is not None}
-        outside = {id(worker.group) for worker in self._table if worker not in states}
-        own = [group for key, group in groups.items() if key not in outside]
-        return max(own, key=_version) if own else next(iter(groups.values())).fork()
+        groups = {worker.group: None for worker in states if worker.group}
+        outside = {worker.group for worker in self._table if worker not in states}
+        own = [group for group in groups if group not in outside]
+        return max(own, key=_version) if own else next(iter(groups)).fork()
 
     def discard(self, groups: Iterable[SendGroup]) -> None:
         """Discard what is staged in ``groups``, and close those that have no workers."""

@@ -7,12 +7,12 @@ import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from weight_update.encodings import Encoder, Lend, WholeEncoding
+from weight_update.encodings import Difference, Encoder, Lend, WholeEncoding
 from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, frames_of
@@ -39,6 +39,25 @@ class UpdateStats:
     compression: str = ""
 
 
+@dataclass(frozen=True)
+class Staged:
+    """An update that is neither committed nor discarded.
+
+    Attributes:
+        slots: memory in which ``whole`` or ``payload`` lie.
+        whole: the update with all weights, if it is sent before it is committed.
+        difference: changes since the version before; None for all weights.
+        payload: the encoded difference; None sends all weights.
+    """
+
+    version_id: VersionId
+    step: Step
+    slots: list[Slot]
+    whole: EncodedUpdate | None = None
+    difference: Difference | None = None
+    payload: torch.Tensor | None = field(default=None, repr=False)
+
+
 class SendGroup(ABC):
     """Workers that take the same bytes, and the updates that are kept for them.
 
@@ -52,18 +71,19 @@ class SendGroup(ABC):
     Attributes:
         whole_bytes: size of all payloads of an update that carries all weights.
         version_id: the weights that were committed last.
-        pending: number of the update that is staged and neither committed nor discarded.
+        whole: the update that carries all of them, if there is one in memory.
         source: key of the weights that the group was last given; equal for groups that were given the same.
     """
 
     def __init__(
-        self, schema: WeightSchema, borrow: Borrow, lock: threading.Condition, whole: WholeEncoding
+        self, schema: WeightSchema, borrow: Borrow, lock: threading.RLock, whole: WholeEncoding
     ) -> None:
         self.schema = schema
         self.whole_bytes = max(schema.nbytes, sum(whole.payload_sizes(schema)))
         self.version_id: VersionId | None = None
-        self.pending: int | None = None
+        self.whole: EncodedUpdate | None = None
         self.source: Hashable = None
+        self._staged: Staged | None = None
         self._borrow, self._lock, self._whole_encoding = borrow, lock, whole
 
     @property
@@ -71,16 +91,20 @@ class SendGroup(ABC):
         """Number of the weights that were committed last."""
         return None if self.version_id is None else self.version_id.version
 
-    def target(self, has: VersionId | None) -> int | None:
-        """Return the version that a worker with ``has`` is to be sent, if any."""
-        if self.pending is not None and (has is not None or self.version is None):
-            return self.pending
-        return self.version
+    @property
+    def pending(self) -> int | None:
+        """Number of the update that is staged and neither committed nor discarded."""
+        return None if self._staged is None else self._staged.step.version
 
     @property
-    @abstractmethod
     def kept(self) -> list[EncodedUpdate]:
         """Updates with all weights that are kept in memory; the caller holds the sender's lock."""
+        staged = None if self._staged is None else self._staged.whole
+        return [one for one in (self.whole, staged) if one is not None]
+
+    @abstractmethod
+    def target(self, has: VersionId | None) -> int | None:
+        """Return the version that a worker with ``has`` is to be sent, if any."""
 
     def welcome(self) -> dict[str, Any]:
         """Return the fields that WELCOME carries beside the schema; see ``docs/wire_format.rst``."""
@@ -97,9 +121,14 @@ class SendGroup(ABC):
     def commit(self) -> None:
         """Make the staged update the one that workers are to have."""
 
-    @abstractmethod
     def discard(self) -> None:
         """Forget the staged update."""
+        with self._lock:
+            if self._staged is not None:
+                give_back(self._staged.slots)
+                self._staged = None
+            if self.version_id is None:
+                self._drop_whole()  # it was of the staged update
 
     @abstractmethod
     def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
@@ -118,9 +147,22 @@ class SendGroup(ABC):
     def fork(self) -> SendGroup:
         """Return another group that starts with the same weights."""
 
-    @abstractmethod
     def close(self) -> None:
         """Release all memory."""
+        with self._lock:
+            self.discard()
+            self._drop_whole()
+            self.version_id = None
+
+    def _put(self, staged: Staged) -> None:
+        with self._lock:
+            self.discard()
+            self._staged = staged
+
+    def _drop_whole(self) -> None:
+        if self.whole is not None:
+            self.whole.release()
+            self.whole = None
 
     @contextlib.contextmanager
     def _borrowing(self) -> Iterator[list[Slot]]:
@@ -145,62 +187,45 @@ class FullGroup(SendGroup):
     """A send group whose updates carry all weights."""
 
     def __init__(
-        self, schema: WeightSchema, borrow: Borrow, lock: threading.Condition, whole: WholeEncoding
+        self, schema: WeightSchema, borrow: Borrow, lock: threading.RLock, whole: WholeEncoding
     ) -> None:
         super().__init__(schema, borrow, lock, whole)
         self._stats = UpdateStats(whole.label, schema.elements, schema.elements)
         self._encoder = whole.encoder(schema)
-        self._step = Step(-1)
-        self._latest: EncodedUpdate | None = None
-        self._staged: EncodedUpdate | None = None
 
-    @property
-    def kept(self) -> list[EncodedUpdate]:
-        return [one for one in (self._latest, self._staged) if one is not None]
+    def target(self, has: VersionId | None) -> int | None:
+        if self._staged is not None and (has is not None or self.version_id is None):
+            return self._staged.step.version
+        return self.version
 
     def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateStats:
         update = self._encode_whole(step, self._encoder, named.in_order(self.schema.names))
-        with self._lock:
-            self.discard()
-            self._staged, self._step, self.pending = update, step, step.version
+        self._put(Staged(update.version_id, step, update.slots, update))
         return self._stats
 
     def commit(self) -> None:
         with self._lock:
-            update, self._staged = self._staged, None
-            if update is None:
+            staged, self._staged = self._staged, None
+            if staged is None or staged.whole is None:
                 return
-            if not self._step.commit:
+            update = staged.whole
+            if not staged.step.commit:
                 payloads = [chunk.payload for chunk in update.chunks if chunk.payload is not None]
-                step = self._step.committed()
+                step = staged.step.committed()
                 chunks = frames_of(step, self.schema, self._whole_encoding.name, payloads)
                 update = EncodedUpdate(update.version_id, chunks, update.slots)
-            if self._latest is not None:
-                self._latest.release()
-            self._latest, self.version_id, self.pending = update, update.version_id, None
-
-    def discard(self) -> None:
-        with self._lock:
-            if self._staged is not None:
-                self._staged.release()
-            self._staged, self.pending = None, None
+            self._drop_whole()
+            self.whole, self.version_id = update, update.version_id
 
     def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
-        pending = self.pending is not None and self.target(has) == self.pending
-        return self._staged if pending else self._latest
+        staged = self._staged
+        return self.whole if staged is None or self.target(has) != staged.step.version else staged.whole
 
     def fork(self) -> SendGroup:
         """Return another group that starts with the same update, in the same memory."""
         with self._lock:
             other = copy.copy(self)
-            other._staged = other.pending = None
-            if other._latest is not None:
-                other._latest.retain()
+            other._staged = None
+            if other.whole is not None:
+                other.whole.retain()
         return other
-
-    def close(self) -> None:
-        with self._lock:
-            self.discard()
-            if self._latest is not None:
-                self._latest.release()
-            self._latest = self.version_id = None

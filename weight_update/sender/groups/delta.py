@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from weight_update.encodings import DeltaEncoding, Difference, Lend, Tracker
+from weight_update.encodings import DeltaEncoding, Lend, Tracker
 from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
-from weight_update.sender.groups.base import Borrow, SendGroup, UpdateStats
+from weight_update.sender.groups.base import Borrow, SendGroup, Staged, UpdateStats
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.memory import digest
@@ -38,7 +38,7 @@ class DeltaGroup(SendGroup):
         self,
         schema: WeightSchema,
         borrow: Borrow,
-        lock: threading.Condition,
+        lock: threading.RLock,
         encoding: DeltaEncoding,
         tracked: Sequence[int] | None = None,
     ) -> None:
@@ -47,15 +47,9 @@ class DeltaGroup(SendGroup):
         self._tracker: Tracker[Any] = encoding.tracker(schema, tracked)
         self._remembering = threading.Lock()  # held while the tracker is read or changed
         self._step = Step(-1)
-        self._staged: _Staged | None = None
         self._past: deque[_Change] = deque()
-        self._whole: EncodedUpdate | None = None
         self._first: int | None = None
         self._digests: list[str | None] | None = None
-
-    @property
-    def kept(self) -> list[EncodedUpdate]:
-        return [] if self._whole is None else [self._whole]
 
     def target(self, has: VersionId | None) -> int | None:
         """Return the version to send; the staged one goes only to workers that changes can bring there."""
@@ -71,7 +65,7 @@ class DeltaGroup(SendGroup):
         if self.version is None:
             with self._remembering:
                 self._tracker.begin([tensors[name] for name in self.schema.names])
-            self._put(_Staged(VersionId(step.version), step, None, None, []))
+            self._put(Staged(VersionId(step.version), step, []))
             return UpdateStats(self._encoding.whole.label, elements, elements)
         difference = self._tracker.compare([tensors.get(name) for name in self.schema.names])
         if not step.commit and any(self._changes_since(one) is None for one in bases):
@@ -79,16 +73,17 @@ class DeltaGroup(SendGroup):
             known = zip(self.schema.names, self._tracker.weights(), strict=True)
             values = [tensors.get(name, kept) for name, kept in known]
             whole = self._encode_whole(step, self._encoding.whole.encoder(self.schema), values)
-            self._put(_Staged(whole.version_id, step, difference, None, whole.slots, whole))
+            self._put(Staged(whole.version_id, step, whole.slots, whole, difference))
             return UpdateStats(self._encoding.whole.label, elements, elements)
         payload = None
         with self._borrowing() as slots:
             if difference.changed <= _NOT_WORTH * elements or not step.commit:
                 payload = self._tracker.encode(difference, self.version, step.version, self._lend(slots))
         if payload is not None and step.commit and payload.numel() > _NOT_WORTH * self.schema.dense_bytes:
-            self._give_back(slots)
+            with self._lock:
+                give_back(slots)
             payload, slots = None, []
-        self._put(_Staged(VersionId(step.version), step, difference, payload, slots))
+        self._put(Staged(VersionId(step.version), step, slots, None, difference, payload))
         used = self._encoding.whole if payload is None else self._encoding
         return UpdateStats(used.label, difference.changed, difference.total, used.compressed_with)
 
@@ -100,7 +95,7 @@ class DeltaGroup(SendGroup):
             if done.difference is not None:
                 self._tracker.advance(done.difference)
             with self._lock:
-                self._staged, self.pending = None, None
+                self._staged = None
                 self._drop_whole()
                 if done.payload is None or self.version_id is None:
                     give_back(done.slots)
@@ -111,20 +106,12 @@ class DeltaGroup(SendGroup):
                 self._step, self.version_id = done.step.committed(), done.version_id
                 self._first = self.version if self._first is None else self._first
 
-    def discard(self) -> None:
-        with self._lock:
-            if self._staged is not None:
-                give_back(self._staged.slots)
-            if self.version_id is None:
-                self._drop_whole()
-            self._staged, self.pending = None, None
-
     def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
         past, staged = self._changes_since(has), self._staged_for(has)
         if staged is not None and staged.whole is not None:
             return staged.whole
         if past is None or self.version_id is None or has is None:
-            return self._whole
+            return self.whole
         payloads = [one.payload for one in past]
         slots = [slot for one in past for slot in one.slots]
         step, version_id = self._step, self.version_id
@@ -133,14 +120,14 @@ class DeltaGroup(SendGroup):
             slots.extend(staged.slots)
             step, version_id = staged.step, staged.version_id
         if not payloads:
-            return self._whole
+            return self.whole
         chunks = frames_of(step, self.schema, self._encoding.name, payloads, has.version)
         return EncodedUpdate(version_id, chunks, slots)
 
     def prepare(self) -> None:
         with self._remembering:
             version_id, step = self._goal()
-            if self._whole is not None or version_id is None:  # another worker's thread was first
+            if self.whole is not None or version_id is None:  # another worker's thread was first
                 return
             if self._digests_to_tell() is None:
                 encoder = self._encoding.whole.encoder(self.schema)
@@ -153,7 +140,7 @@ class DeltaGroup(SendGroup):
             whole.version_id = version_id
             with self._lock:
                 if self._goal()[0] is version_id:
-                    self._whole = whole
+                    self.whole = whole
                 else:  # it was closed or dropped meanwhile
                     whole.release()
 
@@ -164,7 +151,7 @@ class DeltaGroup(SendGroup):
         with self._lock:
             other = copy.copy(self)
             other._tracker, other._remembering = tracker, threading.Lock()
-            other._staged = other.pending = other._whole = None
+            other._staged = other.whole = None
             other._past = deque(self._past)
             for one in self._past:
                 EncodedUpdate(one.base, [], one.slots).retain()
@@ -172,10 +159,8 @@ class DeltaGroup(SendGroup):
 
     def close(self) -> None:
         with self._lock:
-            self.discard()
-            self._drop_whole()
+            super().close()
             self._forget_past(0)
-            self.version_id = None
 
     def _digests_to_tell(self) -> list[str | None] | None:
         """Return digests of the first weights if the encoding trusts workers to have them; None later."""
@@ -188,11 +173,6 @@ class DeltaGroup(SendGroup):
             weights = self._tracker.weights()
             self._digests = [None if i in sent else digest(tensor) for i, tensor in enumerate(weights)]
         return self._digests
-
-    def _put(self, staged: _Staged) -> None:
-        with self._lock:
-            self.discard()
-            self._staged, self.pending = staged, staged.step.version
 
     def _lend(self, slots: list[Slot]) -> Lend:
         """Return a ``lend`` that rounds sizes up, so that slots of ever new sizes can be used again."""
@@ -213,22 +193,17 @@ class DeltaGroup(SendGroup):
         first = next((i for i, one in enumerate(past) if one.base is has), None)
         return None if first is None else past[first:]
 
-    def _staged_for(self, has: VersionId | None) -> _Staged | None:
+    def _staged_for(self, has: VersionId | None) -> Staged | None:
         """Return the staged update if a worker with ``has`` can be brought to it."""
         if self._staged is not None and self._staged.whole is not None:
             return None if has is None else self._staged
         sendable = self._staged is not None and (self._staged.payload is not None or self.version_id is None)
         return self._staged if sendable and self._changes_since(has) is not None else None
 
-    def _drop_whole(self) -> None:
-        if self._whole is not None:
-            self._whole.release()
-            self._whole = None
-
     def _forget_past(self, limit: int) -> None:
         """Forget the oldest changes until at most ``limit`` are left, with at most half the weights' bytes.
 
-        The last change stays even if it is larger: it is just being sent.
+        The last change stays even if it is larger: it is just being sent. The caller holds the sender's lock.
         """
         total = sum(one.payload.numel() for one in self._past)
         while len(self._past) > min(limit, 1) and (
@@ -236,23 +211,7 @@ class DeltaGroup(SendGroup):
         ):
             oldest = self._past.popleft()
             total -= oldest.payload.numel()
-            self._give_back(oldest.slots)
-
-    def _give_back(self, slots: list[Slot]) -> None:
-        with self._lock:
-            give_back(slots)
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """A staged update. Without a payload, workers are sent ``whole``, or all weights once it is committed."""
-
-    version_id: VersionId
-    step: Step
-    difference: Difference | None
-    payload: torch.Tensor | None = field(repr=False)
-    slots: list[Slot]
-    whole: EncodedUpdate | None = None
+            give_back(oldest.slots)
 
 
 @dataclass(frozen=True)
