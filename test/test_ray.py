@@ -484,6 +484,12 @@ def test_no_thread_waits_in_ray_at_the_end(troupe: Troupe) -> None:
     assert eventually(lambda: not ours(), WAIT)
 
 
+def test_the_end_of_a_sender_is_no_refusal(troupe: Troupe, caplog: pytest.LogCaptureFixture) -> None:
+    scheme, _ = troupe.launch(mlp(1), mlp(2), data="object_store")
+    scheme.shutdown()
+    assert caplog.messages == []
+
+
 @pytest.mark.slow
 def test_a_synchronizer_in_an_actor() -> None:
     source, model = mlp(1), mlp(2)

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 from torch import nn
 
-from weight_update import SharedMemTransport, SharedMemWeightSyncScheme, TransportBackend
+from weight_update import (
+    RPCTransport,
+    RPCWeightSyncScheme,
+    SharedMemTransport,
+    SharedMemWeightSyncScheme,
+    TransportBackend,
+)
+from weight_update.schemes import rpc_notices
 from weight_update.schemes.base import End
 
 
@@ -61,3 +68,23 @@ def test_all_is_closed_though_one_close_raises() -> None:
     del scheme, receivers, receiver
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_workers_that_a_sender_leaves_are_not_sent_to_it_again() -> None:
+    announced = []
+
+    class Link(RPCTransport):
+        def close(self) -> None:
+            announced.append("policy" in rpc_notices._posted)
+            super().close()
+
+    class Scheme(RPCWeightSyncScheme):
+        def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
+            return Link(**self.sender_options())
+
+    scheme = Scheme()
+    scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+    assert "policy" in rpc_notices._posted
+    scheme.shutdown()
+    assert announced
+    assert not any(announced)

@@ -259,7 +259,7 @@ class WeightSyncScheme(SchemeUpdates):
         self._sender_side, self._end = side, "sender"
         if isinstance(side.sender, Sender):
             side.sender.table.observers = self._observers
-        self._close_at_end(close_all, self._observers, side.sender, self._undo, side.listener, side.ranks)
+        self._close_at_end(close_all, self._observers, side.sender, side.listener, self._undo, side.ranks)
 
     def init_on_receiver(
         self,

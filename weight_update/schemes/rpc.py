@@ -202,6 +202,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
                 rest.callback(futures.wait, [joining], _LEAVE_SECONDS)
                 if self._awaited is not None:
                     rest.callback(self._awaited.close)
+            rest.callback(self._undo.close)  # workers that the sender leaves may ask for the next one at once
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle, with the name of this process in the RPC world."""

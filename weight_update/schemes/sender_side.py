@@ -395,7 +395,7 @@ def _outside_inference_mode() -> contextlib.AbstractContextManager[Any, Any]:
 
 
 def close_all(*parts: Any) -> None:
-    """Close all parts that are not None, last to first, whatever one of them raises."""
+    """Close all parts that are not None, in this order, whatever one of them raises."""
     with contextlib.ExitStack() as rest:
         for part in reversed(parts):
             if part is not None:
