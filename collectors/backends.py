@@ -59,7 +59,10 @@ class BackendChoice(CollectorMeta):
             raise TypeError(f"sync is True, False or None, not {sync!r}")
         options = cls._merged(args, options, backend_options or {})
         args, options, number = cls._normalize_env_fns(args, options, num_collectors)
+        tracks = options.get("track_policy_version")
         cls._drop_inapplicable_defaults(choices[kind], options)
+        if tracks is False:  # TorchRL drops its own default, which is not ours
+            _omit_versions(kind, options)
         if kind == "ray":
             options["num_collectors"] = number
         if kind == "submitit" and options.setdefault("launcher", "submitit") != "submitit":
@@ -106,6 +109,17 @@ def _resolve(backend: str | None, num_collectors: int | None, choices: dict[str,
         message = f"Collector has no backend {kind!r}; the backends are {', '.join(sorted(choices))}."
         raise ValueError(contextual_backend_error(message, service=surrounding is not None))
     return str(kind)
+
+
+def _omit_versions(kind: str, options: dict[str, Any]) -> None:
+    """Add ``track_policy_version=False`` to the options of a collector, or to those of its workers."""
+    omit: dict[str, Any] = {"track_policy_version": False}
+    if kind == "process":
+        options.update(omit)
+        return
+    given = options.get("collector_kwargs") or {}
+    several = isinstance(given, (list, tuple))
+    options["collector_kwargs"] = [omit | one for one in given] if several else omit | given
 
 
 def _require_number(num_collectors: Any) -> None:

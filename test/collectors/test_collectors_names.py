@@ -8,6 +8,7 @@ import pytest
 import torch
 import torchrl.collectors
 from collector_parts import OPTIONS, Env, make_policy, require_stamps
+from marks import slow
 from tensordict.nn import TensorDictModule
 from torch import nn
 
@@ -114,6 +115,28 @@ def test_the_collector_of_a_backend_is_one_of_ours(monkeypatch):
         direct = Collector([Env], make_policy(), backend="direct", frames_per_batch=8, **OPTIONS)
     assert type(direct) is Collector
     direct.shutdown()
+    for given, passed in [
+        (None, {"track_policy_version": False}),
+        ({"postproc": None}, {"track_policy_version": False, "postproc": None}),
+        ([{"track_policy_version": True}], [{"track_policy_version": True}]),
+    ]:
+        more = {} if given is None else {"backend_options": {"collector_kwargs": given}}
+        assert made(Env, backend="rpc", track_policy_version=False, **more)[2]["collector_kwargs"] == passed
+
+
+@pytest.mark.parametrize("backend", ["direct", "process", slow("distributed")])
+@pytest.mark.parametrize("tracks", [True, False])
+def test_every_backend_omits_versions_when_told(backend, tracks):
+    more = {} if tracks else {"track_policy_version": False}
+    if backend == "distributed":
+        more["backend_options"] = {"backend": "gloo", "launcher": "mp", "collector_kwargs": OPTIONS}
+    else:
+        more.update(OPTIONS)
+    collector = Collector(Env, make_policy(), backend=backend, frames_per_batch=8, total_frames=8, **more)
+    try:
+        assert ("policy_version" in next(iter(collector))) is tracks
+    finally:
+        collector.shutdown()
 
 
 @pytest.mark.parametrize(
