@@ -71,15 +71,19 @@ class Scaled(torch.Tensor):
     """A tensor without memory of its own, as quantizing libraries have them."""
 
     @staticmethod
-    def __new__(cls, values: torch.Tensor) -> Scaled:
+    def __new__(cls, values: torch.Tensor, scale: int = 2) -> Scaled:
         return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)  # type: ignore[attr-defined, no-any-return]
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
+    def __init__(self, values: torch.Tensor, scale: int = 2) -> None:
+        self.values, self.scale = values, scale
+
+    def unscaled(self) -> torch.Tensor:
+        """Return the values that operations see; with a scale of 1 the memory that they may write."""
+        return self.values if self.scale == 1 else self.scale * self.values
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        whole = [2 * one.values if isinstance(one, Scaled) else one for one in tree_leaves(args)]
+        whole = [one.unscaled() if isinstance(one, Scaled) else one for one in tree_leaves(args)]
         return func(*tree_unflatten(whole, tree_structure(args)), **(kwargs or {}))
 
 
@@ -88,6 +92,14 @@ def test_tensors_without_memory() -> None:
     target, values = torch.zeros(3, 4), torch.randn(3, 4)
     copy_tensors([target], [Scaled(values)], "test")
     assert torch.equal(target, 2 * values)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("serial", [False, True])
+def test_targets_without_memory(serial: bool) -> None:
+    inner, values = torch.zeros(3, 4), torch.randn(3, 4)
+    copy_tensors([Scaled(inner, 1)], [values], "test", serial=serial)
+    assert torch.equal(inner, values)
 
 
 @pytest.mark.usefixtures("compiled")

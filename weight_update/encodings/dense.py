@@ -166,7 +166,7 @@ def copy_tensors(
 
 def _suits(target: torch.Tensor, source: torch.Tensor) -> bool:
     same = source.dtype is target.dtype and source.shape == target.shape
-    return same and type(source) in PLAIN and is_plain(source) and is_plain(target)
+    return same and {type(source), type(target)} <= PLAIN and is_plain(source) and is_plain(target)
 
 
 def _stream(pairs: _Pairs, threads: int, progress: Progress) -> None:
