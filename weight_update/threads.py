@@ -36,7 +36,8 @@ def in_threads(work: Callable[[_T], _R], items: Sequence[_T], threads: int) -> l
 
     ``work`` sets its own ``torch.no_grad``, which is local to a thread.
     """
-    if min(threads, len(items)) < 2:
+    exiting = not threading.main_thread().is_alive()  # a pool starts no threads then
+    if exiting or min(threads, len(items)) < 2:
         return [work(item) for item in items]
     with ThreadPoolExecutor(threads) as pool:  # not kept: threads do not survive a fork
         return list(pool.map(work, items))

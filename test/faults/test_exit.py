@@ -111,6 +111,25 @@ outbox.close()
 scheme = DistributedWeightSyncScheme()
 weakref.finalize(scheme, told.set)  # as shutdown() ends the threads of a scheme
 """
+AFTER_MAIN = """
+import threading, time
+import torch
+from weight_update.encodings import dense
+
+torch.set_num_threads(2)
+for name in ("_LARGE", "_EACH"):
+    setattr(dense, name, 0)
+dense._PIECE = 100
+
+def work():
+    threading.main_thread().join()
+    time.sleep(0.3)
+    target, source = torch.zeros(1000), torch.randn(1000)
+    dense.copy_tensors([target], [source], "test")
+    print(torch.equal(target, source), flush=True)
+
+threading.Thread(target=work).start()
+"""
 WAYS = {
     "shut down": 0,
     "not shut down": 0,
@@ -170,3 +189,8 @@ def test_exit_waits_for_threads_that_the_end_of_a_scheme_ends(program: str) -> N
     """A thread that returns from PyTorch's C++ while the interpreter ends would abort the process."""
     done = run_python("-c", program)
     assert (done.returncode, done.stdout) == (0, "left in order\n"), done.stderr
+
+
+def test_large_copies_in_a_thread_that_outlives_the_main_thread() -> None:
+    done = run_python("-c", AFTER_MAIN)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

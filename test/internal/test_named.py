@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictParams
 from torch import nn
 
+from weight_update import WeightStrategy
 from weight_update.strategy.named_weights import from_module
 
 
@@ -84,3 +85,11 @@ def test_a_module_has_the_names_that_torch_gives(kind: str) -> None:
     found = from_module(module).tensors
     assert list(found) == list(expected)
     assert all(found[name] is expected[name] for name in found)
+
+
+@pytest.mark.parametrize("key", ["a", "__extra_state__"])
+def test_each_tensor_that_is_read_from_a_dict_has_a_place(key: str) -> None:
+    plain = {"m": {key: torch.ones(2)}, "n": torch.ones(1)}
+    for target in (plain, TensorDict(plain)):
+        binding = WeightStrategy("tensordict").bind(target)
+        assert binding.schema().names == tuple(binding.read().tensors)

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
+from weight_update.encodings import dense
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
 from weight_update.encodings.dense import ViewCache, copy_tensors
 from weight_update.errors import FormatError
@@ -26,6 +27,7 @@ _HEAD = struct.Struct("<4sB3x16sQQQ")
 _HEAD_BYTES = 64
 _MAGIC = b"WUBK"
 _TOGETHER = 1 << 20  # bytes that are copied by one call
+_LARGE = 8 << 20  # bytes from which the compiled loop is faster than numpy
 
 
 def require_size(option: str, value: object) -> None:
@@ -304,8 +306,12 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.is_cuda or source.is_cuda:
         target.copy_(source)
         await_stream(target)
-    elif target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
-        target.numpy()[:] = source.numpy()
+    elif (
+        dense.library is None
+        or target.nbytes < _LARGE
+        or target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    ):
+        target.numpy()[:] = source.numpy()  # not torch: its threads hang in forked processes
     else:
         copy_tensors([target], [source], "copying a bucket", serial=True)
 

@@ -8,6 +8,7 @@ does not read it, which makes large copies a third faster. Where it is missing (
 from __future__ import annotations
 
 import ctypes
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ _LARGE, _LARGE_FOR_ONE = 256 << 20, 8 << 20
 _EACH = 32 << 10  # bytes of a tensor, on average; looking at smaller ones takes longer than is gained
 _PIECE = 8 << 20  # bytes for one thread at a time
 _BATCHES = 64  # between which progress is noted
+
+_NBYTES = operator.attrgetter("nbytes")
 
 library: ctypes.CDLL | None = load(Path(__file__).parent, "_copying", 1)
 """The compiled library; None where there is none."""
@@ -147,11 +150,11 @@ def copy_tensors(
         title: text for the progress, see :class:`~weight_update.progress.Progress`.
         serial: whether to use one thread; those of torch hang in forked processes.
     """
-    pairs, total = list(zip(targets, sources, strict=True)), sum(target.nbytes for target in targets)
-    threads = 1 if serial else torch.get_num_threads()
+    total, threads = sum(map(_NBYTES, targets)), 1 if serial else torch.get_num_threads()
     if total < (_LARGE if threads > 1 else _LARGE_FOR_ONE):
-        _copy_by_torch(pairs, serial)
+        _copy_by_torch(targets, sources, serial)
         return
+    pairs = list(zip(targets, sources, strict=True))
     with Progress(title, total) as progress:
         if library is not None and total >= _EACH * len(pairs):
             suiting = [_suits(*pair) for pair in pairs]
@@ -159,14 +162,14 @@ def copy_tensors(
             pairs = [pair for pair, suits in zip(pairs, suiting, strict=True) if not suits]
         step = -(-len(pairs) // _BATCHES)
         for start in range(0, len(pairs), step or 1):
-            batch = pairs[start : start + step]
-            _copy_by_torch(batch, serial)
-            progress.advance(sum(target.nbytes for target, _ in batch))
+            batch, parts = zip(*pairs[start : start + step], strict=True)
+            _copy_by_torch(batch, parts, serial)
+            progress.advance(sum(map(_NBYTES, batch)))
 
 
 def _suits(target: torch.Tensor, source: torch.Tensor) -> bool:
     same = source.dtype is target.dtype and source.shape == target.shape
-    return same and type(source) in PLAIN and is_plain(source) and is_plain(target)
+    return same and {type(source), type(target)} <= PLAIN and is_plain(source) and is_plain(target)
 
 
 def _stream(pairs: _Pairs, threads: int, progress: Progress) -> None:
@@ -184,13 +187,13 @@ def _stream(pairs: _Pairs, threads: int, progress: Progress) -> None:
     in_threads(copy, range(0, total, _PIECE), threads)
 
 
-def _copy_by_torch(pairs: _Pairs, serial: bool) -> None:
-    if serial:
-        pairs = [part for pair in pairs for part in _split(*pair)]
-    if pairs:
+def _copy_by_torch(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], serial: bool) -> None:
+    if serial and targets:
+        pairs = [part for pair in zip(targets, sources, strict=True) for part in _split(*pair)]
         targets, sources = zip(*pairs, strict=True)
+    if targets:
         with torch.inference_mode():  # faster than no_grad for many small tensors
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(list(targets), list(sources))
 
 
 def _split(target: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

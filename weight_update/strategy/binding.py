@@ -288,10 +288,11 @@ def _places(node: MutableMapping[Any, Any], prefix: str = "") -> Iterator[_Place
     """Yield the places in a TensorDict or dict, without extra state."""
     for key, value in node.items():
         name = prefix + key_name(key, node)
-        if key == EXTRA_IN_TENSORDICT or name.rpartition(".")[2] == EXTRA:
+        if name.rpartition(".")[2] == EXTRA:
             continue
         if isinstance(value, MutableMapping):
-            yield from _places(value, name + ".")
+            if key != EXTRA_IN_TENSORDICT or not isinstance(node, TensorDictBase):
+                yield from _places(value, name + ".")
         elif isinstance(value, torch.Tensor):
             if isinstance(node, TensorDictBase) and node.get(key) is not value:
                 raise UnsupportedSourceError(
