@@ -61,8 +61,8 @@ class BackendChoice(CollectorMeta):
         args, options, number = cls._normalize_env_fns(args, options, num_collectors)
         tracks = options.get("track_policy_version")
         cls._drop_inapplicable_defaults(choices[kind], options)
-        if tracks is False:  # TorchRL drops its own default, which is not ours
-            _omit_versions(kind, options)
+        if tracks is not None:  # TorchRL drops its own default, which is not ours
+            _track_versions(kind, options, tracks)
         if kind == "ray":
             options["num_collectors"] = number
         if kind == "submitit" and options.setdefault("launcher", "submitit") != "submitit":
@@ -111,15 +111,15 @@ def _resolve(backend: str | None, num_collectors: int | None, choices: dict[str,
     return str(kind)
 
 
-def _omit_versions(kind: str, options: dict[str, Any]) -> None:
-    """Add ``track_policy_version=False`` to the options of a collector, or to those of its workers."""
-    omit: dict[str, Any] = {"track_policy_version": False}
+def _track_versions(kind: str, options: dict[str, Any], tracks: Any) -> None:
+    """Give ``track_policy_version`` to the collector, or to those of its workers."""
     if kind == "process":
-        options.update(omit)
+        options["track_policy_version"] = tracks
         return
-    given = options.get("collector_kwargs") or {}
+    options.pop("track_policy_version", None)
+    given, tracking = options.get("collector_kwargs") or {}, {"track_policy_version": tracks}
     several = isinstance(given, (list, tuple))
-    options["collector_kwargs"] = [omit | one for one in given] if several else omit | given
+    options["collector_kwargs"] = [tracking | one for one in given] if several else tracking | given
 
 
 def _require_number(num_collectors: Any) -> None:

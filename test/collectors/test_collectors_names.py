@@ -122,12 +122,15 @@ def test_the_collector_of_a_backend_is_one_of_ours(monkeypatch):
     ]:
         more = {} if given is None else {"backend_options": {"collector_kwargs": given}}
         assert made(Env, backend="rpc", track_policy_version=False, **more)[2]["collector_kwargs"] == passed
+    given = made(Env, backend="rpc", track_policy_version=True)[2]
+    assert given["collector_kwargs"] == {"track_policy_version": True}
+    assert "track_policy_version" not in given, "an option of the workers' collectors"
 
 
 @pytest.mark.parametrize("backend", ["direct", "process", slow("distributed")])
 @pytest.mark.parametrize("tracks", [True, False])
-def test_every_backend_omits_versions_when_told(backend, tracks):
-    more = {} if tracks else {"track_policy_version": False}
+def test_every_backend_writes_or_omits_versions_when_told(backend, tracks):
+    more = {"track_policy_version": tracks}
     if backend == "distributed":
         more["backend_options"] = {"backend": "gloo", "launcher": "mp", "collector_kwargs": OPTIONS}
     else:

@@ -110,8 +110,9 @@ class Publisher:
             self._placeholder = Subscriber(self.endpoint, _PLACEHOLDER, None, strategy, timeout)
             undo.callback(self._placeholder.close)
             with ThreadPoolExecutor(1, "weight_update-join") as joining:
-                joining.submit(self._placeholder.join, timeout)
+                joined = joining.submit(self._placeholder.join, timeout)
                 self._scheme.connect(timeout=timeout)
+                joined.result()
             undo.pop_all()
 
     def joined(self) -> list[int]:
