@@ -208,6 +208,9 @@ def _work_tree(path: Path, commit: Commit) -> Iterator[None]:
             _git("worktree", "add", "--detach", str(path), commit.hash)
         except subprocess.CalledProcessError as error:
             raise Unable(f"git cannot check out {commit}: {error.stderr.strip()}") from None
+        # the compiled loops, as an installation has them; without a compiler there are none
+        build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        subprocess.run(build, cwd=path, capture_output=True, check=False)
         yield
     finally:
         with contextlib.suppress(subprocess.CalledProcessError):  # it was never made
