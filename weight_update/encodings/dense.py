@@ -1,7 +1,7 @@
 """The dense encoding: every byte of every tensor, in the layout of the schema; and copies into flat buffers.
 
 A plain copy reads the memory that it writes, unless the caches hold it. The compiled loop of ``copying.c``
-does not read it, which makes large copies a third faster. Where it is missing (see
+does not read it, so a large copy takes less time. Where the loop is missing (see
 :mod:`weight_update.wire.compiled`), and for tensors that need more than a copy, torch does the work.
 """
 
