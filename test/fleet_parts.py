@@ -133,7 +133,7 @@ Usage = Counter[str]
 
 
 class Fleet:
-    """A trainer with ``count`` engines; engine 0 is the initial worker, and all others join late.
+    """A trainer that starts without engines, and then has ``count``.
 
     ``engines`` holds further arguments of the engines' schemes.
     """
@@ -152,15 +152,15 @@ class Fleet:
         self.model, self.version, self._indices = Model(), 0, count
         self.killed: set[int] = set()
         self.scheme: Any = stack.enter_context(kind(sync=False, token="fleet"))
-        self.scheme.init_on_sender(model=self.model, num_workers=1)
+        self.scheme.init_on_sender(model=self.model, num_workers=0)
         self.scheme.add_observer(self.metrics)
+        self.scheme.connect()
         where = {"address": self.scheme.address, "token": "fleet", **(engines or {})}
         if isinstance(self.scheme, DistributedWeightSyncScheme):
             where["port"] = self.scheme.port
         self.launcher.call("configure", **where)
         for place in range(count):
             self.launcher.call("start", place, place)
-        self.scheme.connect()
         wait_until(lambda: len(self.scheme.worker_versions) == count, LIMIT)
 
     def restart(self, place: int, *, fresh: bool) -> None:

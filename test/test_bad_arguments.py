@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from weight_update import (
     SyncFailedError,
     Synchronizer,
     TrainerClient,
+    TransportBackend,
     UnknownWorkerError,
     UnsupportedSourceError,
     WeightStrategy,
@@ -35,13 +37,48 @@ from weight_update import (
     register_encoding,
 )
 from weight_update.encodings import base as encodings
+from weight_update.schemes.base import End
 from weight_update.synchronizer import CheckpointStore
 
 
-@pytest.mark.parametrize("number", [0, -1, 1.5, "2"])
+@pytest.mark.parametrize("number", [-1, 1.5, "2"])
 def test_number_of_workers(number: Any) -> None:
-    with pytest.raises(ValueError, match=rf"num_workers is an integer of at least 1, not {number!r}"):
+    with pytest.raises(ValueError, match=rf"num_workers is an integer of at least 0, not {number!r}"):
         SharedMemWeightSyncScheme().init_on_sender(model=nn.Linear(2, 2), num_workers=number)
+
+
+def test_no_workers() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="of MultiProcessWeightSyncScheme cannot join later; give their num"):
+        MultiProcessWeightSyncScheme().init_on_sender(model=model, num_workers=0)
+    with pytest.raises(ValueError, match="device_map_fn needs workers from the start: give num_workers"):
+        SharedMemWeightSyncScheme().init_on_sender(
+            model=model, num_workers=0, device_map_fn=lambda idx, weights: weights
+        )
+    with pytest.raises(ValueError, match="num_workers is an integer of at least 1, not 0"):
+        SharedMemWeightSyncScheme().init_on_sender(context=Context(), model_id="policy", num_workers=0)
+
+
+def test_a_transport_that_cannot_be_made_leaves_no_listener() -> None:
+    class Fails(SharedMemWeightSyncScheme):
+        def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
+            raise ZeroDivisionError(f"no memory for worker {worker_idx}")
+
+    before = len(os.listdir("/proc/self/fd"))
+    scheme = Fails()
+    with pytest.raises(ZeroDivisionError, match="no memory for worker -1"):
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("indices", [[], ["0"], [-1], [-1, 0]])
+def test_indices_of_a_params_map(indices: list[Any]) -> None:
+    with pytest.raises(ValueError, match="params_map maps worker indices"):
+        SharedMemWeightSyncScheme().init_on_sender(params_map=dict.fromkeys(indices, nn.Linear(2, 2)))
+
+
+class Context:
+    policy = nn.Linear(2, 2)
 
 
 def test_number_of_workers_beside_devices() -> None:

@@ -28,10 +28,11 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
 )
+from weight_update.sender.sender import Sender
 from weight_update.testing import Apart, WorkerProcesses, Zoo, fingerprint, scramble
 from weight_update.testing.processes import freeze, wait_until
 from weight_update.testing.worker_processes import context_of
-from weight_update.testing.workers import Method
+from weight_update.testing.workers import Method, Worker
 
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
     "shared_mem": (SharedMemWeightSyncScheme, "fork"),
@@ -353,6 +354,56 @@ def test_one_that_joins_later_gets_weights_with_the_next_send(hire: Any, kind: s
     scramble(source, 5)
     procs.scheme.send()
     assert procs.ask("fingerprint") == [fingerprint(source)] * 2
+
+
+def send_until_answered(scheme: WeightSyncScheme, worker: Worker) -> None:
+    """Send until a worker has connected: it is sent the first version that begins after it has joined."""
+    deadline = time.monotonic() + 20
+    while worker.busy(0.05) and time.monotonic() < deadline:
+        scheme.send()
+    assert not worker.busy(0.05)
+    assert worker.answer() is None
+
+
+def test_all_workers_are_late_joiners(hire: Any) -> None:
+    source = layers()
+    procs = hire("shared_mem", source, None, workers=0, strategy=strategy())
+    assert procs.scheme.send().apply_seconds == {}
+    worker = procs.hire(3, layers(5))
+    worker.post("connect")
+    send_until_answered(procs.scheme, worker)
+    scramble(source, 5)
+    assert set(procs.scheme.send().apply_seconds) == {3}
+    assert worker.call("fingerprint") == fingerprint(source)
+
+
+def test_a_late_joiner_comes_before_the_workers_that_connect_waits_for() -> None:
+    source = layers()
+    scheme = SharedMemWeightSyncScheme(strategy=strategy(), timeout=20.0, connect_timeout=30.0)
+    scheme.init_on_sender(model=source, num_workers=1)
+    connecting = threading.Thread(target=scheme.connect)
+    with WorkerProcesses(scheme, "fork") as procs:
+        late, initial = procs.hire(3, layers(5)), procs.hire(0, layers(6))
+        connecting.start()
+        late.post("connect")
+        sender = scheme._sender
+        assert isinstance(sender, Sender)
+        wait_until(lambda: 3 in sender.table and sender.table[3].connections > 0, 20)
+        initial.post("connect")
+        connecting.join(30)
+        assert initial.answer() is None
+        send_until_answered(scheme, late)
+        assert late.call("fingerprint") == fingerprint(source)
+
+
+def test_bytes_count_for_workers_that_are_there(hire: Any) -> None:
+    source = layers()
+    procs = hire("memory", source, None, workers=0, strategy=strategy())
+    assert procs.scheme.send().wire_bytes == 0
+    worker = procs.hire(3, layers(5))
+    worker.post("connect")
+    send_until_answered(procs.scheme, worker)
+    assert LAYERS * CHUNK <= procs.scheme.send().wire_bytes < 1.1 * LAYERS * CHUNK
 
 
 def test_sends_that_nobody_waits_for(hire: Any) -> None:

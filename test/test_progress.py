@@ -266,7 +266,6 @@ ENCODINGS = ["dense", BucketEncoding(bucket_size=LEAST_BYTES), "patch"]
 def test_transfer_to_a_host(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, encoding: str | Encoding
 ) -> None:
-    monkeypatch.setattr("weight_update.encodings.dense._LARGE", LEAST_BYTES)
     with connected(1, encoding) as procs:
         received = procs.workers[0].call("run", logged)
     parts = ("encoding weights: ", "sending weights to worker 0: ", "receiving weights: ")

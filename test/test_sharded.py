@@ -194,15 +194,18 @@ def test_the_leader_can_have_all_of_it(four: Ranks) -> None:
         assert four.all("run", whole_weights, of=2) == [expected, None]
 
 
-def test_a_late_joiner_has_the_next_version(four: Ranks) -> None:
+@pytest.mark.parametrize("workers", [1, 0])
+def test_a_late_joiner_has_the_next_version(four: Ranks, workers: int) -> None:
+    indices = [*range(workers), 5]
     four.all("make", 1, 2, of=2)
-    with running(four, size=2, workers=1, encoding="bucket") as procs, added(four, 5) as late:
-        assert late.call("fingerprint") == procs[0].call("fingerprint")
-        four.all("train", 1, of=2)
-        reports = four.all("call", "send", of=2)
-        assert [sorted(report.apply_seconds) for report in reports] == [[0, 5]] * 2
-        assert late.call("fingerprint") == procs[0].call("fingerprint")
-        assert four.all("get", "worker_versions", of=2) == [{0: 1, 5: 1}] * 2
+    with running(four, size=2, workers=workers, encoding="bucket") as procs, added(four, 5) as late:
+        for steps in range(2):
+            expected = four.all("whole", of=2)[0]
+            assert all(same(worker.call("fingerprint"), expected) for worker in [*procs, late])
+            four.all("train", 1, of=2)
+            reports = four.all("call", "send", of=2)
+            assert [sorted(report.apply_seconds) for report in reports] == [indices] * 2
+            assert four.all("get", "worker_versions", of=2) == [dict.fromkeys(indices, steps + 1)] * 2
 
 
 @pytest.mark.slow

@@ -117,9 +117,7 @@ import torch
 from weight_update.encodings import dense
 
 torch.set_num_threads(2)
-for name in ("_LARGE", "_EACH"):
-    setattr(dense, name, 0)
-dense._PIECE = 100
+dense._LARGE, dense._EACH, dense._FOR_ONE, dense._PIECE = 0, 0, 1, 100
 
 def work():
     threading.main_thread().join()

@@ -21,10 +21,11 @@ from weight_update.receiver.receiver import Receiver
 from weight_update.receiver.updates import ReceiverOptions
 from weight_update.report import SyncReport
 from weight_update.schemes.collector import ContextObserver, register_with_torchrl, resolve_model
-from weight_update.schemes.sender_side import SenderSide, close_all
+from weight_update.schemes.sender_side import SenderListener, SenderSide, close_all
 from weight_update.schemes.sources import DeviceMap, Sources, whole_number
 from weight_update.schemes.updates import SchemeUpdates
 from weight_update.sender.sender import Sender
+from weight_update.sender.workers import NOBODY
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.transports.base import TransportBackend
 
@@ -91,7 +92,7 @@ class WeightSyncScheme(SchemeUpdates):
             sender, and :meth:`connect` does not wait for a worker that died.
         group: name shared by schemes whose models one worker holds and that are updated together by
             :func:`~weight_update.send_together`; set by :func:`~weight_update.group_schemes`.
-        token: secret that workers show when they join; it travels with the scheme.
+        token: secret that workers prove to know when they join; it travels with the scheme.
         listener: listener of a sender, which admits workers; :meth:`open_sender` may set it. ``connect()``
             starts it, and ``shutdown()`` closes it.
     """
@@ -147,7 +148,7 @@ class WeightSyncScheme(SchemeUpdates):
         """Return one end of the link to a worker. Called at initialization; must not communicate.
 
         Args:
-            worker_idx: index of the worker.
+            worker_idx: index of the worker; -1 for a sender without workers, which only allocates memory.
             end: ``"sender"`` in the trainer, ``"receiver"`` in the worker.
         """
 
@@ -165,6 +166,24 @@ class WeightSyncScheme(SchemeUpdates):
         """
         del ctx
         return {idx: self._transport_of(idx, "sender") for idx in workers}
+
+    def _open_links(
+        self, ctx: Any, workers: Sequence[int]
+    ) -> tuple[dict[int, TransportBackend], SenderListener | None]:
+        """Return the links to ``workers``, which may be ``NOBODY`` alone, and the listener."""
+        links = self.open_sender([idx for idx in workers if idx != NOBODY], ctx)
+        if NOBODY in workers:
+            if self.listener is None:
+                raise ValueError(
+                    f"num_workers=0, but workers of {type(self).__name__} cannot join later; give their "
+                    "number"
+                )
+            try:
+                links = {NOBODY: self._transport_of(NOBODY, "sender")}
+            except BaseException:
+                self.listener.close()
+                raise
+        return links, self.listener
 
     def _transport_of(self, worker_idx: int, end: End) -> TransportBackend:
         """Return the result of :meth:`create_transport`; raise TypeError if it is no transport."""
@@ -235,7 +254,8 @@ class WeightSyncScheme(SchemeUpdates):
             devices: device of each worker.
             device_map_fn: called as ``device_map_fn(worker_idx, weights)`` for each worker and update; its
                 result is sent to that worker.
-            num_workers: number of workers.
+            num_workers: number of workers that :meth:`connect` waits for. 0 waits for none: all workers join
+                when they like, in schemes that admit late joiners.
             ctx: multiprocessing context that the workers are started with.
 
         Raises:
@@ -252,7 +272,7 @@ class WeightSyncScheme(SchemeUpdates):
         self.model_id, self.context = model_id, context
         side = SenderSide(sources, self.strategy, self.timeout, self.connect_timeout)
         try:
-            side.open(self.token, lambda workers: (self.open_sender(workers, ctx), self.listener))
+            side.open(self.token, functools.partial(self._open_links, ctx))
         except BaseException:
             self._undo.close()
             raise

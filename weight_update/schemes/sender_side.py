@@ -24,6 +24,7 @@ from weight_update.schemes.sources import Sources
 from weight_update.sender.handle import SendHandle, failed
 from weight_update.sender.joining import WorkerAlive, liveness
 from weight_update.sender.sender import Sender
+from weight_update.sender.workers import NOBODY
 from weight_update.sharded import Follower, Gathering, Leader, Ranks
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.repeated import RepeatedRead
@@ -69,7 +70,7 @@ class SourceReader:
     def __init__(self, sources: Sources, strategy: WeightStrategy) -> None:
         self.gathering: Gathering | None = None
         self._sources, self._strategy = sources, strategy
-        self._first = next(iter(sources.by_worker))
+        self._first, self._nobody = next(iter(sources.by_worker)), sources.nobody
         self._chosen: dict[int, frozenset[str] | None] = {}  # names that the strategy selects, by worker
         self._repeated: dict[int, RepeatedRead] = {}  # by the position of a source of many tensors in a read
 
@@ -153,17 +154,19 @@ class SourceReader:
     def select(self, worker_ids: Any, weights: Any, present: Iterable[int]) -> list[int]:
         """Return the worker indices that the arguments of ``send`` mean.
 
+        ``NOBODY`` is among them if the sender has it, unless weights are given for each worker.
+
         Raises:
             UnknownWorkerError: no worker has one of the indices or devices.
         """
-        known = sorted({*self._sources.by_worker, *present})
+        known = sorted({*self._sources.by_worker, *present} - {NOBODY})
         per_worker = _is_per_worker(weights)
         if worker_ids is None:
             chosen = sorted(weights) if per_worker else known
         else:
             items = worker_ids if isinstance(worker_ids, (list, tuple, set, range)) else [worker_ids]
             chosen = [worker for item in items for worker in self._workers_of(item)]
-        if not chosen:
+        if not chosen and not self._nobody:
             raise UnknownWorkerError(f"worker_ids={worker_ids!r} names no worker (known workers: {known})")
         lacking = [i for i in chosen if i not in weights] if per_worker else []
         unknown = [i for i in chosen if i not in known] + lacking
@@ -172,7 +175,7 @@ class SourceReader:
                 f"unknown workers, or no weights for them: {unknown} (known workers: {known}; a late joiner "
                 "is known only while it is connected)"
             )
-        return list(dict.fromkeys(chosen))
+        return list(dict.fromkeys(chosen if per_worker else self._nobody + chosen))
 
     def _workers_of(self, item: Any) -> list[int]:
         if not isinstance(item, (torch.device, str)):
@@ -269,7 +272,7 @@ class SenderSide:
         if not isinstance(self.sender, Sender):
             raise JoinRefusedError("the scheme was shut down")
         if not self.sources.common or worker_idx < 0:
-            known = ", ".join(map(str, sorted(self.sources.by_worker)))
+            known = ", ".join(map(str, sorted({*self.sources.by_worker} - {NOBODY})))
             raise JoinRefusedError(
                 f"unknown worker index {worker_idx} (known: {known}); workers can be added where all "
                 "have the same weights"
@@ -285,7 +288,7 @@ class SenderSide:
         sender = self.sender
 
         def read(workers: Sequence[int] | None) -> dict[int, NamedWeights]:
-            chosen = sender.workers if workers is None else workers
+            chosen = (*self.sources.nobody, *sender.workers) if workers is None else workers
             return self._reader.read(weights, chosen, first=True)
 
         if self.listener is not None and isinstance(sender, Sender):
@@ -313,7 +316,8 @@ class SenderSide:
             read = self._read_for(weights, worker_ids, context)
             with self._in_step("send", read, self._patience) as named:
                 extract = time.perf_counter() - start
-                handle = SendHandle(self.sender, self.sender.publish(named, **how), tuple(named))
+                report = self.sender.publish(named, **how)
+                handle = SendHandle(self.sender, report, tuple(idx for idx in named if idx != NOBODY))
             handle.report.began -= extract
             handle.report.seconds = {"extract": extract, **handle.report.seconds}
         return handle

@@ -34,11 +34,13 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
         slot_device: None keeps the slots in host memory; ``"cuda"`` or ``"cuda:1"`` keeps them on that GPU of
             the sender, for workers on the same GPU, which open them by CUDA IPC; see :doc:`colocated`. It
             needs an encoding that is :attr:`~Encoding.on_gpu`: dense or bucket.
-        address: value of ``address`` on the sender, for a worker that makes a scheme of its own.
+        address: value of ``address`` on the sender, for a worker that makes a scheme of its own. A sender
+            ignores it, and chooses its own.
         token: secret that both sides share, with ``address``; None makes one.
 
     Attributes:
-        address: abstract Unix address that the sender listens on; None before ``init_on_sender``.
+        address: abstract Unix address that the sender listens on, which begins with a null character; None
+            before ``init_on_sender``, unless it was given.
 
     Raises:
         ValueError: ``slot_device`` is not a CUDA device, or does not go with the other options. If the

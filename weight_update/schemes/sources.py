@@ -13,6 +13,7 @@ from torch import nn
 
 from weight_update.errors import NothingToSendError
 from weight_update.schemes.collector import devices_of, factories_of, resolve_model
+from weight_update.sender.workers import NOBODY
 from weight_update.strategy.strategy import WeightStrategy
 
 DeviceMap = Callable[[int, Any], Any]
@@ -37,7 +38,8 @@ class Sources:
     """The weights that each worker gets when ``send`` is called without weights.
 
     Attributes:
-        by_worker: source of each worker, or None where there is none; workers may share one.
+        by_worker: source of each worker, or None where there is none; workers may share one. Without workers,
+            that of ``NOBODY``.
         devices: device of each worker, where known.
         device_map: applied to the source for each worker, if given.
     """
@@ -80,7 +82,7 @@ class Sources:
 
     @classmethod
     def _of_map(cls, params_map: Mapping[int, Any]) -> Sources:
-        if not params_map or not all(isinstance(idx, int) for idx in params_map):
+        if not params_map or not all(isinstance(idx, int) and idx >= 0 for idx in params_map):
             raise ValueError("params_map maps worker indices (int) to weights, for at least one worker")
         return cls(dict(params_map), dict.fromkeys(params_map))
 
@@ -89,7 +91,7 @@ class Sources:
         if model_id is None:
             raise ValueError("init_on_sender(context=...) needs model_id as well")
         devices = devices_of(context)
-        if num_workers is not None and num_workers != len(devices):
+        if num_workers is not None and whole_number(num_workers, "num_workers", least=1) != len(devices):
             devices = [devices[0] if len(set(devices)) == 1 else None] * num_workers
         workers = dict(enumerate(devices))
         factories = factories_of(context)
@@ -121,14 +123,22 @@ class Sources:
         if device_map_fn is not None and devices is not None:
             raise ValueError("give either devices or device_map_fn, not both")
         count = (
-            len(devices or ()) if num_workers is None else whole_number(num_workers, "num_workers", least=1)
+            len(devices or ()) if num_workers is None else whole_number(num_workers, "num_workers", least=0)
         )
         if devices is not None and not count == len(devices) > 0:
             raise ValueError(
                 f"{num_workers=} does not go with {len(devices)} devices; give one for each worker"
             )
+        if count == 0 and device_map_fn is not None:
+            raise ValueError("device_map_fn needs workers from the start: give num_workers of at least 1")
         places = [None if d is None else torch.device(d) for d in devices or [None] * count]
-        return cls(dict.fromkeys(range(count), source), dict(enumerate(places)), device_map_fn)
+        workers = range(count) or [NOBODY]
+        return cls(dict.fromkeys(workers, source), dict(enumerate(places)), device_map_fn)
+
+    @property
+    def nobody(self) -> list[int]:
+        """``NOBODY`` if there are no workers from the start, else nothing."""
+        return [idx for idx in self.by_worker if idx == NOBODY]
 
     @property
     def common(self) -> bool:

@@ -23,7 +23,7 @@ from weight_update.progress import Progress
 from weight_update.report import WorkerEvent
 from weight_update.sender.buffers import MIXED, EncodedUpdate
 from weight_update.sender.groups.delta import DeltaGroup
-from weight_update.sender.workers import Outbox, WorkerState, WorkerTable
+from weight_update.sender.workers import NOBODY, Outbox, WorkerState, WorkerTable
 from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import Kind, WeightChunk
 
@@ -236,7 +236,7 @@ class AnswerThreads:
     def start(self, worker: WorkerState) -> None:
         """Start the thread of a worker, unless it runs."""
         with self._table.lock:
-            if worker.thread is None:
+            if worker.thread is None and worker.idx != NOBODY:
                 name = f"weight_update-worker-{worker.idx}"
                 worker.thread = threading.Thread(target=self._run, args=(worker,), name=name, daemon=True)
                 try:

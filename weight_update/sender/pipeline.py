@@ -79,8 +79,7 @@ class PipelineSender:
         for stage, seconds in pipeline.seconds.items():
             report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
         report.dense_bytes += group.schema.dense_bytes
-        copies = 1 if states[0].link.capabilities.shares_memory else len(states)
-        report.wire_bytes += pipeline.payload_bytes * copies
+        report.wire_bytes += pipeline.wire_bytes
 
     def _ready(self, states: list[WorkerState], step: Step) -> list[WorkerState]:
         """Wait for workers that are busy with the version before; return those that can be sent one now."""
@@ -105,7 +104,7 @@ class Pipeline:
 
     Attributes:
         seconds: time that the caller spent in ``convert``, ``encode`` and ``send``.
-        payload_bytes: size of all chunks that were sent.
+        wire_bytes: size of all chunks that were sent, to each worker unless they share memory.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class Pipeline:
     ) -> None:
         self.step = step
         self.seconds = dict.fromkeys(("convert", "encode", "send"), 0.0)
-        self.payload_bytes = 0
+        self.wire_bytes = 0
         self._states = {worker.idx: worker for worker in states}
         self._borrow, self._delivery, self._changed = borrow, delivery, changed
         self._lent: Slot | None = None
@@ -224,7 +223,8 @@ class Pipeline:
                 return
             self._window.add(chunk.header["index"], self._lent)
             self._lent = None
-        self.payload_bytes += chunk.payload_bytes
+        copies = 1 if states[0].link.capabilities.shares_memory else len(states)
+        self.wire_bytes += chunk.payload_bytes * copies
         slow = [worker.link for worker in states if not worker.link.capabilities.send_never_blocks]
         if len(slow) > 1 and chunk.payload is not None:
             slow[0].expect(chunk.payload, slow)

@@ -19,7 +19,7 @@ from weight_update.sender.handle import AnswerReader, Outcomes
 from weight_update.sender.joining import Admission, absent, require_weights, wait_for_none, without_weights
 from weight_update.sender.observed import ObservedUpdate
 from weight_update.sender.pipeline import PipelineSender
-from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerTable
+from weight_update.sender.workers import NOBODY, GroupAssignment, WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
@@ -35,7 +35,7 @@ class Sender(Outcomes):
     """Sends versions of weights to workers.
 
     Args:
-        links: the sender's end of the link for each worker index.
+        links: the sender's end of the link for each worker index; ``NOBODY`` has one to allocate memory.
         schemas: the weights that each worker is to have; workers with equal schemas share the encoding.
         tracked: names of the weights that updates carry, for each worker; None for all of its schema.
 
@@ -52,7 +52,10 @@ class Sender(Outcomes):
         token: str,
         timeout: float,
     ) -> None:
-        table = WorkerTable(WorkerState(idx, link, schemas[idx], tracked[idx]) for idx, link in links.items())
+        table = WorkerTable(
+            WorkerState(idx, link, schemas[idx], tracked[idx], late=idx == NOBODY)
+            for idx, link in links.items()
+        )
         super().__init__(table, timeout)
         self.refusals: Iterable[str] = ()
         self._strategy = strategy
@@ -161,9 +164,9 @@ class Sender(Outcomes):
                 weights = self._of_known(weights)
                 report = self._stage(weights)
                 self._first_weights = weights
-            for worker in self.table:
-                self._delivery.update(worker)
-                self._answers.start(worker)
+        for worker in self.table:  # late joiners may have come just now
+            self._delivery.update(worker)
+            self._answers.start(worker)
         try:
             wait_for_none(self.table, without_weights, deadline, alive)
             require_weights(self.table, timeout, self.refusals)
@@ -179,7 +182,7 @@ class Sender(Outcomes):
         """Encode the first weights of workers that did not join: ``weights`` may change until they do."""
         for idx, named in self._of_known(weights).items():
             worker = self.table[idx]
-            if worker.group is None and not worker.late:
+            if worker.group is None and (idx == NOBODY or not worker.late):
                 kept = named if self._strategy.max_in_flight is None else None
                 self._assign_first(worker, worker.schema, kept)
         self._first_weights = {}
@@ -234,7 +237,7 @@ class Sender(Outcomes):
                 return self._pipelines.send(weights, step)
             report = self._stage(weights, commit=commit, group_commit=group_commit)
             start = time.perf_counter()
-            states = [self.table[idx] for idx in weights]
+            states = self.table.known(weights)
             self._reader.pause(states)
             sent = self._delivery.update_all(states)
             report.seconds["send"] = time.perf_counter() - start

@@ -23,6 +23,12 @@ from weight_update.transports.shared_memory.slots import may_run
 from weight_update.wire.frames import Step
 from weight_update.wire.schema import WeightSchema
 
+NOBODY = -1
+"""Index under which a sender that starts without workers keeps weights for those that join later.
+
+Its entry in the table is one of a late joiner that never comes.
+"""
+
 _CHECK_SECONDS = 0.05
 _MAX_FAILURES = 8
 _MAX_UPDATES = 4
@@ -313,7 +319,7 @@ class GroupAssignment:
         self._table, self._encoding, self._borrow = table, encoding, borrow
 
     def all(self) -> list[SendGroup]:
-        """Return the groups that have workers."""
+        """Return the groups that have workers, or weights for those to come."""
         return list({worker.group: None for worker in self._table if worker.group})
 
     def move(self, states: list[WorkerState], group: SendGroup) -> None:

@@ -242,5 +242,8 @@ def resolve_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
         return strategy
     if strategy not in get_args(ExtractAs):
         known = ", ".join(repr(name) for name in get_args(ExtractAs))
-        raise ValueError(f"strategy must be {known} or a WeightStrategy, got {strategy!r}")
+        raise ValueError(
+            f"strategy must be {known} or a WeightStrategy, got {strategy!r}; an encoding goes into "
+            "WeightStrategy(encoding=...)"
+        )
     return WeightStrategy(strategy)  # type: ignore[arg-type]  # checked at run time

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import ipaddress
 import logging
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -32,8 +31,6 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 _log = logging.getLogger(__name__)
-_PLACEHOLDER = (1 << 31) - 1
-"""Worker index of the placeholder; explorers are workers under their own ids."""
 
 
 class Transfer:
@@ -47,7 +44,7 @@ class Transfer:
 
     def __init__(self, handle: SendHandle) -> None:
         self._handle = handle
-        self.ids = frozenset(handle.workers) - {_PLACEHOLDER}
+        self.ids = frozenset(handle.workers)
         self.number, self.report = handle.version, handle.report
 
     def settle(self, ids: Iterable[int]) -> dict[int, str]:
@@ -68,10 +65,6 @@ class Transfer:
 
 class Publisher:
     """The sending end: explorers join at any time and are sent weights when it is their turn.
-
-    A scheme keeps weights for workers that it knows from the start, and no explorer is there yet when it
-    starts. So its only worker is a placeholder: a receiver in this process that has no model and only looks
-    at the memory that is sent. It keeps each update for explorers that join later.
 
     Args:
         source: module, TensorDict, dict or callable that is read at each :meth:`send`.
@@ -100,24 +93,29 @@ class Publisher:
         self._last: Transfer | None = None
         self._versions: dict[int | None, int] = {}  # for events, by number of the update
         self._unobserve: Callable[[], None] | None = None
-        self._scheme.init_on_sender(params_map={_PLACEHOLDER: source})
+        self._scheme.init_on_sender(weights=source, num_workers=0)
         if isinstance(self._scheme, DistributedWeightSyncScheme):
             self.endpoint["port"] = self._scheme.port
         else:
             self.endpoint["address"] = self._scheme.address
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._scheme.shutdown)
-            self._placeholder = Subscriber(self.endpoint, _PLACEHOLDER, None, strategy, timeout)
-            undo.callback(self._placeholder.close)
-            with ThreadPoolExecutor(1, "weight_update-join") as joining:
-                joined = joining.submit(self._placeholder.join, timeout)
-                self._scheme.connect(timeout=timeout)
-                joined.result()
-            undo.pop_all()
+        try:
+            self._scheme.connect(timeout=timeout)
+        except BaseException:
+            self._scheme.shutdown()
+            raise
 
     def joined(self) -> list[int]:
         """Return the ids of the explorers that are connected."""
-        return [idx for idx in self._scheme.worker_versions if idx != _PLACEHOLDER]
+        return list(self._scheme.worker_versions)
+
+    def await_weights(self, id: int, timeout: float) -> None:
+        """Wait until it is known that an explorer which has just joined has its first weights.
+
+        The next update is sent to it at once then, so its report counts the bytes.
+        """
+        deadline = time.monotonic() + timeout
+        while self._scheme.worker_versions.get(id) is None and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def send(
         self, ids: Iterable[int], weights: Any = None, *, spread: bool = False, observe: int | None = None
@@ -140,7 +138,7 @@ class Publisher:
                 joined = frozenset(self.joined())
                 here = joined if spread else wanted & joined
                 try:
-                    handle = self._scheme.send_async(weights, [_PLACEHOLDER, *here])
+                    handle = self._scheme.send_async(weights, [*here])
                 except UnknownWorkerError:
                     if here <= set(self.joined()):
                         raise
@@ -170,10 +168,7 @@ class Publisher:
 
     def close(self) -> None:
         """Close all links."""
-        try:
-            self._placeholder.close()
-        finally:
-            self._scheme.shutdown()
+        self._scheme.shutdown()
 
 
 class Subscriber:
@@ -220,7 +215,7 @@ class Subscriber:
 
 def _pass_on(publisher: weakref.ref[Publisher], event: Event) -> None:
     """Pass an event of a publisher's scheme on if an explorer is sent all weights instead of a patch."""
-    if not isinstance(event, WorkerEvent) or event.kind != "full_update" or event.worker == _PLACEHOLDER:
+    if not isinstance(event, WorkerEvent) or event.kind != "full_update":
         return
     if (sender := publisher()) is not None:
         sender.tell_full(event)

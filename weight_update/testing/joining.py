@@ -226,7 +226,7 @@ class JoiningTests(SchemeCase):
         [
             {"num_workers": 1},
             {"model": mlp()},
-            {"model": mlp(), "num_workers": 0},
+            {"model": mlp(), "num_workers": -1},
             {"model": mlp(), "weights": mlp(), "num_workers": 1},
             {"model": mlp(), "devices": ["cpu"], "num_workers": 2},
             {"model": mlp(), "devices": ["cpu"], "device_map_fn": lambda index, weights: weights},

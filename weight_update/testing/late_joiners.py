@@ -46,6 +46,37 @@ class LateJoinerContract(SchemeCase):
         assert procs.scheme.worker_versions == {0: 2, 1: 2, 5: 2}
         assert set(report.apply_seconds) == {0, 1, 5}
 
+    def test_all_workers_are_late_joiners(self, assemble: Assemble) -> None:
+        """A sender of no workers connects at once; those that come later get the newest version."""
+        source = mlp(1)
+        procs = assemble(source, [])
+        assert procs.scheme.worker_versions == {}
+        join(procs, 3)
+        assert_equal(procs, mlp(1))
+        scramble(source, 2)
+        assert set(procs.scheme.send().apply_seconds) == {3}
+        procs.workers.pop().call("shutdown")
+        gone(procs, 3)
+        for seed in (3, 4):  # nobody is there
+            scramble(source, seed)
+            handle = procs.scheme.send_async()
+            assert handle.workers == ()
+            assert handle.done()
+            assert handle.wait(0.0).apply_seconds == {}
+        join(procs, 0)
+        join(procs, 1)
+        assert procs.ask("version") == [3, 3]
+        assert_equal(procs, source)
+        procs.scheme.send(mlp(5), worker_ids=1)
+        assert_equal(procs, source, mlp(5))
+        procs.scheme.send({0: mlp(6)})
+        assert_equal(procs, mlp(6), mlp(5))
+        with pytest.raises(UnknownWorkerError, match=r"unknown workers.*\[2\] \(known workers: \[0, 1\]"):
+            procs.scheme.send(worker_ids=2)
+        scramble(source, 7)
+        procs.scheme.send()
+        assert_equal(procs, source)
+
     def test_it_can_be_addressed(self, assemble: Assemble) -> None:
         """``worker_ids`` and weights of its own work once it has joined."""
         procs = assemble(mlp(1))

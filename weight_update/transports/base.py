@@ -151,7 +151,7 @@ class TransportBackend(ABC):
 
     @property
     def arrivals(self) -> Arrivals | None:
-        """Sender's end: the chunks that arrive on the present connection; None to wait in ``recv_chunk``."""
+        """The chunks that arrive at the sender on the present connection; None to wait in ``recv_chunk``."""
         return None
 
     @abstractmethod

@@ -348,7 +348,10 @@ def _dial(sock: socket.socket, address: str) -> None:
     except BlockingIOError:  # its backlog is full
         raise
     except OSError as error:
-        raise LinkClosedError(f"the sender cannot be reached ({error})") from None
+        raise LinkClosedError(
+            f"no sender at {address!r} ({error}); it has shut down or died, or address= is not the sender's "
+            "scheme.address"
+        ) from None
 
 
 def _context(address: str) -> str:
