@@ -19,8 +19,8 @@ needs_library = pytest.mark.skipif(dense.library is None, reason="there was no c
 @pytest.fixture(params=[pytest.param(True, marks=needs_library), False], ids=["compiled", "torch"])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Copy everything as if it were large, with or without the compiled loop."""
-    for name in ("_LARGE", "_LARGE_FOR_ONE", "_EACH"):
-        monkeypatch.setattr(dense, name, 0)
+    for name, value in {"_LARGE": 0, "_FOR_ONE": 1, "_EACH": 0}.items():
+        monkeypatch.setattr(dense, name, value)
     monkeypatch.setattr(dense, "_PIECE", 1000)  # pieces end within tensors, and hold several
     if not request.param:
         monkeypatch.setattr(dense, "library", None)
@@ -101,6 +101,17 @@ def test_targets_without_memory(serial: bool) -> None:
     inner, values = torch.zeros(3, 4), torch.randn(3, 4)
     copy_tensors([Scaled(inner, 1)], [values], "test", serial=serial)
     assert torch.equal(inner, values)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_tensors_that_overlap() -> None:
+    flat = torch.arange(100.0)
+    with pytest.raises(
+        RuntimeError, match="some elements of the input tensor and the written-to tensor refer"
+    ):
+        copy_tensors([flat[1:91]], [flat[:90]], "test")
+    copy_tensors([flat[:50], flat[:50]], [flat[50:], flat[:50]], "test")  # beside each other, and the same
+    assert torch.equal(flat[:50], flat[50:])
 
 
 @pytest.mark.usefixtures("compiled")

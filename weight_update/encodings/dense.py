@@ -34,9 +34,10 @@ _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 SERIAL = 32736
 """Elements that torch copies on one thread; whole vectors, because a remainder converts NaNs differently."""
 
-# Bytes from which the compiled loop is faster than several threads of torch, which may still spin after a
-# step of the trainer, and than one.
-_LARGE, _LARGE_FOR_ONE = 256 << 20, 8 << 20
+# Bytes from which the compiled loop is faster than torch. Threads of torch spin for a while after a copy, so
+# workers on the same processors wait.
+_LARGE = 1 << 20
+_FOR_ONE = 32 << 20  # bytes for each further thread; with fewer, two threads were no faster than one
 _EACH = 32 << 10  # bytes of a tensor, on average; looking at smaller ones takes longer than is gained
 _PIECE = 8 << 20  # bytes for one thread at a time
 _BATCHES = 64  # between which progress is noted
@@ -150,14 +151,15 @@ def copy_tensors(
         title: text for the progress, see :class:`~weight_update.progress.Progress`.
         serial: whether to use one thread; those of torch hang in forked processes.
     """
-    total, threads = sum(map(_NBYTES, targets)), 1 if serial else torch.get_num_threads()
-    if total < (_LARGE if threads > 1 else _LARGE_FOR_ONE):
+    total = sum(map(_NBYTES, targets))
+    if total < _LARGE:
         _copy_by_torch(targets, sources, serial)
         return
     pairs = list(zip(targets, sources, strict=True))
     with Progress(title, total) as progress:
         if library is not None and total >= _EACH * len(pairs):
             suiting = [_suits(*pair) for pair in pairs]
+            threads = 1 if serial else min(torch.get_num_threads(), total // _FOR_ONE)
             _stream([pair for pair, suits in zip(pairs, suiting, strict=True) if suits], threads, progress)
             pairs = [pair for pair, suits in zip(pairs, suiting, strict=True) if not suits]
         step = -(-len(pairs) // _BATCHES)
@@ -168,8 +170,10 @@ def copy_tensors(
 
 
 def _suits(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Return whether a target takes the bytes of its source, which lie elsewhere."""
     same = source.dtype is target.dtype and source.shape == target.shape
-    return same and {type(source), type(target)} <= PLAIN and is_plain(source) and is_plain(target)
+    plain = {type(source), type(target)} <= PLAIN and is_plain(source) and is_plain(target)
+    return same and plain and abs(source.data_ptr() - target.data_ptr()) >= target.nbytes
 
 
 def _stream(pairs: _Pairs, threads: int, progress: Progress) -> None:
