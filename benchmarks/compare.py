@@ -32,7 +32,10 @@ Key = tuple[str, float, int, int]
 Found = dict[Key, Figure]
 
 _SMALL = 10.0
-"""Megabytes up to which waking the processes takes a large part of an update."""
+"""Megabytes up to which waking the processes takes a large part of an update, and copies need no threads."""
+
+_REST = 0.01
+"""Seconds before an update of more; threads that copied for the one before no longer spin then."""
 
 UNLIMITED = "+fd"
 """Marks a variant that runs without the limit on descriptors, because it cannot run with it."""
@@ -92,8 +95,10 @@ class Plan:
 
 def figures_of(live: Sequence[Trainer], plan: Plan) -> list[Figure]:
     """Measure the updates of each trainer, in turns."""
-    repeats = plan.repeats_for(live[0].case.megabytes)
-    results = in_turns(live, "update", repeats, timeout=plan.timeout, budget=plan.budget)
+    megabytes = live[0].case.megabytes
+    rest = 0.0 if megabytes <= _SMALL else _REST
+    repeats, budget = plan.repeats_for(megabytes), plan.budget
+    results = in_turns(live, "update", repeats, timeout=plan.timeout, budget=budget, rest=rest)
     return [Figure(tuple(values), trainer.failure) for trainer, values in zip(live, results, strict=True)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import time
 import traceback
@@ -152,8 +153,11 @@ def in_turns(
     warmup: int = 2,
     timeout: float,
     budget: float,
+    rest: float = 0.0,
 ) -> list[list[Any]]:
-    """Call a method of each process in turn, ``repeats`` times over: A B C A B C ...
+    """Call a method of each process in turn, ``repeats`` times over, in a random order each time.
+
+    The order matters: what comes next finds the caches, and threads that still spin, of what was before.
 
     Args:
         processes: one that fails on the way keeps no results and is left out from then on.
@@ -162,14 +166,19 @@ def in_turns(
         warmup: number of turns before, whose results are dropped.
         timeout: seconds for one answer.
         budget: seconds after which a slow process gets no further turns.
+        rest: seconds between two calls in which this process alone computes, so that processors stay awake.
     """
     results: list[list[Any]] = [[] for _ in processes]
     spent = [0.0] * len(processes)
+    shuffle = random.Random(0).sample
     for turn in range(warmup + repeats):
-        for place, process in enumerate(processes):
+        for place in shuffle(range(len(processes)), len(processes)):
+            process = processes[place]
             if process.failure is not None or (spent[place] > budget and len(results[place]) > 0):
                 continue
-            start = time.perf_counter()
+            begin = time.perf_counter() + rest
+            while (start := time.perf_counter()) < begin:
+                pass
             try:
                 answer = process.ask(method, timeout=timeout)
             except Failed:
