@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 
@@ -11,6 +12,8 @@ import pytest
 from faults_tools import Processes, Stripes, Worker, eventually, fill, leave
 
 from weight_update import SharedMemWeightSyncScheme
+from weight_update.sender.sender import Sender
+from weight_update.sender.workers import WorkerState
 
 PROMPT = 15.0
 """Seconds: more than any call here takes on a busy machine, and fewer than a timeout of the library."""
@@ -57,3 +60,24 @@ def test_interrupts_while_the_trainer_waits(reads: bool) -> None:
         assert [worker.call(version_of) for worker in workers] == [UPDATES, UPDATES]
         workers[0].call(leave, timeout=PROMPT)
         assert eventually(lambda: scheme.worker_versions[0] is None), "nobody reads what this worker sends"
+
+
+def test_an_answer_that_a_thread_takes_just_before_the_caller() -> None:
+    """A worker that is done when the caller is about to read is not waited for."""
+    with closing(Processes()) as processes:
+        scheme, model = processes.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), two_layers()
+        processes.launch(scheme, model, two_layers, 2)
+        sender, asked = scheme._require_sender().sender, set[int]()
+        assert isinstance(sender, Sender)
+
+        def done(worker: WorkerState) -> bool:
+            """Return False at first, as if the answer came a moment later."""
+            known = worker.idx in asked
+            asked.add(worker.idx)
+            return known
+
+        assert eventually(scheme.send_async(fill(model, 1)).done)
+        start = time.monotonic()
+        sender._reader.read(sender.table.known([0, 1]), done, start + PROMPT)
+        assert asked == {0, 1}
+        assert time.monotonic() - start < PROMPT / 2

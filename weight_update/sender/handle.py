@@ -279,7 +279,8 @@ class AnswerReader:
             if arrivals is None:
                 continue
             paused[arrivals] = worker
-            if worker.reading.acquire(blocking=False) and (descriptor := arrivals.pause()) is not None:
+            descriptor = arrivals.pause() if worker.reading.acquire(blocking=False) else None
+            if descriptor is not None and not self._is(worker, done):  # its thread may have read it just now
                 poller.register(descriptor, select.POLLIN)
                 waited_for[descriptor] = worker, arrivals
             else:
