@@ -22,8 +22,7 @@ class SyncReport:
         encoding: name of the encoding, e.g. ``"dense"``.
         dense_bytes: size in bytes of all weights, sent once.
         wire_bytes: bytes handed to the transport, for all workers together. A shared buffer that all
-            workers read counts once. The first weights of ``connect()`` do not count, nor does an update that
-            a busy worker is sent later.
+            workers read counts once. What a busy worker is sent counts when it is sent.
         changed_fraction: share of the elements that were sent (1.0 when all were).
         compression: label of the compression of a patch, e.g. ``"zstd"``; empty when nothing was compressed.
         seconds: time of each stage in seconds: ``extract``, ``convert``, ``encode``, ``send``, ``ack``.

@@ -150,6 +150,11 @@ def test_an_explorer_that_missed_too_many_versions(method: SyncMethod, tmp_path:
         explorer.step = trainer.step = 1
         trainer.blocking.sync_weight()
         assert "reason" not in explorer.blocking.sync_weight()
+        sending = trainer.blocking._method
+        assert sending is not None
+        assert sending.publisher is not None
+        scheme = sending.publisher._scheme
+        wait_until(lambda: scheme.worker_versions[0] is not None)  # or it misses versions before the next one
         with explorer.hold():  # the first version that comes waits, and no other is sent to it meanwhile
             for step in range(2, 14):
                 change(source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Literal
@@ -20,7 +21,7 @@ from weight_update.errors import (
     without_frames,
 )
 from weight_update.progress import Progress
-from weight_update.report import WorkerEvent
+from weight_update.report import SyncReport, WorkerEvent
 from weight_update.sender.buffers import MIXED, EncodedUpdate
 from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.workers import NOBODY, Outbox, WorkerState, WorkerTable
@@ -45,33 +46,34 @@ class Delivery:
         self.timeout = timeout
         self._table, self._changed = table, table.changed
         self._closed = False
+        self._reports: weakref.WeakValueDictionary[int, SyncReport] = weakref.WeakValueDictionary()
+        self._counted: set[tuple[int, int]] = set()  # versions, and payloads that workers share
 
-    def update(self, worker: WorkerState) -> EncodedUpdate | None:
-        """Send a worker the update it lacks, unless it is busy; call this whenever that may have changed.
+    def count_in(self, report: SyncReport) -> None:
+        """Count the bytes that workers are sent of a version in its report, as long as that is in use."""
+        with self._table.lock:
+            self._counted = {(version, key) for version, key in self._counted if version in self._reports}
+            self._reports[report.version] = report
 
-        Return the update; None if there was none to send, or the worker was lost.
-        """
+    def update(self, worker: WorkerState) -> None:
+        """Send a worker the update it lacks, unless it is busy; call this whenever that may have changed."""
         if worker.link.capabilities.send_never_blocks:
             with worker.sending:
-                update = self._load(worker)
-                return update if update is not None and self.send(worker, update.chunks) else None
-        update = self._load(worker)
-        if update is not None:
+                if (update := self._load(worker)) is not None:
+                    self.send(worker, update.chunks)
+        elif (update := self._load(worker)) is not None:
             self.post(worker, partial(self._transmit, worker, update))
-        return update
 
-    def update_all(self, states: list[WorkerState]) -> list[EncodedUpdate]:
-        """Send each worker the update it lacks, without waiting for slow links; return these updates."""
+    def update_all(self, states: list[WorkerState]) -> None:
+        """Send each worker the update it lacks, without waiting for slow links."""
         slow = [worker for worker in states if not worker.link.capabilities.send_never_blocks]
         loads = [(worker, update) for worker in slow if (update := self._load(worker)) is not None]
         _announce(loads)
         for worker, update in loads:
             self.post(worker, partial(self._transmit, worker, update))
-        sent = [update for _, update in loads]
         for worker in states:
-            if worker not in slow and (update := self.update(worker)) is not None:
-                sent.append(update)
-        return sent
+            if worker not in slow:
+                self.update(worker)
 
     def post(self, worker: WorkerState, write: Callable[[], None]) -> None:
         """Call ``write`` if the link of a worker never blocks, else have its outbox call it.
@@ -189,12 +191,25 @@ class Delivery:
                         self.tell_full(worker, update.version, "it lacks the version that changes refer to")
                     worker.set_update("inflight", update)
                     worker.sent_at = time.monotonic()
+                    self._count(update, worker.link.capabilities.shares_memory)
                     return update
             try:
                 group.prepare()
             except NotEnoughMemoryError as error:
                 self.lose(worker, error)
                 return None
+
+    def _count(self, update: EncodedUpdate, shared: bool) -> None:
+        """Count the bytes of an update in the report of its version. The caller holds the sender's lock."""
+        report = self._reports.get(update.version)
+        if report is None:
+            return
+        for chunk in update.chunks:
+            key = update.version, id(chunk.payload)
+            if key not in self._counted:
+                report.wire_bytes += chunk.payload_bytes
+            if shared:
+                self._counted.add(key)
 
     def _transmit(self, worker: WorkerState, update: EncodedUpdate) -> None:
         """Write the update in flight, unless the worker was lost or the sender shut down meanwhile."""

@@ -64,7 +64,6 @@ class Sender(Outcomes):
         self._publishing = threading.Lock()
         self._pid = os.getpid()
         first = next(iter(links.values()))
-        self._shares_memory = first.capabilities.shares_memory
         self._pool = BufferPool(first, table.changed, timeout)
         self._delivery = Delivery(table, timeout)
         self._groups = GroupAssignment(table, strategy.encoding, self._pool.borrow)
@@ -239,15 +238,8 @@ class Sender(Outcomes):
             start = time.perf_counter()
             states = self.table.known(weights)
             self._reader.pause(states)
-            sent = self._delivery.update_all(states)
+            self._delivery.update_all(states)
             report.seconds["send"] = time.perf_counter() - start
-            shared: set[int] = set()
-            for update in sent:
-                for chunk in update.chunks:
-                    if id(chunk.payload) not in shared:
-                        report.wire_bytes += chunk.payload_bytes
-                    if self._shares_memory:
-                        shared.add(id(chunk.payload))
             return report
 
     def attended(self) -> AbstractContextManager[object]:
@@ -275,6 +267,7 @@ class Sender(Outcomes):
         self._require_agreed(weights)
         self._number += 1
         report = SyncReport(self._number, "")
+        self._delivery.count_in(report)
         # an update that may be aborted does not unite groups
         parts = self._groups.partition(weights, apart=not commit)
         groups: list[SendGroup] = []

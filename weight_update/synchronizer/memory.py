@@ -45,7 +45,6 @@ class MemoryTrainer(StoringTrainer):
         del step
         if _SYNCHRONIZER not in self.publisher.joined():
             client.ask("take_from", ticket=self.publisher.endpoint)
-            self.publisher.await_weights(_SYNCHRONIZER, client.transfer_timeout)
         transfer = self.publisher.send([_SYNCHRONIZER])
         if failures := transfer.settle([_SYNCHRONIZER]):
             raise LinkClosedError(f"the synchronizer did not take the weights: {failures[_SYNCHRONIZER]}")

@@ -7,7 +7,6 @@ import ipaddress
 import logging
 import secrets
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -107,15 +106,6 @@ class Publisher:
     def joined(self) -> list[int]:
         """Return the ids of the explorers that are connected."""
         return list(self._scheme.worker_versions)
-
-    def await_weights(self, id: int, timeout: float) -> None:
-        """Wait until it is known that an explorer which has just joined has its first weights.
-
-        The next update is sent to it at once then, so its report counts the bytes.
-        """
-        deadline = time.monotonic() + timeout
-        while self._scheme.worker_versions.get(id) is None and time.monotonic() < deadline:
-            time.sleep(0.001)
 
     def send(
         self, ids: Iterable[int], weights: Any = None, *, spread: bool = False, observe: int | None = None

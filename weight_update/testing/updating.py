@@ -218,6 +218,17 @@ class UpdatingTests(SchemeCase):
         assert procs.scheme.worker_versions == {0: 7, 1: 7}
         assert_equal(procs, source)
 
+    def test_bytes_for_a_busy_worker(self, assemble: Assemble) -> None:
+        """They count in the report of the update, once the worker is sent it."""
+        procs = assemble(mlp(1))
+        procs.workers[0].call("hold")
+        first = procs.scheme.send_async(mlp(2))
+        second = procs.scheme.send_async(mlp(3), worker_ids=0)
+        assert second.report.wire_bytes == 0
+        procs.workers[0].call("release")
+        assert first.wait().wire_bytes > 0
+        assert second.wait().wire_bytes > 0
+
     def test_without_waiting(self, assemble: Assemble) -> None:
         """``sync=False``: ``send`` returns while workers are busy."""
         source = mlp(1)
