@@ -222,6 +222,15 @@ def test_devices_of_workers_that_are_not_known() -> None:
         sender.send(worker_ids="cuda:0")
 
 
+def test_workers_that_lack_weights_of_their_own() -> None:
+    message = r"no weights for workers \[0\] of worker_ids=0; weights are given for \[1\]"
+    with (
+        connected_thread(MemoryWeightSyncScheme, nn.Linear(2, 2), nn.Linear(2, 2)) as sender,
+        pytest.raises(UnknownWorkerError, match=message),
+    ):
+        sender.send({1: nn.Linear(2, 2)}, worker_ids=0)
+
+
 class Forgetful(MemoryWeightSyncScheme):
     end = "sender"
 

@@ -168,12 +168,15 @@ class SourceReader:
             chosen = [worker for item in items for worker in self._workers_of(item)]
         if not chosen and not self._nobody:
             raise UnknownWorkerError(f"worker_ids={worker_ids!r} names no worker (known workers: {known})")
-        lacking = [i for i in chosen if i not in weights] if per_worker else []
-        unknown = [i for i in chosen if i not in known] + lacking
-        if unknown:
+        if unknown := [i for i in chosen if i not in known]:
             raise UnknownWorkerError(
-                f"unknown workers, or no weights for them: {unknown} (known workers: {known}; a late joiner "
-                "is known only while it is connected)"
+                f"unknown workers: {unknown} (known workers: {known}; a late joiner is known only while it "
+                "is connected)"
+            )
+        if per_worker and (lacking := [i for i in chosen if i not in weights]):
+            raise UnknownWorkerError(
+                f"no weights for workers {lacking} of worker_ids={worker_ids!r}; weights are given for "
+                f"{sorted(weights)}"
             )
         return list(dict.fromkeys(chosen if per_worker else self._nobody + chosen))
 

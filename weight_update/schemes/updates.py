@@ -190,11 +190,11 @@ class SchemeUpdates(SchemeLifecycle):
                 rollout = [step(policy) for _ in range(100)]    # all with one version
 
         In coroutines write ``async with scheme.hold():``. A hold may end in another thread or coroutine than
-        the one it began in.
+        the one it began in. After ``shutdown()`` there are no updates to keep out.
 
         Raises:
-            LifecycleError: this is not a connected receiver; or, from ``with`` in a coroutine, another
-                coroutine of this thread holds as well.
+            LifecycleError: this is no receiver, or ``connect()`` was not called; or, from ``with`` in a
+                coroutine, another coroutine of this thread holds as well.
         """
         return self._require_receiver().gate.hold()
 

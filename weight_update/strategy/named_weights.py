@@ -182,8 +182,8 @@ class WeightReader:
         if callable(source):
             return self.named(source())
         raise UnsupportedSourceError(
-            f"cannot read weights from a {type(source).__name__}; give an nn.Module, a TensorDict, "
-            "a dict of tensors, or a callable that returns one of these"
+            f"cannot read weights from an object of type {type(source).__name__}; give an nn.Module, a "
+            "TensorDict, a dict of tensors, or a callable that returns one of these"
         )
 
     def chosen(self, source: Any) -> frozenset[str] | None:
