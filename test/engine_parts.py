@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ class Notebook(InferenceEngine):
         in_chunks: see ``loads_in_chunks``.
         expected: see ``expected_weights``.
         changes: see ``loads_changes``.
+        together: see ``needs_with``.
 
     Attributes:
         calls: what was called, in order; of ``load_weights`` and ``load_changes`` the names.
@@ -34,7 +35,9 @@ class Notebook(InferenceEngine):
         in_chunks: bool = False,
         expected: Mapping[str, torch.Tensor] | None = None,
         changes: bool = False,
+        together: Collection[str] = (),
     ) -> None:
+        self.together = together
         self.loads_in_chunks, self.expected, self.loads_changes = in_chunks, expected, changes
         self.calls: list[tuple[str, Any]] = []
         self.loaded: dict[str, torch.Tensor] = {}
@@ -82,6 +85,9 @@ class Notebook(InferenceEngine):
             if self.skips:
                 self.skips -= 1
                 return
+
+    def needs_with(self, changed: Collection[str]) -> Collection[str]:
+        return self.together if set(self.together) & set(changed) else ()
 
     def finish_update(self, version: int) -> None:
         self._fail_at("finish")

@@ -104,6 +104,39 @@ def test_changes_are_small(connect: Connect) -> None:
     assert taken == [("0.weight", [columns + 2], [5.0]), ("2.bias", [0], [7.0])]
 
 
+def test_an_engine_gets_unchanged_weights_that_it_stores_with_a_changed_one(connect: Connect) -> None:
+    taken: list[tuple[str, int]] = []
+
+    class Engine(Notebook):
+        def load_changes(self, changes: Any, base: int) -> None:
+            kept = list(changes)
+            taken.extend((change.name, change.values.numel()) for change in kept)
+            super().load_changes(iter(kept), base)  # which also checks the whole weights
+
+    source = net(1)
+    sender, _ = connect(source, Engine(changes=True, together=["0.weight", "2.weight"]))
+    with torch.no_grad():
+        source[0].weight[1, 2] = 5.0
+    sender.send()
+    with torch.no_grad():
+        source[0].bias[0] = 7.0
+    sender.send()
+    assert taken == [("0.weight", 1), ("2.weight", 0), ("0.bias", 1)]
+
+
+def test_an_engine_that_needs_weights_nobody_sends(connect: Connect) -> None:
+    source, engine = net(1), Notebook(changes=True)
+    sender, _ = connect(source, engine)
+    engine.together = ["0.weight", "nobody"]
+    with torch.no_grad():
+        source[0].weight[1, 2] = 5.0
+    with pytest.raises(SyncFailedError, match=r"needs_with\(\) of the engine names .*:\n  - nobody"):
+        sender.send()
+    engine.together = ()
+    sender.send()
+    assert fingerprint(engine.loaded) == weights_of(source)
+
+
 def test_several_patches_at_once(connect: Connect) -> None:
     """A receiver that was busy gets all patches since its version, as one set of changes."""
     source, engine = Zoo(1), Notebook(changes=True)

@@ -109,13 +109,52 @@ def test_weights_in_another_form_are_loaded_as_a_whole(
     worker = OneWorker(vllm_config, model)
     with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
         join(scheme, worker, policy)
-        assert worker.engine.loader.placements.alone.keys() == {"lm_head.weight"}
+        assert worker.engine.loader.placements.others == {"lm_head.weight"}
         train(policy, 0.01)
         send(scheme, worker)
         counts = worker.engine.loader.last_patch
         assert (counts.in_place, counts.reloaded) == (len(policy.state_dict()) - 1, 1)
         assert torch.equal(model.lm_head.weight[:96], -policy.lm_head.weight)
         assert torch.equal(model.model.norm.weight, policy.model.norm.weight)
+    worker.close()
+
+
+def test_weights_that_a_kernel_stores_as_one_are_reloaded_together(
+    vllm_config: VllmConfig, policy: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = vllm_model(vllm_config)
+    turned = [layer.self_attn.qkv_proj for layer in model.model.layers]
+    kind = type(turned[0].quant_method)
+    process = kind.process_weights_after_loading
+
+    def turn(self: Any, layer: nn.Module) -> None:
+        process(self, layer)
+        if layer in turned:  # as for fp8: a loader of this layer cannot take the parameter any more
+            layer.weight = nn.Parameter(layer.weight.data.t().contiguous().neg(), requires_grad=False)
+
+    for layer in turned:
+        layer.weight = nn.Parameter(layer.weight.data.t().contiguous().neg(), requires_grad=False)
+    monkeypatch.setattr(kind, "process_weights_after_loading", turn)
+    worker = OneWorker(vllm_config, model)
+    with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
+        join(scheme, worker, policy)
+        fused = [f"model.layers.{i}.self_attn.{part}_proj.weight" for i in (0, 1) for part in "qkv"]
+        loader = worker.engine.loader
+        assert loader.placements.others == set(fused)
+        before = {name: value.data_ptr() for name, value in model.named_parameters()}
+        for changed, reloaded in ((fused[:1], 3), ([*fused, "lm_head.weight"], 6), (["lm_head.weight"], 0)):
+            for name in changed:
+                policy.get_parameter(name).data.view(-1)[::7] += 1.0
+            send(scheme, worker)
+            expected = loaded_by_vllm(vllm_config, policy)
+            assert (loader.last_patch.reloaded, loader.last_patch.in_place) == (
+                reloaded,
+                len(set(changed) - set(fused)),
+            )
+            for name, value in tensors(model).items():
+                own = "qkv_proj" in name
+                assert torch.equal(value, -expected[name].t() if own else expected[name]), name
+        assert {name: value.data_ptr() for name, value in model.named_parameters()} == before
     worker.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,8 @@ from vllm.entrypoints.serve.dev.cache.api_router import router as cache_router
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_processing, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
+from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.plugins import DEFAULT_PLUGINS_GROUP
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -65,6 +68,8 @@ def test_version() -> None:
         (LLM.reset_prefix_cache, ["reset_running_requests", "reset_connector"]),
         (initialize_layerwise_reload, ["model"]),
         (finalize_layerwise_processing, ["model", "model_config"]),
+        (get_layerwise_info, ["layer"]),
+        (make_online_process_loader, ["layer", "param_name"]),
         (is_deferred_attention_layer, ["layer"]),
         (disable_mtp_completeness_check, []),
         (set_current_vllm_config, ["vllm_config", "check_compile", "prefix"]),
@@ -72,6 +77,13 @@ def test_version() -> None:
 )
 def test_parameters(function: Callable[..., Any], expected: list[str]) -> None:
     assert parameters(function) == expected
+
+
+def test_what_vllm_notes_of_a_module_during_a_reload() -> None:
+    noted = {field.name: field.type for field in dataclasses.fields(LayerReloadingInfo)}
+    assert noted["load_numel"] is int
+    assert noted["load_numel_total"] == int | None
+    assert noted["loaded_weights"] == list[tuple[str, inspect.BoundArguments]]
 
 
 def test_the_backend_has_the_methods_of_its_base() -> None:

@@ -51,8 +51,8 @@ def trainer_model(**changes: int) -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**{**TINY, **changes})).to(torch.float32)
 
 
-def config(directory: Path) -> VllmConfig:
-    (directory / "config.json").write_text(json.dumps({**TINY, "dtype": "float32"}))
+def config(directory: Path, **changes: Any) -> VllmConfig:
+    (directory / "config.json").write_text(json.dumps({**TINY, **changes, "dtype": "float32"}))
     load_general_plugins()
     return EngineArgs(
         model=str(directory),

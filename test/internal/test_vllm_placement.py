@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ WEIGHTS = {
     "quantized": torch.randn(4, 4),
     "unused": torch.randn(3),
 }
+MODULES = {name: {"qk" if name in ("q", "k") else name} for name in WEIGHTS if name != "unused"}
 SHAPES = {name: (weight.shape, weight.dtype) for name, weight in WEIGHTS.items()}
 
 
@@ -65,12 +67,12 @@ class Rank1(nn.Module):
 def test_finding_out_changes_nothing_and_names_each_weight() -> None:
     model = Rank1()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = find_placements(model, model.load_weights, SHAPES)
+    found = find_placements(model, model.load_weights, SHAPES, MODULES)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert set(found.blocks) == {"q", "k", "cut", "norm", "padded", "unused"}
     assert found.blocks["unused"] == ()
-    assert found.alone == {"turned": "turned", "quantized": "quantized"}
-    assert found.others == frozenset()
+    assert found.others == {"turned", "quantized"}
+    assert found.takes_patches
     assert str(found) == "5 in place, 2 reloaded (quantized, turned), 1 not used by this worker"
 
 
@@ -78,7 +80,7 @@ def test_finding_out_changes_nothing_and_names_each_weight() -> None:
 def test_changed_elements_are_written_where_a_load_puts_them(name: str) -> None:
     model, expected = Rank1(), Rank1()
     model.load_weights(WEIGHTS.items())
-    (block,) = find_placements(model, model.load_weights, SHAPES).blocks[name]
+    (block,) = find_placements(model, model.load_weights, SHAPES, MODULES).blocks[name]
     weight = WEIGHTS[name].clone()
     positions = torch.randperm(weight.numel())[: weight.numel() // 2].sort().values
     weight.view(-1)[positions] += 1.0
@@ -94,7 +96,7 @@ def test_changed_elements_are_written_where_a_load_puts_them(name: str) -> None:
 def test_a_block_tells_other_values_apart() -> None:
     model = Rank1()
     model.load_weights(WEIGHTS.items())
-    (block,) = find_placements(model, model.load_weights, SHAPES).blocks["cut"]
+    (block,) = find_placements(model, model.load_weights, SHAPES, MODULES).blocks["cut"]
     everything = torch.arange(24)
     model.cut.weight.data.copy_(model.cut.weight.data.flip(0))  # as a kernel's own form
     assert not block.has(WEIGHTS["cut"].shape, everything, WEIGHTS["cut"].view(-1))
@@ -110,15 +112,24 @@ def test_a_loader_that_computes_spoils_its_own_weight_only() -> None:
             else:
                 model.load_weights([(name, weight)])
 
-    found = find_placements(model, load, SHAPES)
+    found = find_placements(model, load, SHAPES, MODULES)
     assert "q" in found.blocks
-    assert found.others == {"k"}
+    assert found.others == {"k", "turned", "quantized"}
 
 
-def test_a_weight_that_is_dropped_is_loaded_with_its_module() -> None:
+def test_what_a_patch_reloads() -> None:
     model = Rank1()
-    found = find_placements(model, model.load_weights, SHAPES)
-    found.drop("norm")
-    found.drop("k")  # shares its module with q
-    assert found.alone["norm"] == "norm"
-    assert found.others == {"k"}
+    found = find_placements(model, model.load_weights, SHAPES, MODULES)
+    assert found.reload_of(["q", "norm", "unused"]) == (set(), set())
+    assert found.reload_of(["q", "turned"]) == ({"turned"}, {"turned"})
+    found.drop("k")  # a kernel stores it in its own form, with q
+    assert found.others == {"q", "k", "turned", "quantized"}
+    assert found.reload_of(["k"]) == ({"q", "k"}, {"qk"})
+    found.modules = {**MODULES, "cut": {"cut", "qk"}, "norm": {"norm", "cut"}}
+    assert found.reload_of(["k"]) == ({"q", "k", "cut", "norm"}, {"qk", "cut", "norm"})
+
+
+@pytest.mark.parametrize("modules", [{}, {**MODULES, "turned": ()}, {**MODULES, "q": {"elsewhere"}}])
+def test_without_the_modules_of_a_weight_all_are_reloaded(modules: dict[str, Any]) -> None:
+    model = Rank1()
+    assert not find_placements(model, model.load_weights, SHAPES, modules).takes_patches

@@ -29,7 +29,7 @@ class Loading:
         self._engine, self._version, self._dtypes = engine, version, dtypes
         self.since = time.perf_counter()
         self.count = 0
-        with _engine_errors():
+        with engine_errors():
             engine.begin_update(version)
 
     @property
@@ -41,7 +41,7 @@ class Loading:
     def load(self, items: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Have the engine load some weights; raise SchemaMismatchError if it did not take all of them."""
         weights = self._converted(items)
-        with _engine_errors():
+        with engine_errors():
             self._engine.load_weights(weights)
         left = tuple(name for name, _ in weights)
         if left:
@@ -51,7 +51,7 @@ class Loading:
     def load_changes(self, changes: Iterable[WeightChange], base: int) -> None:
         """Have the engine load a patch; raise SchemaMismatchError if it did not take all changes."""
         offered = map(self._converted_change, changes)
-        with _engine_errors():
+        with engine_errors():
             self._engine.load_changes(offered, base)
         if left := tuple(change.name for change in offered):
             raise SchemaMismatchError("load_changes() returned before it took all changes; it left:", left)
@@ -67,7 +67,7 @@ class Loading:
 
     def finish(self) -> None:
         """Tell the engine that the version is complete."""
-        with _engine_errors():
+        with engine_errors():
             self._engine.finish_update(self._version)
 
     def abort(self) -> None:
@@ -88,7 +88,7 @@ class Loading:
 
 
 @contextlib.contextmanager
-def _engine_errors() -> Iterator[None]:
+def engine_errors() -> Iterator[None]:
     """Return a context manager for an engine's calls: a TransportError of its own is not one of our link."""
     try:
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ class WeightChange(NamedTuple):
     Attributes:
         name: name of the weight.
         positions: flat indices of the elements that changed, ascending; int64 of shape ``(n,)``. None if all
-            elements changed.
+            elements changed, and of shape ``(0,)`` for a weight of :meth:`InferenceEngine.needs_with`.
         values: new values of these elements, of shape ``(n,)``; the whole weight if ``positions`` is None.
         weight: the whole weight after the change, for engines that cannot take single elements of it.
     """
@@ -90,11 +90,25 @@ class InferenceEngine(ABC):
         default loads each changed weight as a whole, with :meth:`load_weights`.
 
         Args:
-            changes: one change for each weight that changed; the tensors are valid until this returns.
+            changes: one change for each weight that changed, and for each weight of :meth:`needs_with`; the
+                tensors are valid until this returns.
             base: the version in force, which the changes lead from.
         """
         del base
         self.load_weights((change.name, change.weight) for change in changes)
+
+    def needs_with(self, changed: Collection[str]) -> Collection[str]:
+        """Return the weights that :meth:`load_changes` needs in addition to the ``changed`` ones.
+
+        An engine that stores several weights as one, in a form of its own, has to load all of them if one has
+        changed. It gets a :class:`WeightChange` for each weight returned here, with no element changed. The
+        default returns none.
+
+        Args:
+            changed: names of the weights that a patch changes. May be called while the engine generates.
+        """
+        del changed
+        return ()
 
     @abstractmethod
     def finish_update(self, version: int) -> None:

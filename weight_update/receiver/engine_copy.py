@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from weight_update.encodings import Delta
 from weight_update.encodings.dense import copy_tensors
 from weight_update.encodings.patch.changes import BITS, Array
 from weight_update.engines.base import WeightChange
+from weight_update.errors import SchemaMismatchError
 from weight_update.receiver.flat_buffers import OwnCopy
 from weight_update.receiver.targets import EngineTarget, StagedUpdate, Target
 from weight_update.threads import in_threads, threads_for
@@ -32,8 +34,20 @@ class EngineCopy(OwnCopy):
             return
         self.apply(update.deltas, update.version)
         if _takes_changes(target):
-            self._changes = changes_of(update.deltas, self.schema, self.values)
+            changes = changes_of(update.deltas, self.schema, self.values)
+            self._changes = [*changes, *self._needed_with(changes, target)]
         update.deltas = []
+
+    def _needed_with(self, changes: Sequence[WeightChange], target: EngineTarget) -> list[WeightChange]:
+        changed = {change.name for change in changes}
+        needed = set(target.needs_with(changed)) - changed
+        if unknown := needed.difference(self.schema.names):
+            raise SchemaMismatchError(
+                "needs_with() of the engine names weights that are not sent:", tuple(unknown)
+            )
+        nothing = torch.empty(0, dtype=torch.int64)
+        weights = zip(self.schema.names, self.values, strict=True)
+        return [WeightChange(name, nothing, w.view(-1)[:0], w) for name, w in weights if name in needed]
 
     def begin(self, update: StagedUpdate, target: Target, replaced: bool) -> None:
         """Do nothing: nobody but the receiver writes into the copy."""
@@ -41,7 +55,6 @@ class EngineCopy(OwnCopy):
     def switch(self, update: StagedUpdate, target: Target) -> None:
         changes, self._changes = self._changes, ()
         if update.base is not None and _takes_changes(target):
-            assert isinstance(target, EngineTarget)
             target.write_changes(changes, update.base, update.version)
         else:
             super().switch(update, target)
@@ -95,7 +108,7 @@ class DoubleBuffer(OwnCopy):
         return spare
 
 
-def _takes_changes(target: Target) -> bool:
+def _takes_changes(target: Target) -> TypeGuard[EngineTarget]:
     return isinstance(target, EngineTarget) and target.loads_changes
 
 

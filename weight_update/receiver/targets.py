@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from weight_update.encodings import Decoder, Delta
-from weight_update.engines.adapter import Loading
+from weight_update.engines.adapter import Loading, engine_errors
 from weight_update.engines.base import InferenceEngine, WeightChange
 from weight_update.strategy.binding import Binding
 from weight_update.strategy.named_weights import NamedWeights
@@ -166,6 +166,11 @@ class EngineTarget(Target):
     def loads_changes(self) -> bool:
         """Whether a patch goes to :meth:`write_changes`, not :meth:`write`."""
         return self._engine.loads_changes and not self.keeps_tensors
+
+    def needs_with(self, changed: Collection[str]) -> Collection[str]:
+        """Return the further weights that the engine needs in :meth:`write_changes`."""
+        with engine_errors():
+            return self._engine.needs_with(changed)
 
     def write_changes(self, changes: Iterable[WeightChange], base: int, version: int) -> None:
         """Have the engine load the changes from version ``base`` to ``version``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weight_update.engines.base import WeightChange
-from weight_update.serving.vllm.placement import Placements, find_placements
+from weight_update.serving.vllm.placement import Block, Placements, find_modules, find_placements
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -28,7 +28,7 @@ class PatchCounts:
     Attributes:
         in_place: number of weights of which the changed elements were written in place.
         elements: number of these elements.
-        reloaded: number of weights that were loaded as a whole.
+        reloaded: number of weights that were loaded as a whole, unchanged ones of the same modules included.
     """
 
     in_place: int
@@ -111,65 +111,66 @@ class ModelLoader:
 
     def _find_placements(self) -> None:
         """Find out how weights are stored, and check it with elements of the version just loaded."""
-        self.placements = find_placements(self._model, self._load_into_model, self._shapes)
+        modules = find_modules(self._model, self._load_into_model, self._shapes, self._config)
+        self.placements = find_placements(self._model, self._load_into_model, self._shapes, modules)
         for name, (positions, values) in self._samples.items():
             blocks = self.placements.blocks.get(name, ())
             if not all(block.has(self._shapes[name][0], positions, values) for block in blocks):
                 self.placements.drop(name)
         self._shapes, self._samples = {}, {}
         _log.info("how patches are loaded, in weights of the trainer: %s", self.placements)
-        if self.placements.others:
-            _log.warning(
-                "patches reload all weights: %d weights are stored in another form, together with others",
-                len(self.placements.others),
-            )
+        if not self.placements.takes_patches:
+            others = self.placements.others
+            _log.warning("patches reload all weights: the modules of these are not known: %s", sorted(others))
 
     @property
     def takes_patches(self) -> bool:
         """Whether :meth:`patch` can be called; else a patch is loaded as a whole version."""
-        return self.placements is not None and not self.placements.others
+        return self.placements is not None and self.placements.takes_patches
+
+    def needs_with(self, changed: Collection[str]) -> Collection[str]:
+        """Return the weights that are reloaded with ``changed`` ones; see :meth:`Placements.reload_of`."""
+        assert self.placements is not None
+        return self.placements.reload_of(changed)[0]
 
     @torch.no_grad()
     def patch(self, changes: Iterable[WeightChange]) -> PatchCounts:
         """Load a patch, each weight in place or as a whole, and return the account of it."""
         assert self.placements is not None
-        in_place, elements, reloaded = 0, 0, 0
-        for change in changes:
-            if self._patch_in_place(change, self.placements):
-                in_place += 1
-                elements += change.values.numel()
-            else:
-                self._reload(change)
-                reloaded += 1
+        changes = list(changes)
+        names, modules = self.placements.reload_of([one.name for one in changes if one.values.numel()])
+        in_place = [change for change in changes if change.name not in names]
+        for change in in_place:
+            self._patch_in_place(change, self.placements.blocks[change.name])
+        if names:
+            self._reload([(one.name, one.weight) for one in changes if one.name in names], modules)
         self._process_attention()
-        self.last_patch = PatchCounts(in_place, elements, reloaded)
+        elements = sum(change.values.numel() for change in in_place)
+        self.last_patch = PatchCounts(len(in_place), elements, len(names))
         return self.last_patch
 
-    def _patch_in_place(self, change: WeightChange, placements: Placements) -> bool:
-        blocks = placements.blocks.get(change.name)
-        if blocks is None:
-            return False
+    def _patch_in_place(self, change: WeightChange, blocks: Iterable[Block]) -> None:
         for block in blocks:
             if change.positions is None:
                 block.stored.copy_(block.of(change.weight))
             else:
                 block.write(change.weight.shape, change.positions, change.values)
-        return True
 
-    def _reload(self, change: WeightChange) -> None:
-        """Load one weight and process its module again."""
+    def _reload(self, weights: Iterable[tuple[str, torch.Tensor]], modules: Iterable[str]) -> None:
+        """Load all weights of some modules, and process the modules again."""
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
         )
 
-        assert self.placements is not None
-        module = self._model.get_submodule(self.placements.alone[change.name])
-        initialize_layerwise_reload(module)
+        layers = [self._model.get_submodule(module) for module in modules]
+        for layer in layers:
+            initialize_layerwise_reload(layer)
         try:
-            self._load_into_model([(change.name, change.weight.to(self._device, copy=True))])
+            self._load_into_model((name, weight.to(self._device, copy=True)) for name, weight in weights)
         finally:
-            finalize_layerwise_reload(module, self._config)
+            for layer in layers:
+                finalize_layerwise_reload(layer, self._config)
 
     def _process_attention(self) -> None:
         """Derive again what attention layers derive from weights of other layers, as a reload ends with."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -64,32 +67,54 @@ class Placements:
 
     Attributes:
         blocks: blocks of each weight that is stored one to one; no blocks if the model does not use it.
-        alone: module of each weight that is stored in another form and is the only weight of its module.
-        others: names of the weights that are stored in another form together with others.
+        others: names of the weights that are stored in another form.
+        modules: names of the modules that a reload of each weight writes into; empty if that is not known.
     """
 
     blocks: dict[str, tuple[Block, ...]]
-    alone: dict[str, str]
     others: frozenset[str]
+    modules: Mapping[str, Collection[str]]
 
     def drop(self, name: str) -> None:
-        """Note that a weight is not stored one to one after all."""
-        modules = {block.module for block in self.blocks.pop(name)}
-        shared = any(block.module in modules for blocks in self.blocks.values() for block in blocks)
-        if len(modules) == 1 and not shared:
-            self.alone[name] = modules.pop()
-        else:
-            self.others |= {name}
+        """Note that a weight is not stored one to one after all, nor are those of the same modules."""
+        modules = {block.module for block in self.blocks[name]}
+        names = {
+            one for one, blocks in self.blocks.items() if any(block.module in modules for block in blocks)
+        }
+        self.others |= names
+        for one in names:
+            del self.blocks[one]
+
+    @property
+    def takes_patches(self) -> bool:
+        """Whether a change of any weight can be loaded without all other weights."""
+        return all(self.modules.get(name) for name in self.others)
+
+    def reload_of(self, changed: Collection[str]) -> tuple[set[str], set[str]]:
+        """Return the weights that are reloaded after a change, and the modules that they fill.
+
+        These are the changed weights in another form, and all weights of the modules that these fill: a
+        reload fills the whole module.
+        """
+        names, modules = self.others.intersection(changed), set[str]()
+        found = set(names)
+        while found:
+            modules.update(*(self.modules[name] for name in found))
+            names |= found
+            found = {name for name, used in self.modules.items() if not modules.isdisjoint(used)} - names
+        return set(names), modules
 
     def __str__(self) -> str:
         unused = sum(not blocks for blocks in self.blocks.values())
-        text = f"{len(self.blocks) - unused} in place, {len(self.alone) + len(self.others)} reloaded"
-        names = sorted([*self.alone, *self.others])
+        text = f"{len(self.blocks) - unused} in place, {len(self.others)} reloaded"
+        names = sorted(self.others)
         some = f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
         return f"{text}{some}, {unused} not used by this worker"
 
 
-def find_placements(model: nn.Module, load: Load, weights: Shapes) -> Placements:
+def find_placements(
+    model: nn.Module, load: Load, weights: Shapes, modules: Mapping[str, Collection[str]]
+) -> Placements:
     """Return how ``model`` stores ``weights``, without changing it.
 
     ``load`` gets weights without data, and the copies that it makes into parameters are recorded, not made.
@@ -101,35 +126,61 @@ def find_placements(model: nn.Module, load: Load, weights: Shapes) -> Placements
         model: the model.
         load: its ``load_weights``.
         weights: shape and dtype of each weight, by name.
+        modules: result of :func:`find_modules`.
     """
     owners = _owners(model)
     together = _copies_of(load, weights, owners)
-    found: dict[str, list[_Copy] | None] = {}
-    for name, one in weights.items():
-        if together is not None:
-            found[name] = together[name]
-        else:  # one of them spoils the others
-            by_itself = _copies_of(load, {name: one}, owners)
-            found[name] = None if by_itself is None else by_itself[name]
     plain = {name for name, module in model.named_modules() if _is_plain(module)}
     blocks: dict[str, tuple[Block, ...]] = {}
-    strange: dict[str, set[str] | None] = {}
-    for name, made in found.items():
-        stored = None if made is None else _blocks(made, weights[name][0], plain)
+    for name, one in weights.items():  # one of them may have spoiled the others
+        made = (_copies_of(load, {name: one}, owners) or {}).get(name) if together is None else together[name]
+        stored = None if made is None else _blocks(made, one[0], plain)
         if stored is not None:
             blocks[name] = stored
-        else:
-            strange[name] = None if made is None else {copy.module for copy in made}
-    users: dict[str, int] = {}
-    for made in found.values():
-        for module in {copy.module for copy in made or ()}:
-            users[module] = users.get(module, 0) + 1
-    alone = {
-        name: next(iter(modules))
-        for name, modules in strange.items()
-        if modules is not None and len(modules) == 1 and users[next(iter(modules))] == 1
-    }
-    return Placements(blocks, alone, frozenset(strange.keys() - alone.keys()))
+    if any(block.module not in modules.get(name, ()) for name, found in blocks.items() for block in found):
+        modules = {}
+    return Placements(blocks, frozenset(weights.keys() - blocks.keys()), modules)
+
+
+@torch.no_grad()
+def find_modules(
+    model: nn.Module, load: Load, weights: Shapes, config: ModelConfig
+) -> dict[str, frozenset[str]]:
+    """Return the modules that a layerwise reload of each weight writes into, without changing the model.
+
+    During a reload, vLLM notes what a module is to load until the module is complete. Here no module gets
+    complete, so all of them get back what they had. Source: ``model_loader/reload`` of vLLM 0.33.
+
+    Returns:
+        names of modules by the name of the weight. Empty if a loader hands a module something else than views
+        of its weights.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    recorder, probes = _recorder(weights, _owners(model))
+    initialize_layerwise_reload(model)
+    noted = {name: get_layerwise_info(module) for name, module in model.named_modules()}
+    for info in noted.values():
+        info.load_numel = -(1 << 62)  # elements that were loaded, so that there are never enough
+    found: dict[str, set[str]] = {name: set() for name in weights}
+    try:
+        with recorder:
+            load(probes)
+        for module, info in noted.items():
+            for _, call in info.loaded_weights:
+                values = [value for key, value in call.arguments.items() if key != "param"]
+                for name in {recorder.names[_memory_of(tensor)] for tensor in _tensors(values)}:
+                    found[name].add(module)
+    except Exception:  # noqa: BLE001 - loaders of models may do anything
+        return {}
+    finally:
+        for info in noted.values():
+            info.load_numel = info.load_numel_total = 0
+        finalize_layerwise_reload(model, config)
+    for name, copies in recorder.copies.items():  # into what vLLM leaves in place
+        found[name].update(copy.module for copy in copies)
+    return {name: frozenset(modules) for name, modules in found.items()}
 
 
 class _Copy(NamedTuple):
@@ -170,7 +221,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, names: dict[int, str], owners: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names, self._owners = names, owners
+        self.names, self._owners = names, owners
         self.copies: dict[str, list[_Copy]] = {name: [] for name in names.values()}
 
     def __torch_dispatch__(
@@ -179,7 +230,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.copy_.default:
             stored, loaded = args[0], args[1]
             module = self._owners.get(_memory_of(stored))
-            name = self._names.get(_memory_of(loaded))
+            name = self.names.get(_memory_of(loaded))
             if module is not None and name is not None and stored.shape == loaded.shape:
                 copy = _Copy(stored, loaded.storage_offset(), tuple(loaded.stride()), module)
                 self.copies[name].append(copy)
@@ -202,16 +253,21 @@ def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(one)
 
 
+def _recorder(weights: Shapes, owners: dict[int, str]) -> tuple[_Recorder, list[tuple[str, torch.Tensor]]]:
+    """Return a recorder, and weights without data for it."""
+    probes = [
+        (name, torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, dtype) in weights.items()
+    ]
+    return _Recorder({_memory_of(probe): name for name, probe in probes}, owners), probes
+
+
 @torch.no_grad()
 def _copies_of(load: Load, weights: Shapes, owners: dict[int, str]) -> dict[str, list[_Copy]] | None:
     """Return the copies that loading makes; None if the loader does something else."""
-    probes = {
-        name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in weights.items()
-    }
-    recorder = _Recorder({_memory_of(probe): name for name, probe in probes.items()}, owners)
+    recorder, probes = _recorder(weights, owners)
     try:
         with recorder:
-            load(list(probes.items()))
+            load(probes)
     except Exception:  # noqa: BLE001 - loaders of models may do anything; such weights are loaded as a whole
         return None
     return recorder.copies

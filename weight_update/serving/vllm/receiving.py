@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar, cast
 
@@ -111,6 +111,10 @@ class VLLMReceiver(InferenceEngine):
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load weights of a whole version."""
         self._in_turn(lambda: self._loader.load(weights))
+
+    def needs_with(self, changed: Collection[str]) -> Collection[str]:
+        """Return the weights that are reloaded with ``changed`` ones."""
+        return self._loader.needs_with(changed)
 
     def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
         """Load a patch, and log how."""
