@@ -22,6 +22,7 @@ USE_OPTIONAL = {
     "weight_update.transports.ray.rendezvous",
     "weight_update.serving.vllm.backend",
     "weight_update.serving.vllm.loader",
+    "weight_update.serving.vllm.placement",
     "weight_update.serving.vllm.plugin",
     "weight_update.serving.vllm.trainer",
 }
