@@ -19,8 +19,8 @@ FOLDER = Path(__file__).resolve().parent / "inventories"
 # Python's library reference has a page for each module, and the anchor is the full name.
 _PYTHON = {
     "class": """
-        collections.abc.Callable collections.abc.Iterable collections.abc.Iterator collections.abc.Mapping
-        collections.abc.Sequence contextlib.AbstractContextManager logging.Logger os.PathLike pathlib.Path
+        collections.abc.Callable collections.abc.Collection collections.abc.Iterable collections.abc.Iterator
+        collections.abc.Mapping collections.abc.Sequence contextlib.AbstractContextManager logging.Logger os.PathLike pathlib.Path
         queue.SimpleQueue re.Pattern threading.Event types.FrameType
     """,
     "function": "re.search re.sub",
