@@ -20,8 +20,8 @@ FOLDER = Path(__file__).resolve().parent / "inventories"
 _PYTHON = {
     "class": """
         collections.abc.Callable collections.abc.Collection collections.abc.Iterable collections.abc.Iterator
-        collections.abc.Mapping collections.abc.Sequence contextlib.AbstractContextManager logging.Logger os.PathLike
-        pathlib.Path queue.SimpleQueue re.Pattern threading.Event types.FrameType
+        collections.abc.Mapping collections.abc.Sequence contextlib.AbstractContextManager logging.Logger
+        os.PathLike pathlib.Path queue.SimpleQueue re.Pattern threading.Event types.FrameType
     """,
     "function": "re.search re.sub",
     "method": "logging.Logger.warning socket.socket.getsockname",
