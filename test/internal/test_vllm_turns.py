@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from weight_update import LifecycleError, SyncTimeoutError
+from weight_update.receiver.uninterrupted import run_uninterrupted
 from weight_update.serving.vllm.loader import ModelLoader
 from weight_update.serving.vllm.receiving import LeadingCalls, VLLMReceiver
 from weight_update.serving.vllm.turns import Turns
@@ -161,4 +162,22 @@ def test_one_thread_may_do_both() -> None:
     with turns.inline():
         assert turns.is_inline
         assert load(turns, 7) == threading.get_ident()
+        with ThreadPoolExecutor() as threads:  # as the receiver's own thread, which vLLM has to ask
+            assert not threads.submit(lambda: turns.is_inline).result(WAIT)
+    assert not turns.is_inline
     assert turns.serve(7, WAIT, nothing) == 7
+
+
+def test_a_switch_that_signals_cannot_interrupt_is_of_the_thread_that_waits_for_it() -> None:
+    """vLLM's workers connect in their main thread; the receiver then loads weights in another one."""
+    turns = Turns()
+    loaded: list[int] = []
+
+    def switch() -> float:
+        loaded.append(load(turns, 7))
+        return 0.0
+
+    with turns.inline():
+        run_uninterrupted(switch, leave=turns.close)
+    assert loaded != [threading.get_ident()]
+    assert turns.version == 7

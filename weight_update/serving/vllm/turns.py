@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import threading
 import time
@@ -20,6 +21,13 @@ _PATIENCE_SECONDS = 30.0
 _CLOSED = "vLLM shut its weight transfer down"
 
 
+# Not the thread: if the main thread connects, the receiver switches weights in a thread of its own, in the
+# context of the main thread, which waits.
+_inline: contextvars.ContextVar[Turns | None] = contextvars.ContextVar(
+    "weight_update_vllm_inline", default=None
+)
+
+
 class Turns:
     """Loads updates in the thread that runs the model, when that thread asks for them.
 
@@ -34,7 +42,6 @@ class Turns:
         self.version: int | None = None
         self._changed = threading.Condition()
         self._owner: int | None = None  # the thread that serves now
-        self._anything = False  # whether it takes any version
         self._target: int | None = None  # the version it takes; None is the next one
         self._waiting: int | None = None  # the version in admit()
         self._work: tuple[Callable[[], Any], Future[Any]] | None = None
@@ -43,8 +50,8 @@ class Turns:
 
     @property
     def is_inline(self) -> bool:
-        """Whether the calling thread both receives and runs the model."""
-        return self._anything and self._owner == threading.get_ident()
+        """Whether the caller runs inside :meth:`inline`; for this, a switch of weights is part of its caller."""
+        return _inline.get() is self
 
     # -- in the receiver's thread ------------------------------------------------------------------
 
@@ -75,9 +82,9 @@ class Turns:
                 self._waiting = None
 
     def _takes(self, version: int) -> bool:
-        if self._closed or self._owner is None:
+        if self._closed or (self._owner is None and not self.is_inline):
             return False
-        return self._anything or self._target is None or version <= self._target
+        return self.is_inline or self._target is None or version <= self._target
 
     def run(self, work: Callable[[], Any]) -> Any:
         """Return the result of ``work``, called in the thread that serves.
@@ -85,7 +92,7 @@ class Turns:
         Raises:
             LifecycleError: no thread serves; the call of ``update_weights`` ended before its update did.
         """
-        if self._owner == threading.get_ident():
+        if self.is_inline or self._owner == threading.get_ident():
             return work()
         answer: Future[Any] = Future()
         with self._changed:
@@ -109,11 +116,11 @@ class Turns:
     @contextlib.contextmanager
     def inline(self) -> Iterator[None]:
         """Return a context manager in which this thread is the receiver's, too, and takes any version."""
-        self._owner, self._anything = threading.get_ident(), True
+        token = _inline.set(self)
         try:
             yield
         finally:
-            self._owner, self._anything = None, False
+            _inline.reset(token)
 
     def serve(self, target: int | None, timeout: float, check: Callable[[], None]) -> int:
         """Load updates until ``target`` is in force, or the next one if it is None; return its number.
