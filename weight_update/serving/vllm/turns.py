@@ -50,7 +50,7 @@ class Turns:
 
     @property
     def is_inline(self) -> bool:
-        """Whether the caller runs inside :meth:`inline`; for this, a switch of weights is part of its caller."""
+        """Whether the caller is inside :meth:`inline`; a switch of weights is part of its caller."""
         return _inline.get() is self
 
     # -- in the receiver's thread ------------------------------------------------------------------

@@ -1,0 +1,259 @@
+"""vLLM's own server and engine on the CPU: their processes, scheduler, cache and pauses.
+
+The compiled operations of vLLM's CPU backend are replaced; see ``vllm_on_cpu``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="make test-engines installs vLLM")
+
+import torch
+from torch import nn
+from vllm_parts import PATCH, TINY, train, trainer_model
+
+from weight_update import (
+    DistributedWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    TransportError,
+)
+from weight_update.serving.vllm import LocalLLM, VLLMServer, connect_servers, init_info
+from weight_update.serving.vllm.joining import connect_with
+
+pytestmark = pytest.mark.timeout(400)
+START = 200.0  # seconds
+SIZES = {"hidden_size": 64, "head_dim": 32, "max_position_embeddings": 512}
+PROMPT = [token % 90 for token in range(1, 65)]  # longer than a block of the cache
+OPTIONS = {
+    "--load-format": "dummy",
+    "--dtype": "float32",
+    "--max-model-len": "512",
+    "--block-size": "32",
+    "--compilation-config": '{"custom_ops": ["none"]}',
+    "--weight-transfer-config": '{"backend": "weight_update"}',
+}
+ENVIRONMENT = {
+    "PYTHONPATH": str(Path(__file__).parent / "vllm_on_cpu"),
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class Server(VLLMServer):
+    """A running ``vllm serve``."""
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(url, timeout=60.0)
+        self.process = process
+
+    def complete(self, prompt: list[int], count: int = 16) -> dict[str, Any]:
+        """Return vLLM's answer: ``count`` tokens of greedy decoding."""
+        body = {
+            "prompt": prompt,
+            "temperature": 0,
+            "max_tokens": count,
+            "ignore_eos": True,
+            "detokenize": False,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120.0) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    def tokens(self, prompt: list[int] = PROMPT) -> list[int]:
+        return list(self.complete(prompt)["choices"][0]["token_ids"])
+
+    def cached(self) -> int:
+        """Return how many tokens of PROMPT come from the cache of prefixes."""
+        details = self.complete(PROMPT, 1)["usage"]["prompt_tokens_details"]
+        return 0 if details is None else int(details["cached_tokens"])
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[Server]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    given = ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enforce-eager", *options]
+    for name, value in OPTIONS.items():
+        given += [name, value]
+    log = folder / f"log-{port}"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *given],
+            env={**os.environ, **ENVIRONMENT},
+            stdout=output,
+            stderr=output,
+        )
+    server = Server(f"http://127.0.0.1:{port}", process)
+    try:
+        until = time.monotonic() + START
+        while True:
+            try:
+                server.weight_version()
+                break
+            except TransportError:
+                alive = process.poll() is None and time.monotonic() < until
+                assert alive, log.read_text()[-5000:]
+                time.sleep(0.5)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps({**TINY, **SIZES, "dtype": "float32"}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(folder, "--enable-prompt-tokens-details") as started:
+        yield started
+
+
+@pytest.fixture
+def policy() -> Any:
+    return trainer_model(**SIZES)
+
+
+def answer(policy: Any, prompt: list[int] = PROMPT) -> list[int]:
+    """Return the tokens that Hugging Face's generation gives."""
+    found = policy.generate(
+        torch.tensor([prompt]), max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None
+    )
+    return list(found[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("kind", [DistributedWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_tokens_are_those_of_the_trainer(server: Server, policy: Any, kind: Any) -> None:
+    with kind(strategy=PATCH) as scheme:
+        scheme.init_on_sender(model=policy, num_workers=server.world_size())
+        connect_servers(scheme, server)
+        seen = []
+        for version in range(4):
+            if version:
+                train(policy, 0.05)
+                assert scheme.send().encoding == "patch"
+                assert server.weight_version() == str(version)
+            assert server.cached() == 0, "an update drops cached prefixes"
+            assert server.cached() > 0
+            seen.append(server.tokens())
+            assert seen[-1] == answer(policy)
+        assert len(set(map(tuple, seen))) > 1, "the weights changed"
+
+
+@pytest.mark.parametrize("pause", ["wait", "keep", "abort"])
+def test_a_request_that_runs_during_an_update(server: Server, policy: Any, pause: Any) -> None:
+    with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
+        scheme.init_on_sender(model=policy, num_workers=server.world_size())
+        connect_servers(scheme, server, pause=pause)
+        before = server.complete(PROMPT, 200)["choices"][0]["token_ids"]
+        answers: list[dict[str, Any]] = []
+        thread = threading.Thread(target=lambda: answers.append(server.complete(PROMPT, 200)["choices"][0]))
+        thread.start()
+        time.sleep(0.3)  # the request runs; 200 tokens take longer
+        train(policy, 0.5)
+        scheme.send()
+        thread.join(60.0)
+        (found,) = answers
+        if pause == "abort":
+            assert found["finish_reason"] == "abort"
+            assert len(found["token_ids"]) < 200
+        else:
+            assert len(found["token_ids"]) == 200
+            assert (found["token_ids"] == before) == (pause == "wait")
+        if pause == "keep":
+            server.reset_prefix_cache()
+        assert server.tokens() == answer(policy)
+
+
+def test_weights_that_the_model_does_not_know(server: Server, policy: Any) -> None:
+    """The trainer gets the error of vLLM's loader; the server joins the next sender and generates again."""
+    with DistributedWeightSyncScheme(strategy="state_dict") as scheme:
+        policy.model.nobody = nn.Parameter(torch.zeros(3))
+        scheme.init_on_sender(model=policy, num_workers=server.world_size())
+        with pytest.raises((RuntimeError, SyncFailedError), match="nobody"):
+            connect_servers(scheme, server)
+    del policy.model.nobody
+    with DistributedWeightSyncScheme(strategy="state_dict") as scheme:
+        scheme.init_on_sender(model=policy, num_workers=server.world_size())
+        connect_servers(scheme, server)
+        assert server.tokens() == answer(policy)
+
+
+def test_tensor_parallel_workers_and_a_second_server(folder: Path, server: Server, policy: Any) -> None:
+    with (
+        serving(folder, "--tensor-parallel-size", "2") as wide,
+        DistributedWeightSyncScheme(strategy=PATCH) as scheme,
+    ):
+        assert (server.world_size(), wide.world_size()) == (1, 2)
+        scheme.init_on_sender(model=policy, num_workers=3)
+        connect_servers(scheme, server, wide)
+        for version in (1, 2):
+            train(policy, 0.05)
+            scheme.send()
+            assert scheme.worker_versions == dict.fromkeys(range(3), version)
+            assert server.tokens() == wide.tokens() == answer(policy)
+
+
+def test_an_llm_in_the_program(folder: Path, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import LLM, SamplingParams
+
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(ENVIRONMENT["PYTHONPATH"])  # vLLM's processes get this process's path
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="float32",
+        max_model_len=512,
+        block_size=32,
+        enforce_eager=True,
+        compilation_config={"custom_ops": ["none"]},
+        weight_transfer_config={"backend": "weight_update"},
+    )
+    local = LocalLLM(llm)
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
+    with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
+        scheme.init_on_sender(model=policy, num_workers=1)
+        info = init_info(scheme)
+        connect_with(scheme, [lambda: local.init_weight_transfer_engine(info)])
+        for version in range(3):
+            if version:
+                train(policy, 0.05)
+                handle = scheme.send_async()
+                local.update(handle.version)
+                handle.wait(60.0)
+            (found,) = llm.generate([{"prompt_token_ids": PROMPT}], greedy)
+            assert list(found.outputs[0].token_ids) == answer(policy)
+    llm.llm_engine.engine_core.shutdown()
