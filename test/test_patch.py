@@ -375,6 +375,18 @@ def test_a_worker_that_wrote_into_its_weights(yard: Yard) -> None:
         same(procs, source)
 
 
+def test_a_worker_that_wrote_into_its_weights_and_then_changes_its_model(yard: Yard) -> None:
+    source = net(1)
+    procs = yard.procs(source, [net(2)])
+    poke(source, 3)
+    procs.scheme.send()
+    procs.workers[0].call("fill", 7.0)
+    procs.workers[0].call("replace_model", net(4))
+    poke(source, 4)
+    procs.scheme.send()
+    same(procs, source)
+
+
 def test_a_worker_that_writes_while_a_patch_waits(yard: Yard) -> None:
     source = net(1)
     procs = yard.procs(source, [net(2)])

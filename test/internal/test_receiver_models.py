@@ -266,6 +266,16 @@ def test_a_parameter_replaced_while_a_change_is_applied_is_noticed() -> None:
         weights.require(1)
 
 
+def test_a_write_before_the_model_is_replaced_is_not_forgotten() -> None:
+    model = linear()
+    weights = own_copy(model)
+    with torch.no_grad():
+        model.weight[0, 0] = 5.0
+    weights.bind(ModelTarget(WeightStrategy(), linear(), stable=False).binding)
+    with pytest.raises(MissingBaseError, match="wrote into its weights"):
+        weights.require(0)
+
+
 # -- code of the model that ends its thread ------------------------------------------------------------
 
 

@@ -203,7 +203,12 @@ class OwnCopy(Storage):
         self._find_copies()
 
     def bind(self, binding: Binding | None) -> None:
-        """Keep another model current, which has :attr:`values` already."""
+        """Keep another model current, which has :attr:`values` already, with all that the worker wrote."""
+        try:
+            written = _state_of(self._tensors()) != self._known
+        except SchemaMismatchError:  # the model before has lost tensors
+            written = True
+        self._overwritten = self._overwritten or written
         self._binding = binding
         self._find_copies()
 
