@@ -22,6 +22,7 @@ from weight_update import (
 from weight_update.receiver import flat_buffers
 from weight_update.receiver.flat_buffers import MissingBaseError, OwnCopy
 from weight_update.receiver.targets import ModelTarget, StagedUpdate
+from weight_update.strategy.binding import count_writes
 from weight_update.wire.schema import WeightSchema
 
 WAIT = 20.0
@@ -264,6 +265,67 @@ def test_a_parameter_replaced_while_a_change_is_applied_is_noticed() -> None:
     weights.apply([], 1)
     with pytest.raises(MissingBaseError, match="wrote into its weights"):
         weights.require(1)
+
+
+def test_a_write_right_after_a_switch_is_noticed() -> None:
+    model = linear()
+    target = ModelTarget(WeightStrategy(), model, stable=False)
+    weights = OwnCopy(target.schema(), target.binding)
+    write = target.write
+
+    def write_and_be_followed(*args: Any) -> None:
+        write(*args)
+        model.weight.data[0, 0] = 5.0
+        torch.autograd.graph.increment_version([model.weight])
+
+    target.write = write_and_be_followed  # type: ignore[method-assign]
+    update = StagedUpdate(0, None, [], [torch.ones(4, 4), torch.ones(4)], {}, weights)
+    weights.stage(update, target)
+    weights.switch(update, target)
+    with pytest.raises(MissingBaseError, match="wrote into its weights"):
+        weights.require(0)
+
+
+def test_a_write_right_after_a_change_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = linear()
+    weights = own_copy(model)
+
+    def count_and_be_followed(targets: Any) -> None:
+        count_writes(targets)
+        with torch.no_grad():
+            model.weight[0, 0] = 5.0
+
+    monkeypatch.setattr(flat_buffers, "count_writes", count_and_be_followed)
+    weights.apply([], 1)
+    with pytest.raises(MissingBaseError, match="wrote into its weights"):
+        weights.require(1)
+
+
+@pytest.mark.parametrize("stable", [False, True])
+def test_changes_of_tied_and_cast_weights_fit_again_and_again(stable: bool) -> None:
+    """What the receiver itself writes is never taken for a write of the worker."""
+    model = nn.Sequential(linear(), linear(), linear().to(torch.bfloat16))
+    model[1].weight = model[0].weight
+    target = ModelTarget(WeightStrategy(), model, stable=stable)
+    own = target.schema()
+    schema = WeightSchema.of({m.name: torch.ones(m.shape) for m in own.tensors})  # float32
+    weights = OwnCopy(schema, target.binding)
+    update = StagedUpdate(0, None, [], [torch.ones(m.shape) for m in schema.tensors], {}, weights)
+    weights.stage(update, target)
+    weights.switch(update, target)
+    for version in range(3):
+        weights.require(version)
+        weights.apply([TouchingDelta()], version + 1)
+    weights.require(3)
+
+
+class TouchingDelta:
+    """A change of every weight, to the value that it has."""
+
+    def write(self, flat: torch.Tensor) -> None: ...
+
+    def touched(self, schema: WeightSchema) -> list[int]:
+        return list(range(len(schema.tensors)))
 
 
 def test_a_write_before_the_model_is_replaced_is_not_forgotten() -> None:

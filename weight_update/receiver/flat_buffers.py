@@ -120,8 +120,10 @@ class OwnCopy(Storage):
         self._flat: torch.Tensor | None = None
         self._next: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._version: int | None = None
-        self._known: tuple[list[int], list[int]] = [], []  # the state of the model's tensors after an update
-        self._overwritten = False  # by this worker, since all weights were switched to
+        # How often each of the model's tensors was written to when an update was complete, and its address.
+        self._known: tuple[list[int], list[int]] = [], []
+        self._counts: list[int] = []  # how much count_writes() adds for each; tied tensors have one count
+        self._overwritten = False  # by this worker, before the model was replaced
         self._required: list[torch.Tensor] = []  # the model's tensors, from require() to apply()
         self._copies: list[int] = []  # positions of the model's tensors that do not lie in the buffer
         self.values: list[torch.Tensor] = []
@@ -159,6 +161,8 @@ class OwnCopy(Storage):
         if update.deltas:
             self.apply(update.deltas, update.version)
             update.deltas = []
+        before = self._tensors()
+        writes = _writes_of(before)
         if update.base is None or target.binding is None:  # a model's tensors are changed by apply()
             target.write(self.schema.names, update.values, update.version)
         if update.base is None:
@@ -166,6 +170,9 @@ class OwnCopy(Storage):
             (self._flat, self.values), self._next = self._next, None
             self._version, self._overwritten = update.version, False
             self._find_copies()
+            if all(map(operator.is_, before, self._tensors())):  # none was on the meta device
+                # Not as found: the worker may have written since. Both write() and _find_copies() count once.
+                self._known = _sum(writes, self._counts, self._counts), self._known[1]
 
     # -- the weights -------------------------------------------------------------------------------
 
@@ -237,17 +244,16 @@ class OwnCopy(Storage):
         for delta in deltas:
             delta.write(self._flat)
         tensors, self._required = self._required, []
-        written = _writes_of(tensors) != self._known[0]  # by this worker, while the changes were applied
         if self._binding is not None:
             if self._copies:
                 touched = {i for delta in deltas for i in delta.touched(self.schema)}
                 stale = [i for i in self._copies if i in touched]
                 names = tuple(self.schema.names[i] for i in stale)
-                self._binding.copy(names, [self.values[i] for i in stale])
+                self._binding.copy(names, [self.values[i] for i in stale], counted=False)
             count_writes(tensors)
-            self._known = _state_of(tensors)
+            # Not as found: the worker may have written while the changes were applied, or since.
+            self._known = _sum(self._known[0], self._counts), self._known[1]
         self._version = version
-        self._overwritten = written
 
     @property
     def _device(self) -> torch.device:
@@ -257,14 +263,17 @@ class OwnCopy(Storage):
         return torch.empty(self.schema.nbytes, dtype=torch.uint8, device=self._device)
 
     def _find_copies(self) -> None:
-        """Find out which of the model's tensors do not lie in the buffer."""
+        """Find out which of the model's tensors do not lie in the buffer, and how writes are counted."""
         tensors = self._tensors()
         self._copies = [
             i
             for i, (tensor, value) in enumerate(zip(tensors, self.values, strict=bool(tensors)))
             if tensor.data_ptr() != value.data_ptr() or tensor.device != value.device
         ]
+        before = _writes_of(tensors)
+        count_writes(tensors)
         self._known = _state_of(tensors)
+        self._counts = list(map(operator.sub, self._known[0], before))
 
     def _tensors(self) -> list[torch.Tensor]:
         return [] if self._binding is None else self._binding.tensors(self.schema.names)
@@ -277,6 +286,10 @@ def _places_of(tensors: list[torch.Tensor]) -> list[int]:
 def _state_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Return how often torch has seen each tensor written to, and the address of each."""
     return _writes_of(tensors), list(map(torch.Tensor.data_ptr, tensors))
+
+
+def _sum(*numbers: list[int]) -> list[int]:
+    return list(map(sum, zip(*numbers, strict=True)))
 
 
 def _writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -100,22 +100,25 @@ class Binding:
             )
         return WeightSchema.of(tensors)
 
-    def copy(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
+    def copy(self, names: tuple[str, ...], values: list[torch.Tensor], *, counted: bool = True) -> None:
         """Copy ``values`` into the destination's tensors; addresses do not change.
 
+        ``counted`` is whether autograd is told of the writes; if not, the caller has to tell it.
         Parameters on the meta device have no memory yet, so real ones replace them.
         """
         pairs = list(zip(self.tensors(names), values, strict=True))
         _require_own_elements(names, [target for target, _ in pairs])
-        real = [(target.detach(), value) for target, value in pairs if not target.is_meta]
+        real = [(target, value) for target, value in pairs if not target.is_meta]
         if real:
             targets, sources = zip(*real, strict=True)
+            places = [target.data for target in targets]  # whose writes torch does not count
             if any(map(torch.Tensor.is_conj, targets)) or any(map(torch.Tensor.is_neg, targets)):
-                for target, value in real:  # as _foreach_copy_, which takes no such views
-                    target.copy_(value)
+                for place, value in zip(places, sources, strict=True):  # _foreach_copy_ takes no such views
+                    place.copy_(value)
             else:
-                copy_tensors(targets, sources, "applying weights")
-            count_writes(targets)
+                copy_tensors(places, sources, "applying weights")
+            if counted:
+                count_writes(targets)
         unreal = [(target, value) for target, value in pairs if target.is_meta]
         self._materialise({id(t): _convert(t, value, copy=True) for t, value in unreal})
 
