@@ -28,8 +28,7 @@ import hmac
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -209,12 +208,13 @@ class WeightChunk:
         body = PRELUDE_BYTES + prelude.header_bytes
         if len(view) != body + prelude.payload_bytes:
             raise FormatError(f"frame says {body + prelude.payload_bytes} bytes but there are {len(view)}")
-        header, payload = bytes(view[PRELUDE_BYTES:body]), None
-        if prelude.payload_bytes:
-            with prelude.naming_version(header):
-                payload = (allocate or fresh_bytes)(prelude.payload_bytes)
+
+        def filled(nbytes: int) -> torch.Tensor:
+            payload = (allocate or fresh_bytes)(nbytes)
             byte_view(payload)[:] = view[body:]
-        return prelude.assemble(header, payload)
+            return payload
+
+        return prelude.complete(bytes(view[PRELUDE_BYTES:body]), filled)
 
 
 class Prelude(NamedTuple):
@@ -249,14 +249,17 @@ class Prelude(NamedTuple):
             raise FormatError(f"frame announces {header} + {payload} bytes, more than is allowed")
         return cls(raw, _KINDS[kind], flags, header, payload, head_crc, crc)
 
-    @contextmanager
-    def naming_version(self, header: bytes) -> Iterator[None]:
-        """Add the version in ``header`` to errors about the memory of the payload."""
+    def complete(self, header: bytes, payload_of: Callable[[int], torch.Tensor]) -> WeightChunk:
+        """Build the chunk as :meth:`assemble` does; ``payload_of`` returns the payload of the given size.
+
+        Errors about the memory of the payload get the version in ``header``.
+        """
         try:
-            yield
+            payload = payload_of(self.payload_bytes) if self.payload_bytes else None
         except (NotEnoughMemoryError, UnreachableMemoryError) as error:
             error.version = self._replace(flags=0).assemble(header, None).header.get("version")
             raise
+        return self.assemble(header, payload)
 
     def assemble(self, header: bytes, payload: torch.Tensor | None) -> WeightChunk:
         """Build the chunk; FormatError if a checksum does not hold or the header is not valid."""

@@ -79,9 +79,7 @@ class Connection:
         if where_size:
             prelude, header = Prelude.decode(frame[:PRELUDE_BYTES]), bytes(frame[PRELUDE_BYTES:size])
             pid, fd, key = json.loads(bytes(frame[size : size + where_size]))
-            with prelude.naming_version(header):
-                payload = self.map_slot(pid, fd, key, prelude.payload_bytes)
-            chunk = prelude.assemble(header, payload)
+            chunk = prelude.complete(header, lambda nbytes: self.map_slot(pid, fd, key, nbytes))
         else:
             chunk = WeightChunk.decode(frame, allocate)
         return chunk.with_token(self._token) if chunk.kind is Kind.HELLO else chunk

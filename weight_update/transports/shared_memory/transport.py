@@ -119,12 +119,9 @@ class SlotStream(Arrivals):
             return None
         prelude = Prelude.decode(self._read(PRELUDE_BYTES))
         header = self._read(prelude.header_bytes)
-        payload = None
         if prelude.kind is Kind.FAILED:
             self._handed_over = WeakSet()
-        if prelude.payload_bytes:
-            payload = self._receive_payload(prelude, header)
-        chunk = prelude.assemble(header, payload)
+        chunk = prelude.complete(header, self._receive_payload)
         return chunk.with_token(self._token) if chunk.kind is Kind.HELLO else chunk
 
     def close(self) -> None:
@@ -140,15 +137,14 @@ class SlotStream(Arrivals):
         del self._received[:size]
         return data
 
-    def _receive_payload(self, prelude: Prelude, header: bytes) -> torch.Tensor:
+    def _receive_payload(self, nbytes: int) -> torch.Tensor:
         name, kind = _RECORD.unpack(self._read(_RECORD.size))
         fd = self._descriptors.pop(0) if kind != _KNOWN and self._descriptors else None
         try:
             key = name.decode("ascii", "replace")
             handle = self._receive_handle() if kind == _HANDLE else None
             self.received_handle |= handle is not None
-            with prelude.naming_version(header):
-                return self._slots.payload(key, prelude.payload_bytes, lambda: _map_slot(key, fd, handle))
+            return self._slots.payload(key, nbytes, lambda: _map_slot(key, fd, handle))
         finally:
             if fd is not None:
                 os.close(fd)
