@@ -220,10 +220,6 @@ class SlotMapping:
             self._shown = self._whole[:nbytes]
         return self._shown
 
-    def holds(self, payload: torch.Tensor) -> bool:
-        """Return whether ``payload`` lies in this slot."""
-        return payload.data_ptr() == self._whole.data_ptr()
-
     @property
     def released(self) -> bool:
         """Whether the sender has released this slot and will not use it again."""
@@ -335,7 +331,7 @@ class SlotTable:
         """Note that the weights in ``payload`` are no longer in use here."""
         with self._lock:
             for opened in self._slots.values():
-                if opened.holds(payload):
+                if opened._whole.data_ptr() == payload.data_ptr():
                     opened.release()
 
     def clear(self) -> None:
