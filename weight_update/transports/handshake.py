@@ -43,11 +43,7 @@ def proof(token: str, role: bytes, nonces: bytes, context: str) -> bytes:
 
 
 def require_same_user(sock: socket.socket) -> None:
-    """Check that the other end of a Unix socket belongs to this process's user, or to root.
-
-    Raises:
-        JoinRefusedError: it belongs to another user.
-    """
+    """Raise JoinRefusedError if the other end of a Unix socket belongs to another user than ours and root."""
     if sock.family is not socket.AF_UNIX:
         return
     _, user = peer_credentials(sock)
@@ -112,11 +108,7 @@ class Challenge:
         return _REQUEST.size - len(self._request)
 
     def add(self, data: bytes) -> None:
-        """Add bytes of the caller's message, at most :attr:`missing`.
-
-        Raises:
-            FormatError: the bytes do not belong to a join request.
-        """
+        """Add bytes of the caller's message, at most :attr:`missing`; FormatError if it is something else."""
         self._request += data
         if self._request[: len(_MAGIC)] != _MAGIC[: len(self._request)]:
             raise FormatError("the other end did not send a join request")

@@ -137,11 +137,7 @@ def call(address: str, port: int, token: str, context: str, deadline: float | No
 
 
 def dial(address: str, port: int, deadline: float | None) -> SocketStream:
-    """Connect to the first address of a name that answers; all of them share the time.
-
-    Raises:
-        OSError: no process listens there, or no way leads there.
-    """
+    """Connect to the first address of a name that answers; all share the time. OSError if none does."""
     found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     for tried, (family, kind, protocol, _, where) in enumerate(found):
         sock = socket.socket(family, kind, protocol)

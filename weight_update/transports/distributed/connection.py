@@ -130,11 +130,7 @@ class WorkerConnection(Connection):
         return chunk
 
     def map_slot(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
-        """Map the replica of the sender's slot that a worker of this host keeps.
-
-        Raises:
-            NotEnoughMemoryError: that worker has no replica, or this one cannot map it.
-        """
+        """Map the replica that a worker of this host keeps; NotEnoughMemoryError if it has none."""
         if fd < 0:
             raise NotEnoughMemoryError(key)
         return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)

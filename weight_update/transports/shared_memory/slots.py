@@ -121,11 +121,7 @@ _mine: weakref.WeakValueDictionary[int, SharedSlot] = weakref.WeakValueDictionar
 
 
 def slot_of(payload: torch.Tensor) -> SharedSlot:
-    """Return the slot whose tensor is ``payload``.
-
-    Raises:
-        TransportError: ``payload`` is not the tensor of a slot.
-    """
+    """Return the slot whose tensor is ``payload``; TransportError if it is not the tensor of a slot."""
     slot = _mine.get(payload.data_ptr())
     if slot is None:
         raise TransportError("this transport sends only payloads from its own allocate()")
@@ -207,11 +203,7 @@ class SlotMapping:
         self._whole = self._shown = whole
 
     def first(self, nbytes: int) -> torch.Tensor:
-        """Return the first ``nbytes`` bytes; the same tensor object as long as ``nbytes`` stays the same.
-
-        Raises:
-            FormatError: the slot is smaller.
-        """
+        """Return the first bytes, as one object while ``nbytes`` stays; FormatError if there are fewer."""
         if nbytes > self._whole.numel():
             raise FormatError(
                 f"a payload of {nbytes} bytes does not fit into a slot of {self._whole.numel()}"

@@ -93,11 +93,7 @@ class SocketStream:
             return self._poll(select.POLLIN, timeout)
 
     def send(self, data: bytes | memoryview, deadline: float | None) -> None:
-        """Send all of ``data``.
-
-        Raises:
-            SyncTimeoutError: the deadline passed before all was sent.
-        """
+        """Send all of ``data``; SyncTimeoutError if the deadline passed before all was sent."""
         if not data:
             return
         sent = self._retry(self._await_room, deadline, self.sock.send, data)

@@ -64,11 +64,7 @@ class RelayClient:
         self._stream = AwaitedStream()
 
     def open(self, signed: SignedStream) -> None:
-        """Take over the connection that the worker has made.
-
-        Raises:
-            LinkClosedError: the backend's own connection could not be made.
-        """
+        """Take over the worker's connection; LinkClosedError if the backend cannot make its own."""
         signed.send_json({"backend": self._backend}, _OPENING)
         self._stream.set(payload_stream(signed, self._backend, 0))
 
@@ -99,11 +95,7 @@ class RelayClient:
         return {"slot": slot.key, "size": slot.nbytes, "nbytes": payload.numel(), "gone": gone}
 
     def receive_location(self, patience: float) -> bytes:
-        """Return where workers of that host find the payload that the host relay was told to take.
-
-        Raises:
-            NotDeliveredError: the host relay did not get it.
-        """
+        """Return where workers of that host find the payload; NotDeliveredError if it did not arrive."""
         answer = self.receive_answer(patience)
         if "error" in answer:
             raise NotDeliveredError(answer["error"])
