@@ -114,13 +114,9 @@ class Challenge:
             raise FormatError("the other end did not send a join request")
 
     def verify(self) -> tuple[bytes, bytes]:
-        """Check the caller's proof, once nothing is missing.
+        """Check the caller's proof, once nothing is missing; JoinRefusedError if it does not hold.
 
-        Returns:
-            the listener's last message, and the key that :func:`prove_token` returns at the other end.
-
-        Raises:
-            JoinRefusedError: the caller does not know the token.
+        Return the listener's last message, and the key that :func:`prove_token` returns at the other end.
         """
         _, theirs, shown = _REQUEST.unpack(self._request)
         nonces = self._nonce + theirs

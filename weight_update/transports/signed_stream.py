@@ -55,12 +55,7 @@ class SignedStream:
         self._sent = self._received = 0
 
     def send(self, body: bytes, deadline: float | None) -> None:
-        """Send a message.
-
-        Raises:
-            LinkClosedError: the other end is gone.
-            SyncTimeoutError: the deadline passed before all was sent.
-        """
+        """Send a message; SyncTimeoutError after the deadline, LinkClosedError if the other end is gone."""
         tag = self._sign(self._mine, self._sent, body)
         self._sent += 1
         self.stream.send(_FRONT.pack(len(body), tag) + body, deadline)

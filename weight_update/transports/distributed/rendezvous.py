@@ -124,13 +124,9 @@ def find_sender(
 ) -> Announcement:
     """Return the announcement in the store at ``address``; wait until a process listens there.
 
-    Args:
-        address: address of the store.
-        port: port of the store.
-        token: secret of the sender.
-        timeout: seconds; None takes :data:`REPLY_SECONDS`.
-        again: whether the sender was found before. If nobody listens there, it is gone, and none is waited
-            for; if no way leads there, the link may come back.
+    ``timeout`` is in seconds; None takes :data:`REPLY_SECONDS`. With ``again``, the sender was found before.
+    If nobody listens there, it is then gone, and none is waited for; if no way leads there, the link may come
+    back.
 
     Raises:
         LinkClosedError: the store could not be reached in time, or the sender is gone.

@@ -100,11 +100,7 @@ class DistributedTransport(SharedMemTransport):
                     time.sleep(_RETRY_SECONDS)
 
         return WorkerConnection(
-            signed,
-            self._token,
-            connect=connect_for_payloads,
-            directory=self._directory,
-            slots=self._slots,
+            signed, self._token, connect=connect_for_payloads, directory=self._directory, slots=self._slots
         )
 
     def expect(self, payload: torch.Tensor, links: Sequence[TransportBackend]) -> None:

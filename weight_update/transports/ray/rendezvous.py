@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+from weight_update.compression.base import optional
 from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError
 
 POLL_SECONDS = 20.0
@@ -21,13 +22,7 @@ _GRACE_SECONDS = 1.0
 
 def import_ray() -> Any:
     """Return the ``ray`` module; ImportError if Ray is not installed."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError(
-            f'cannot import ray ({error}): pip install "weight-update[ray]"', name="ray"
-        ) from error
-    return ray
+    return optional("ray", "ray")
 
 
 def require_ray() -> Any:
@@ -233,7 +228,7 @@ def running_ray() -> Any:
 
 
 def ask(call: Any, timeout: float | None) -> Any:
-    """Return the result of a call; LinkClosedError if the actor or Ray is gone, or gives no answer in time."""
+    """Return the result of a call; LinkClosedError if the actor or Ray is gone, or answers too late."""
     ray = running_ray()
     try:
         return ray.get(call, timeout=timeout)

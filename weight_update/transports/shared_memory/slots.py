@@ -154,13 +154,10 @@ def _anonymous_file(key: str, size: int, directory: str | None) -> int:
         os.close(fd)
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
-        where = directory or "memory"
-        free = "" if directory is None else f", {shutil.disk_usage(directory).free / 1e6:.1f} MB are free"
-        cure = (
-            f"enlarge it (docker run --shm-size=..., or mount -o remount,size=... {directory})"
-            if directory
-            else "free memory or raise the container's limit"
-        )
+        where, free, cure = "memory", "", "free memory or raise the container's limit"
+        if directory is not None:
+            where, free = directory, f", {shutil.disk_usage(directory).free / 1e6:.1f} MB are free"
+            cure = f"enlarge it (docker run --shm-size=..., or mount -o remount,size=... {directory})"
         raise NotEnoughMemoryError(
             f"{where} is too small: a shared slot of {size / 1e6:.1f} MB is needed{free}; {cure}"
         ) from None
@@ -284,12 +281,9 @@ class SlotTable:
     def payload(
         self, key: str, nbytes: int, open_mapping: Callable[[], SlotMapping], owner: int | None = None
     ) -> torch.Tensor:
-        """Return the first ``nbytes`` bytes of a slot; the same tensor object each time.
+        """Return the first ``nbytes`` bytes of a slot; raise as :meth:`SlotMapping.first`.
 
         ``open_mapping`` maps a slot that is not open yet; its errors are raised.
-
-        Raises:
-            FormatError: the payload is larger than the slot.
         """
         with self._lock:
             found = self._slots.get(key)

@@ -104,9 +104,7 @@ class SlotStream(Arrivals):
             handed_over.add(slot)
 
     def recv(self, timeout: float | None, allocate: Allocate | None = None) -> WeightChunk | None:
-        """Return the next frame, or None when none arrived within ``timeout`` seconds.
-
-        Payloads stay where they are, so ``allocate`` is not used.
+        """Return the next frame or None; payloads stay where they are, so ``allocate`` is not used.
 
         Raises:
             LinkClosedError: the connection ended.
@@ -318,11 +316,7 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
         return SlotStream(stream, self._slots, self._token)
 
     def authenticate(self, stream: SocketStream, context: str, deadline: float | None) -> bytes:
-        """Prove the token to the listener at the other end; return the key of the connection.
-
-        Raises:
-            BlockingIOError: the listener is too busy, or ended the connection.
-        """
+        """Prove the token, and return the connection's key; BlockingIOError if the listener is too busy."""
         self._joining = stream
         try:
             if self._closed:  # close() may not have seen the stream

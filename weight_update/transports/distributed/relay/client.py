@@ -12,11 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from weight_update.errors import (
-    FormatError,
-    TransportError,
-    without_frames,
-)
+from weight_update.errors import FormatError, TransportError, without_frames
 from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.relay.nccl import payload_stream
 from weight_update.transports.distributed.relay.payload_stream import AwaitedStream
