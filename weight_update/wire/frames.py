@@ -2,22 +2,6 @@
 
 ``docs/wire_format.rst`` describes the format byte by byte. Nothing is pickled: the header is JSON, the
 payload is raw memory.
-
-A frame::
-
-    offset  size  field
-    0       4     magic, b"WUPD"
-    4       1     format version, 1
-    5       1     kind (:class:`Kind`)
-    6       2     flags; bit 0: the payload checksum is present
-    8       4     header length H, in bytes
-    12      8     payload length P, in bytes
-    20      4     CRC-32 of bytes 0..19 followed by the header
-    24      4     CRC-32 of the payload, or 0 when flag bit 0 is off
-    28      H     header: one UTF-8 JSON object
-    28+H    P     payload
-
-All integers are little endian.
 """
 
 from __future__ import annotations

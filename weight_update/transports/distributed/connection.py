@@ -99,12 +99,9 @@ class Connection:
 
 
 class WorkerConnection(Connection):
-    """The worker's end of a connection.
+    """The worker's end of a connection; ``slots`` of an earlier connection are dropped.
 
-    Args:
-        connect: connects to the sender once more, for payloads.
-        directory: directory of replicas of the sender's slots.
-        slots: table of the slots opened here; slots of an earlier connection are dropped.
+    ``connect`` connects to the sender once more, for payloads. Replicas of its slots are in ``directory``.
     """
 
     def __init__(

@@ -329,9 +329,6 @@ class SlotTable:
 class WatchedProcess:
     """A process of this pid namespace, recognized even after the kernel has used its id again.
 
-    Args:
-        pid: process id.
-
     Raises:
         ProcessLookupError: there is no such process.
         AttributeError, OSError: this kernel, or a sandbox, does not tell.

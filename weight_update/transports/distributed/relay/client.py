@@ -41,11 +41,7 @@ class RelayClient:
     """Sender's end of the connection to the host relay of one worker.
 
     One thread uses it at a time; the router chooses which. Methods that need the connection wait until the
-    worker has made it.
-
-    Args:
-        pid: process id of the worker on its host.
-        backend: backend that carries payloads.
+    worker, whose process id on its host is ``pid``, has made it.
 
     Attributes:
         incoming_link: name of the link from the host before it in the chain; None without one.

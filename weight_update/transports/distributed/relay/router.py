@@ -193,26 +193,15 @@ def _slot_use_of(payload: torch.Tensor) -> _SlotUse:
 class RemoteConnection(Connection):
     """The sender's end to a worker on another host, which maps the replica that one worker there keeps.
 
-    Args:
-        name: random name of the connection, by which the worker's connection for payloads is found.
-        host: name of the worker's host.
-        relay_client: connection to the host relay of the worker.
-        router: router of the sender's payloads to all hosts.
+    The worker's connection for payloads is found by the random ``name``.
     """
 
     def __init__(
-        self,
-        stream: SignedStream,
-        token: str,
-        *,
-        name: str,
-        host: str,
-        relay_client: RelayClient,
-        router: Router,
+        self, stream: SignedStream, token: str, *, name: str, host: str, client: RelayClient, router: Router
     ) -> None:
         super().__init__(stream, token)
         self.name, self.host = name, host
-        self.relay_client: RelayClient = relay_client
+        self.relay_client: RelayClient = client
         self.router: Router = router
         self._admitted = False
 
