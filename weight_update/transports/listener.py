@@ -122,11 +122,12 @@ class Listener:
             except OSError as error:
                 if error.errno not in SHORTAGES or not self._pending:
                     raise
-                self._refuse_oldest(str(error.strerror))
+                self._refuse(next(iter(self._pending.values())), LinkClosedError(str(error.strerror)))
                 continue
             newest = _Pending(SocketStream(sock), Challenge(self._token, self._context))
             if len(self._pending) == MAX_PENDING:
-                self._refuse_oldest("too many connections at once")
+                oldest = next(iter(self._pending.values()))
+                self._refuse(oldest, LinkClosedError("too many connections at once"))
             self._greet(newest)
 
     def _greet(self, pending: _Pending) -> None:
@@ -147,9 +148,6 @@ class Listener:
                 thread.start()  # it raises if there are too many: the other end gets no answer and may retry
         except Exception as error:  # noqa: BLE001 - it ends this connection only
             self._refuse(pending, error)
-
-    def _refuse_oldest(self, reason: str) -> None:
-        self._refuse(next(iter(self._pending.values())), LinkClosedError(reason))
 
     def _refuse(self, pending: _Pending, error: Exception) -> None:
         self._remove(pending)

@@ -152,20 +152,18 @@ class WeightChunk:
         if not checksum or self.payload_bytes == 0:
             return self._head_without_checksum
         assert self.payload is not None
-        return self._head(zlib.crc32(byte_view(self.payload)), covered=True)
+        return self._head(zlib.crc32(byte_view(self.payload)))
 
     @functools.cached_property
     def _head_without_checksum(self) -> bytes:
         """The head, which is the same for all workers that take their payload from shared memory."""
-        return self._head(0, covered=False)
+        return self._head(None)
 
-    def _head(self, crc: int, *, covered: bool) -> bytes:
+    def _head(self, crc: int | None) -> bytes:
         header, size = compact_json(dict(self.header)).encode(), self.payload_bytes
-        start = _PRELUDE.pack(
-            _MAGIC, _FORMAT, self.kind, _HAS_CHECKSUM if covered else 0, len(header), size, 0, 0
-        )[:20]
-        head_crc = zlib.crc32(header, zlib.crc32(start))
-        return start + struct.pack("<II", head_crc, crc) + header
+        flags = 0 if crc is None else _HAS_CHECKSUM
+        start = _PRELUDE.pack(_MAGIC, _FORMAT, self.kind, flags, len(header), size, 0, 0)[:20]
+        return start + struct.pack("<II", zlib.crc32(header, zlib.crc32(start)), crc or 0) + header
 
     def encode(self) -> bytes:
         """Return the whole frame as bytes; this copies the payload."""
