@@ -462,7 +462,7 @@ def test_a_payload_that_cannot_wait_for_the_usual_chain_takes_an_idle_worker() -
     router = Router()
     router.add(usual)
     router.add(other)
-    router._busy.add(id(usual))
+    router._busy[id(usual)] = usual.host, ("another slot", 1)
 
     def wake() -> None:
         with router._changed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,7 +11,7 @@ import numpy as np
 
 from weight_update.compression import ans_numpy
 from weight_update.compression.base import register_compression
-from weight_update.compression.blocks import BlockCompression, Buffer
+from weight_update.compression.blocks import BlockCompression, Buffer, joined, separated
 from weight_update.errors import FormatError
 from weight_update.wire.compiled import load
 
@@ -47,18 +46,12 @@ class AnsCompression(BlockCompression):
         data = np.frombuffer(block, np.uint8)
         segments = [data[at : at + SEGMENT_BYTES] for at in range(0, len(data), SEGMENT_BYTES)]
         coded = ans_numpy.encode(segments) if library is None else [_encode(library, one) for one in segments]
-        return b"".join([np.array([len(one) for one in coded], "<u4").tobytes(), *coded])
+        return joined(coded)
 
     @classmethod
     def expand(cls, block: memoryview, nbytes: int) -> Buffer:
-        count = -(-nbytes // SEGMENT_BYTES)
-        if len(block) < 4 * count:
-            raise FormatError(f"{len(block)} bytes are too few for the {count} segments of an ANS block")
-        ends = 4 * count + np.cumsum(np.frombuffer(block[: 4 * count], "<u4"), dtype=np.int64)
-        if ends[-1] != len(block):
-            raise FormatError(f"the segments of an ANS block do not add up to its {len(block)} bytes")
-        places = itertools.pairwise([4 * count, *ends.tolist()])
-        coded = [np.frombuffer(block[start:end], np.uint8) for start, end in places]
+        parts = separated(block, -(-nbytes // SEGMENT_BYTES), "ANS segment")
+        coded = [np.frombuffer(part, np.uint8) for part in parts]
         whole = np.empty(nbytes, np.uint8)
         segments = [whole[at : at + SEGMENT_BYTES] for at in range(0, nbytes, SEGMENT_BYTES)]
         if library is None:
@@ -77,8 +70,8 @@ def _encode(compiled: ctypes.CDLL, segment: ans_numpy.Bytes) -> bytes:
 
 
 def _decode(compiled: ctypes.CDLL, coded: ans_numpy.Bytes, into: ans_numpy.Bytes) -> bool:
-    sizes = ctypes.c_int64(len(coded)), ctypes.c_int64(len(into))
-    return not compiled.ans_decode(_at(coded), sizes[0], _at(into), sizes[1])
+    coded_size, size = ctypes.c_int64(len(coded)), ctypes.c_int64(len(into))
+    return not compiled.ans_decode(_at(coded), coded_size, _at(into), size)
 
 
 def _at(array: ans_numpy.Bytes) -> ctypes.c_void_p:

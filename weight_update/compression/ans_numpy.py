@@ -80,8 +80,8 @@ def table_bytes(frequencies: Numbers) -> bytes:
     return bytes(table)
 
 
-def read_table(coded: Bytes) -> tuple[Numbers, int] | None:
-    """Return the frequencies of a segment, and the length of their table; None if they are not valid."""
+def read_table(coded: Bytes) -> tuple[Numbers, Bytes] | None:
+    """Return the frequencies of a segment, and its states and words; None if they are not valid."""
     table, at = coded[:MOST_HEAD].tolist(), 1
     frequencies = np.zeros(256, np.int64)
     for symbol in range(table[0] + 1 if table else 0):
@@ -90,7 +90,9 @@ def read_table(coded: Bytes) -> tuple[Numbers, int] | None:
             return None
         frequencies[symbol] = table[at] if size == 1 else table[at] & 0x7F | table[at + 1] << 7
         at += size
-    return (frequencies, at) if frequencies.sum() == 1 << BITS else None
+    rest = coded[at:]
+    valid = frequencies.sum() == 1 << BITS and len(rest) >= 4 * LANES and len(rest) % 2 == 0
+    return (frequencies, rest) if valid else None
 
 
 def decode(coded: Sequence[Bytes], segments: Sequence[Bytes]) -> bool:
@@ -101,21 +103,14 @@ def decode(coded: Sequence[Bytes], segments: Sequence[Bytes]) -> bool:
 
 def _decode(pairs: Sequence[tuple[Bytes, Bytes]]) -> bool:
     """Restore segments of equal length."""
-    heads = [read_table(coded) for coded, _ in pairs]
-    if any(
-        head is None or len(coded) < head[1] + 4 * LANES
-        for head, (coded, _) in zip(heads, pairs, strict=True)
-    ):
+    tables = [table for coded, _ in pairs if (table := read_table(coded)) is not None]
+    if len(tables) < len(pairs):
         return False
-    tables = [head for head in heads if head is not None]
     frequencies = np.stack([one for one, _ in tables])
     starts = np.cumsum(frequencies, 1) - frequencies
     symbols = np.stack([np.repeat(np.arange(256, dtype=np.uint8), one) for one in frequencies])
-    rest = [coded[size:] for (coded, _), (_, size) in zip(pairs, tables, strict=True)]
-    if any(len(one) % 2 for one in rest):
-        return False
-    states = np.stack([one[: 4 * LANES].view("<u4") for one in rest]).astype(np.int64)
-    words = [one[4 * LANES :].view("<u2") for one in rest]
+    states = np.stack([rest[: 4 * LANES].view("<u4") for _, rest in tables]).astype(np.int64)
+    words = [rest[4 * LANES :].view("<u2") for _, rest in tables]
     ends = np.cumsum([len(one) for one in words])
     places = ends - [len(one) for one in words]
     behind = np.zeros(1, "<u2")  # for places behind the end

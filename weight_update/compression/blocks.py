@@ -55,14 +55,10 @@ class BlockCompression(Compression):
         self.check(data)
         if not data.numel():
             return torch.empty(0, dtype=torch.uint8)
-        blocks = self._shrunk([byte_view(block) for block in torch.split(data, BLOCK_BYTES)])
-        table = np.array([len(block) for block in blocks], "<u4").tobytes()
-        return torch.frombuffer(bytearray().join([table, *blocks]), dtype=torch.uint8)
-
-    def _shrunk(self, blocks: Sequence[memoryview]) -> list[Buffer]:
+        blocks = [byte_view(block) for block in torch.split(data, BLOCK_BYTES)]
         threads = min(self.threads, len(blocks) // _BLOCKS_FOR_A_THREAD, len(os.sched_getaffinity(0)))
         # Block by block, not one share for each thread: some blocks take much longer than others.
-        return in_threads(self._smaller, blocks, threads)
+        return torch.frombuffer(joined(in_threads(self._smaller, blocks, threads)), dtype=torch.uint8)
 
     def _smaller(self, block: memoryview) -> Buffer:
         shrunk = self.shrink(block)
@@ -71,7 +67,8 @@ class BlockCompression(Compression):
     @classmethod
     def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
         cls.check(data, nbytes)
-        blocks = _cut(data, nbytes)
+        view = byte_view(data) if data.numel() else memoryview(b"")
+        blocks = separated(view, -(-nbytes // BLOCK_BYTES), "block")
         result = torch.empty(nbytes, dtype=torch.uint8)
         for start, block in zip(range(0, nbytes, BLOCK_BYTES), blocks, strict=True):
             place = byte_view(result[start : start + BLOCK_BYTES])
@@ -82,16 +79,17 @@ class BlockCompression(Compression):
         return result
 
 
-def _cut(data: torch.Tensor, nbytes: int) -> list[memoryview]:
-    """Return the compressed blocks, which must fill ``data`` exactly."""
-    head = 4 * -(-nbytes // BLOCK_BYTES)
-    if not nbytes and not data.numel():
-        return []
-    if data.numel() < head:
-        raise FormatError(f"{data.numel()} bytes are too few for the block table of {nbytes} bytes of data")
-    view = byte_view(data)
-    ends = head + np.cumsum(np.frombuffer(view[:head], "<u4"), dtype=np.int64)
-    if len(view) != (ends[-1] if head else 0):
-        raise FormatError(f"the compressed blocks do not add up to the {len(view)} bytes of the data")
-    places = [head, *ends.tolist()]
-    return [view[start:end] for start, end in itertools.pairwise(places)]
+def joined(parts: Sequence[Buffer]) -> bytearray:
+    """Return a table of the sizes of ``parts``, and the parts."""
+    return bytearray().join([np.array([len(part) for part in parts], "<u4").tobytes(), *parts])
+
+
+def separated(data: memoryview, count: int, kind: str) -> list[memoryview]:
+    """Return ``count`` parts that were :func:`joined`; FormatError if they do not fill ``data`` exactly."""
+    head = 4 * count
+    if len(data) < head:
+        raise FormatError(f"{len(data)} bytes are too few for the {kind} table of {count} {kind}s")
+    places = [head, *(head + np.cumsum(np.frombuffer(data[:head], "<u4"), dtype=np.int64)).tolist()]
+    if len(data) != places[-1]:
+        raise FormatError(f"the compressed {kind}s do not add up to the {len(data)} bytes of the data")
+    return [data[start:end] for start, end in itertools.pairwise(places)]

@@ -17,6 +17,7 @@ _FUSED_MLP_NORM = "decoder.layers.#.mlp.linear_fc1.layer_norm_weight"
 
 # "#" stands for the number of a layer or expert. One name on the right: renamed; two: gate and up; three:
 # query, key and value.
+_EXPERT = ("mlp.experts.#.gate_proj.weight", "mlp.experts.#.up_proj.weight")
 _LAYER: dict[str, tuple[str, ...]] = {
     "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
     "input_layernorm.weight": ("input_layernorm.weight",),
@@ -25,12 +26,9 @@ _LAYER: dict[str, tuple[str, ...]] = {
     "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
     "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
     "mlp.router.weight": ("mlp.gate.weight",),
-    "mlp.experts.linear_fc1.weight#": ("mlp.experts.#.gate_proj.weight", "mlp.experts.#.up_proj.weight"),
+    "mlp.experts.linear_fc1.weight#": _EXPERT,
     "mlp.experts.linear_fc2.weight#": ("mlp.experts.#.down_proj.weight",),
-    "mlp.experts.local_experts.#.linear_fc1.weight": (
-        "mlp.experts.#.gate_proj.weight",
-        "mlp.experts.#.up_proj.weight",
-    ),
+    "mlp.experts.local_experts.#.linear_fc1.weight": _EXPERT,
     "mlp.experts.local_experts.#.linear_fc2.weight": ("mlp.experts.#.down_proj.weight",),
 }
 for _kind in ("weight", "bias"):

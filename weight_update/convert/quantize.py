@@ -90,13 +90,13 @@ def dequantize(
     Raises:
         ConversionError: there are not as many scales as blocks.
     """
-    expected = None if block is None else (-(-weight.shape[0] // block[0]), -(-weight.shape[1] // block[1]))
-    if expected is not None and tuple(scale.shape) != expected:
-        raise ConversionError(
-            f"a weight of {list(weight.shape)} in blocks of {block} has {list(expected)} scales, not "
-            f"{list(scale.shape)}; give the block= that it was quantized with"
-        )
     if block is not None:
+        expected = [-(-weight.shape[0] // block[0]), -(-weight.shape[1] // block[1])]
+        if list(scale.shape) != expected:
+            raise ConversionError(
+                f"a weight of {list(weight.shape)} in blocks of {block} has {expected} scales, not "
+                f"{list(scale.shape)}; give the block= that it was quantized with"
+            )
         scale = scale.repeat_interleave(block[0], 0)[: weight.shape[0]]
         scale = scale.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
     return (weight.float() * scale).to(dtype)

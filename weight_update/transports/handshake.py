@@ -43,11 +43,7 @@ def proof(token: str, role: bytes, nonces: bytes, context: str) -> bytes:
 
 
 def require_same_user(sock: socket.socket) -> None:
-    """Check that the other end of a Unix socket belongs to this process's user, or to root.
-
-    Raises:
-        JoinRefusedError: it belongs to another user.
-    """
+    """Raise JoinRefusedError if the other end of a Unix socket belongs to another user than ours and root."""
     if sock.family is not socket.AF_UNIX:
         return
     _, user = peer_credentials(sock)
@@ -112,23 +108,15 @@ class Challenge:
         return _REQUEST.size - len(self._request)
 
     def add(self, data: bytes) -> None:
-        """Add bytes of the caller's message, at most :attr:`missing`.
-
-        Raises:
-            FormatError: the bytes do not belong to a join request.
-        """
+        """Add bytes of the caller's message, at most :attr:`missing`; FormatError if it is something else."""
         self._request += data
         if self._request[: len(_MAGIC)] != _MAGIC[: len(self._request)]:
             raise FormatError("the other end did not send a join request")
 
     def verify(self) -> tuple[bytes, bytes]:
-        """Check the caller's proof, once nothing is missing.
+        """Check the caller's proof, once nothing is missing; JoinRefusedError if it does not hold.
 
-        Returns:
-            the listener's last message, and the key that :func:`prove_token` returns at the other end.
-
-        Raises:
-            JoinRefusedError: the caller does not know the token.
+        Return the listener's last message, and the key that :func:`prove_token` returns at the other end.
         """
         _, theirs, shown = _REQUEST.unpack(self._request)
         nonces = self._nonce + theirs

@@ -122,11 +122,12 @@ class Listener:
             except OSError as error:
                 if error.errno not in SHORTAGES or not self._pending:
                     raise
-                self._refuse_oldest(str(error.strerror))
+                self._refuse(next(iter(self._pending.values())), LinkClosedError(str(error.strerror)))
                 continue
             newest = _Pending(SocketStream(sock), Challenge(self._token, self._context))
             if len(self._pending) == MAX_PENDING:
-                self._refuse_oldest("too many connections at once")
+                oldest = next(iter(self._pending.values()))
+                self._refuse(oldest, LinkClosedError("too many connections at once"))
             self._greet(newest)
 
     def _greet(self, pending: _Pending) -> None:
@@ -141,21 +142,12 @@ class Listener:
         try:
             if pending.read():
                 self._remove(pending)
-                self._hand_over(pending.stream, *pending.verify(), pending.deadline)
+                served = (pending.stream, *pending.verify(), pending.deadline)
+                name = "weight_update-join"
+                thread = threading.Thread(target=self._serve_one, args=served, name=name, daemon=True)
+                thread.start()  # it raises if there are too many: the other end gets no answer and may retry
         except Exception as error:  # noqa: BLE001 - it ends this connection only
             self._refuse(pending, error)
-
-    def _hand_over(self, stream: SocketStream, answer: bytes, key: bytes, deadline: float) -> None:
-        """Serve an authenticated connection in a new thread, which first sends ``answer``."""
-        threading.Thread(
-            target=self._serve_one,
-            args=(stream, answer, key, deadline),
-            name="weight_update-join",
-            daemon=True,
-        ).start()  # it raises if there are too many: the other end gets no answer and may retry
-
-    def _refuse_oldest(self, reason: str) -> None:
-        self._refuse(next(iter(self._pending.values())), LinkClosedError(reason))
 
     def _refuse(self, pending: _Pending, error: Exception) -> None:
         self._remove(pending)
@@ -169,6 +161,7 @@ class Listener:
     # -- threads of authenticated connections --------------------------------------------------------
 
     def _serve_one(self, stream: SocketStream, answer: bytes, key: bytes, deadline: float) -> None:
+        """Send ``answer``, the last message of the handshake, and serve the connection."""
         self._serving.add(stream)
         try:
             if self._closed.is_set():  # close() may not have seen the stream

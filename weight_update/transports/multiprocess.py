@@ -246,20 +246,17 @@ class MPTransport(TransportBackend):
 
     def _read(self, item: _Item) -> WeightChunk:
         head, where = item
-        prelude = Prelude.decode(head[:PRELUDE_BYTES])
-        payload = None
-        if where is not None and where[1] < 0:
-            if where[2] != _pid_namespace():
+        pid, fd, key = where or (0, -1, "")
+
+        def mapped(nbytes: int) -> torch.Tensor:
+            return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory))
+
+        chunk = Prelude.decode(head[:PRELUDE_BYTES]).complete(head[PRELUDE_BYTES:], mapped)
+        if chunk.kind is Kind.HELLO:
+            if where is not None and key != _pid_namespace():
                 self.capabilities = replace(self.capabilities, pid_is_visible=False)
-        elif where is not None:
-            pid, fd, key = where
-            with prelude.naming_version(head[PRELUDE_BYTES:]):
-                payload = self._slots.payload(
-                    key, prelude.payload_bytes, lambda: open_slot(pid, fd, key, self._directory)
-                )
-        chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
-        if chunk.kind is Kind.HELLO and self.capabilities.pid_is_visible:
-            self.watch(chunk.header["pid"])
+            if self.capabilities.pid_is_visible:
+                self.watch(chunk.header["pid"])
         return chunk
 
     def _other_is_dead(self) -> bool:

@@ -28,7 +28,7 @@ class RateLimitedLog:
     def __init__(self, log: logging.Logger, burst: int = 10, seconds: float = 60.0) -> None:
         self._log, self._burst, self._seconds = log, burst, seconds
         self._lock = threading.Lock()
-        self._periods: dict[str, _Period] = {}
+        self._periods: dict[str, tuple[float, int, int]] = {}  # its start, records written and omitted
 
     def warning(self, message: str, *args: object, **options: Any) -> None:
         """Log a warning as :meth:`logging.Logger.warning` does, unless ``message`` came too often."""
@@ -41,14 +41,13 @@ class RateLimitedLog:
         """Count an event; return how many were omitted before it, or None if this one is to be omitted."""
         now = time.monotonic()
         with self._lock:
-            period = self._periods.setdefault(message, _Period(now))
-            if now - period.start >= self._seconds:
-                period.start, period.written = now, 0
-            if period.written == self._burst:
-                period.omitted += 1
+            start, written, omitted = self._periods.get(message, (now, 0, 0))
+            if now - start >= self._seconds:
+                start, written = now, 0
+            if written == self._burst:
+                self._periods[message] = start, written, omitted + 1
                 return None
-            period.written += 1
-            omitted, period.omitted = period.omitted, 0
+            self._periods[message] = start, written + 1, 0
             return omitted
 
 
@@ -71,11 +70,3 @@ class Refusals:
     def clear(self) -> None:
         """Forget all refusals."""
         self._kept.clear()
-
-
-class _Period:
-    """Counts of one message in one period."""
-
-    def __init__(self, start: float) -> None:
-        self.start = start
-        self.written = self.omitted = 0

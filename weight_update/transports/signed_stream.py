@@ -55,12 +55,7 @@ class SignedStream:
         self._sent = self._received = 0
 
     def send(self, body: bytes, deadline: float | None) -> None:
-        """Send a message.
-
-        Raises:
-            LinkClosedError: the other end is gone.
-            SyncTimeoutError: the deadline passed before all was sent.
-        """
+        """Send a message; SyncTimeoutError after the deadline, LinkClosedError if the other end is gone."""
         tag = self._sign(self._mine, self._sent, body)
         self._sent += 1
         self.stream.send(_FRONT.pack(len(body), tag) + body, deadline)
@@ -137,11 +132,7 @@ def call(address: str, port: int, token: str, context: str, deadline: float | No
 
 
 def dial(address: str, port: int, deadline: float | None) -> SocketStream:
-    """Connect to the first address of a name that answers; all of them share the time.
-
-    Raises:
-        OSError: no process listens there, or no way leads there.
-    """
+    """Connect to the first address of a name that answers; all share the time. OSError if none does."""
     found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     for tried, (family, kind, protocol, _, where) in enumerate(found):
         sock = socket.socket(family, kind, protocol)

@@ -25,16 +25,13 @@ def load(folder: Path, name: str, version: int, counting: Sequence[str] = ()) ->
         path = folder / (name + suffix)
         if path.exists():
             library = ctypes.CDLL(str(path))
-            if _version_of(library) != version:
+            try:
+                built = ctypes.c_int.in_dll(library, "wu_version").value
+            except ValueError:  # it has no such name
+                return None
+            if built != version:
                 return None
             for function in counting:
                 getattr(library, function).restype = ctypes.c_int64
             return library
     return None
-
-
-def _version_of(library: ctypes.CDLL) -> int | None:
-    try:
-        return ctypes.c_int.in_dll(library, "wu_version").value
-    except ValueError:  # it has no such name
-        return None

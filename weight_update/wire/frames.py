@@ -2,22 +2,6 @@
 
 ``docs/wire_format.rst`` describes the format byte by byte. Nothing is pickled: the header is JSON, the
 payload is raw memory.
-
-A frame::
-
-    offset  size  field
-    0       4     magic, b"WUPD"
-    4       1     format version, 1
-    5       1     kind (:class:`Kind`)
-    6       2     flags; bit 0: the payload checksum is present
-    8       4     header length H, in bytes
-    12      8     payload length P, in bytes
-    20      4     CRC-32 of bytes 0..19 followed by the header
-    24      4     CRC-32 of the payload, or 0 when flag bit 0 is off
-    28      H     header: one UTF-8 JSON object
-    28+H    P     payload
-
-All integers are little endian.
 """
 
 from __future__ import annotations
@@ -28,8 +12,7 @@ import hmac
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -169,20 +152,18 @@ class WeightChunk:
         if not checksum or self.payload_bytes == 0:
             return self._head_without_checksum
         assert self.payload is not None
-        return self._head(zlib.crc32(byte_view(self.payload)), covered=True)
+        return self._head(zlib.crc32(byte_view(self.payload)))
 
     @functools.cached_property
     def _head_without_checksum(self) -> bytes:
         """The head, which is the same for all workers that take their payload from shared memory."""
-        return self._head(0, covered=False)
+        return self._head(None)
 
-    def _head(self, crc: int, *, covered: bool) -> bytes:
+    def _head(self, crc: int | None) -> bytes:
         header, size = compact_json(dict(self.header)).encode(), self.payload_bytes
-        start = _PRELUDE.pack(
-            _MAGIC, _FORMAT, self.kind, _HAS_CHECKSUM if covered else 0, len(header), size, 0, 0
-        )[:20]
-        head_crc = zlib.crc32(header, zlib.crc32(start))
-        return start + struct.pack("<II", head_crc, crc) + header
+        flags = 0 if crc is None else _HAS_CHECKSUM
+        start = _PRELUDE.pack(_MAGIC, _FORMAT, self.kind, flags, len(header), size, 0, 0)[:20]
+        return start + struct.pack("<II", zlib.crc32(header, zlib.crc32(start)), crc or 0) + header
 
     def encode(self) -> bytes:
         """Return the whole frame as bytes; this copies the payload."""
@@ -209,12 +190,13 @@ class WeightChunk:
         body = PRELUDE_BYTES + prelude.header_bytes
         if len(view) != body + prelude.payload_bytes:
             raise FormatError(f"frame says {body + prelude.payload_bytes} bytes but there are {len(view)}")
-        header, payload = bytes(view[PRELUDE_BYTES:body]), None
-        if prelude.payload_bytes:
-            with prelude.naming_version(header):
-                payload = (allocate or fresh_bytes)(prelude.payload_bytes)
+
+        def filled(nbytes: int) -> torch.Tensor:
+            payload = (allocate or fresh_bytes)(nbytes)
             byte_view(payload)[:] = view[body:]
-        return prelude.assemble(header, payload)
+            return payload
+
+        return prelude.complete(bytes(view[PRELUDE_BYTES:body]), filled)
 
 
 class Prelude(NamedTuple):
@@ -249,14 +231,17 @@ class Prelude(NamedTuple):
             raise FormatError(f"frame announces {header} + {payload} bytes, more than is allowed")
         return cls(raw, _KINDS[kind], flags, header, payload, head_crc, crc)
 
-    @contextmanager
-    def naming_version(self, header: bytes) -> Iterator[None]:
-        """Add the version in ``header`` to errors about the memory of the payload."""
+    def complete(self, header: bytes, payload_of: Callable[[int], torch.Tensor]) -> WeightChunk:
+        """Build the chunk as :meth:`assemble` does; ``payload_of`` returns the payload of the given size.
+
+        Errors about the memory of the payload get the version in ``header``.
+        """
         try:
-            yield
+            payload = payload_of(self.payload_bytes) if self.payload_bytes else None
         except (NotEnoughMemoryError, UnreachableMemoryError) as error:
             error.version = self._replace(flags=0).assemble(header, None).header.get("version")
             raise
+        return self.assemble(header, payload)
 
     def assemble(self, header: bytes, payload: torch.Tensor | None) -> WeightChunk:
         """Build the chunk; FormatError if a checksum does not hold or the header is not valid."""

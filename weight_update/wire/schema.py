@@ -99,8 +99,6 @@ class WeightSchema:
         Raises:
             UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype.
         """
-        metas, end = [], 0
-        places: dict[tuple[Any, ...], int] = {}
         for name, tensor in named.items():
             if tensor.layout is not torch.strided or tensor.is_quantized:
                 raise UnsupportedSourceError(
@@ -108,12 +106,19 @@ class WeightSchema:
                     "only plain strided tensors can be synchronized"
                 )
             dtype_name(tensor.dtype)
-            identity = memory_identity(tensor)
+        return cls._laid_out(
+            (name, tuple(one.shape), one.dtype, memory_identity(one)) for name, one in named.items()
+        )
+
+    @classmethod
+    def _laid_out(cls, rows: Iterable[tuple[str, tuple[int, ...], torch.dtype, Any]]) -> WeightSchema:
+        """Lay out rows of name, shape, dtype and identity; those of one identity, not None, are tied."""
+        metas, places, end = [], dict[Any, int](), 0
+        for name, shape, dtype, identity in rows:
             offset = end if identity is None else places.setdefault(identity, end)
-            meta = TensorMeta(name, tuple(tensor.shape), tensor.dtype, offset)
-            metas.append(meta)
+            metas.append(TensorMeta(name, shape, dtype, offset))
             if offset == end:
-                end += aligned(meta.nbytes)
+                end += aligned(metas[-1].nbytes)
         return cls(tuple(metas), end)
 
     @functools.cached_property
@@ -162,16 +167,11 @@ class WeightSchema:
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the schema, in hex; equal exactly if two schemas are equal."""
-        text = compact_json(self.to_header())
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(compact_json(self.to_header()).encode()).hexdigest()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return a view into ``flat`` (1-D uint8, at least ``nbytes`` long) for each entry."""
-        out = []
-        for meta in self.tensors:
-            raw = flat[meta.offset : meta.offset + meta.nbytes]
-            out.append(raw.view(meta.dtype).view(meta.shape))
-        return out
+        return [flat[m.offset : m.offset + m.nbytes].view(m.dtype).view(m.shape) for m in self.tensors]
 
     def for_receiver(self, theirs: WeightSchema) -> WeightSchema:
         """Return this schema with the receiver's dtypes where those are not wider.
@@ -198,13 +198,8 @@ class WeightSchema:
         )
 
     def _with_dtypes(self, dtypes: Sequence[torch.dtype]) -> WeightSchema:
-        metas, places, end = [], dict[int, int](), 0
-        for meta, dtype in zip(self.tensors, dtypes, strict=True):
-            offset = places.setdefault(meta.offset, end) if meta.nbytes else end
-            metas.append(TensorMeta(meta.name, meta.shape, dtype, offset))
-            if offset == end:
-                end += aligned(metas[-1].nbytes)
-        return WeightSchema(tuple(metas), end)
+        rows = zip(self.tensors, dtypes, strict=True)
+        return self._laid_out((m.name, m.shape, dtype, m.offset if m.nbytes else None) for m, dtype in rows)
 
     def require_same(self, other: WeightSchema, who: str, *, more: bool = False) -> None:
         """Check that ``other`` fits this schema.

@@ -79,9 +79,7 @@ class Connection:
         if where_size:
             prelude, header = Prelude.decode(frame[:PRELUDE_BYTES]), bytes(frame[PRELUDE_BYTES:size])
             pid, fd, key = json.loads(bytes(frame[size : size + where_size]))
-            with prelude.naming_version(header):
-                payload = self.map_slot(pid, fd, key, prelude.payload_bytes)
-            chunk = prelude.assemble(header, payload)
+            chunk = prelude.complete(header, lambda nbytes: self.map_slot(pid, fd, key, nbytes))
         else:
             chunk = WeightChunk.decode(frame, allocate)
         return chunk.with_token(self._token) if chunk.kind is Kind.HELLO else chunk
@@ -101,12 +99,9 @@ class Connection:
 
 
 class WorkerConnection(Connection):
-    """The worker's end of a connection.
+    """The worker's end of a connection; ``slots`` of an earlier connection are dropped.
 
-    Args:
-        connect: connects to the sender once more, for payloads.
-        directory: directory of replicas of the sender's slots.
-        slots: table of the slots opened here; slots of an earlier connection are dropped.
+    ``connect`` connects to the sender once more, for payloads. Replicas of its slots are in ``directory``.
     """
 
     def __init__(
@@ -132,11 +127,7 @@ class WorkerConnection(Connection):
         return chunk
 
     def map_slot(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
-        """Map the replica of the sender's slot that a worker of this host keeps.
-
-        Raises:
-            NotEnoughMemoryError: that worker has no replica, or this one cannot map it.
-        """
+        """Map the replica that a worker of this host keeps; NotEnoughMemoryError if it has none."""
         if fd < 0:
             raise NotEnoughMemoryError(key)
         return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)

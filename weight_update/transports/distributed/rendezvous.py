@@ -58,15 +58,7 @@ class Announcement:
 
 
 class SenderStore:
-    """A TCPStore in this process that keeps the sender's announcement.
-
-    Args:
-        address: address of the interface to listen on.
-        port: port; 0 takes a free one.
-
-    Raises:
-        OSError: the address does not belong to this machine, or the port is taken.
-    """
+    """A TCPStore in this process that keeps the sender's announcement; raises as :func:`listen`."""
 
     def __init__(self, address: str, port: int) -> None:
         sock = listen(address, port)
@@ -78,15 +70,10 @@ class SenderStore:
         self._thread: threading.Thread | None = None
         identity = os.fstat(self._descriptor).st_ino
         try:
-            self._server = own(
-                TCPStore(
-                    address,
-                    self.port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    master_listen_fd=self._descriptor,
-                )
+            store = TCPStore(
+                address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=self._descriptor
             )
+            self._server = own(store)
         except BaseException:
             _listening.discard(self._descriptor)
             with contextlib.suppress(OSError):
@@ -124,13 +111,9 @@ def find_sender(
 ) -> Announcement:
     """Return the announcement in the store at ``address``; wait until a process listens there.
 
-    Args:
-        address: address of the store.
-        port: port of the store.
-        token: secret of the sender.
-        timeout: seconds; None takes :data:`REPLY_SECONDS`.
-        again: whether the sender was found before. If nobody listens there, it is gone, and none is waited
-            for; if no way leads there, the link may come back.
+    ``timeout`` is in seconds; None takes :data:`REPLY_SECONDS`. With ``again``, the sender was found before.
+    If nobody listens there, it is then gone, and none is waited for; if no way leads there, the link may come
+    back.
 
     Raises:
         LinkClosedError: the store could not be reached in time, or the sender is gone.

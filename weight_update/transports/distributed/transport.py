@@ -100,11 +100,7 @@ class DistributedTransport(SharedMemTransport):
                     time.sleep(_RETRY_SECONDS)
 
         return WorkerConnection(
-            signed,
-            self._token,
-            connect=connect_for_payloads,
-            directory=self._directory,
-            slots=self._slots,
+            signed, self._token, connect=connect_for_payloads, directory=self._directory, slots=self._slots
         )
 
     def expect(self, payload: torch.Tensor, links: Sequence[TransportBackend]) -> None:
@@ -123,18 +119,14 @@ class DistributedTransport(SharedMemTransport):
         """Sender's end: take over the connection of a worker on another host."""
         self.capabilities = replace(self.capabilities, send_never_blocks=False, pid_is_visible=False)
         client = RelayClient(hello.header["pid"], self._backend)
-        remote = RemoteConnection(
-            stream, self._token, name=name, host=host, relay_client=client, router=router
-        )
+        remote = RemoteConnection(stream, self._token, name=name, host=host, client=client, router=router)
         self.take_over(remote, hello)
 
 
 class DistributedListener:
     """The listener for links to this host and to others, with the arguments of :class:`JoinListener`.
 
-    Args:
-        store: store in which workers find this listener.
-        host: name of this host.
+    Workers find it in ``store``.
     """
 
     def __init__(

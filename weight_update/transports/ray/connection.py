@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import torch
 
 from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.base import Allocate
@@ -88,12 +89,7 @@ class RayConnection:
             self._put += 1
 
     def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
-        """Return the next chunk, or None if none arrived within ``timeout`` seconds.
-
-        Raises:
-            LinkClosedError: the other end has left, or Ray lost the payload.
-            FormatError: the received message is not a chunk.
-        """
+        """Return the next chunk or None; LinkClosedError also if Ray lost the payload."""
         found = self._next(deadline_of(timeout))
         if found is None:
             return None
@@ -109,10 +105,13 @@ class RayConnection:
         data = self._fetch(refs[0])
         if data.nbytes != prelude.payload_bytes:
             raise FormatError(f"{data.nbytes} bytes came with a frame of {prelude.payload_bytes}")
-        with prelude.naming_version(header):
-            payload = (allocate or fresh_bytes)(prelude.payload_bytes)
-        np.copyto(payload.numpy(), data)  # all processes of a node share the object's memory
-        return prelude.assemble(header, payload)
+
+        def copied(nbytes: int) -> torch.Tensor:  # all processes of a node share the object's memory
+            payload = (allocate or fresh_bytes)(nbytes)
+            np.copyto(payload.numpy(), data)
+            return payload
+
+        return prelude.complete(header, copied)
 
     def _fetch(self, ref: Any) -> Any:
         ray = running_ray()

@@ -23,11 +23,7 @@ class ObjectStore:
         self._lock = threading.Lock()
 
     def put(self, chunk: WeightChunk) -> Any:
-        """Return a reference to the payload of ``chunk``; copy it into the store on the first call.
-
-        Raises:
-            NotEnoughMemoryError: the store has no room.
-        """
+        """Return the reference of a payload, copied if it is new; NotEnoughMemoryError if it has no room."""
         ray = running_ray()
         assert chunk.payload is not None
         with self._lock:

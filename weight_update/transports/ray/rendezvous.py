@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+from weight_update.compression.base import optional
 from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError
 
 POLL_SECONDS = 20.0
@@ -20,27 +21,12 @@ _GRACE_SECONDS = 1.0
 
 
 def import_ray() -> Any:
-    """Return the ``ray`` module.
-
-    Raises:
-        ImportError: Ray is not installed.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError(
-            f'cannot import ray ({error}): pip install "weight-update[ray]"', name="ray"
-        ) from error
-    return ray
+    """Return the ``ray`` module; ImportError if Ray is not installed."""
+    return optional("ray", "ray")
 
 
 def require_ray() -> Any:
-    """Return the ``ray`` module, initialized in this process.
-
-    Raises:
-        ImportError: Ray is not installed.
-        LifecycleError: Ray was not initialized, or was shut down.
-    """
+    """Return the ``ray`` module; LifecycleError if Ray was not initialized here, or was shut down."""
     ray = import_ray()
     if not ray.is_initialized():
         raise LifecycleError("Ray does not run in this process; call ray.init() first")
@@ -193,11 +179,7 @@ def start_rendezvous(name: str, namespace: str | None) -> Any:
 
 
 def find_rendezvous(name: str, namespace: str | None, timeout: float) -> Any:
-    """Wait for the actor that the sender started; return its handle.
-
-    Raises:
-        SyncTimeoutError: there is none after ``timeout`` seconds.
-    """
+    """Wait for the actor that the sender started and return its handle; SyncTimeoutError if none comes."""
     ray = require_ray()
     deadline = time.monotonic() + timeout
     while True:
@@ -238,11 +220,7 @@ def look_up(actor: Any, data: str, timeout: float | None) -> Any:
 
 
 def running_ray() -> Any:
-    """Return the ``ray`` module, as :func:`require_ray` does, for links that are in use.
-
-    Raises:
-        LinkClosedError: Ray was shut down in this process.
-    """
+    """Return the ``ray`` module for a link in use; LinkClosedError if Ray was shut down in this process."""
     try:
         return require_ray()
     except LifecycleError:
@@ -250,11 +228,7 @@ def running_ray() -> Any:
 
 
 def ask(call: Any, timeout: float | None) -> Any:
-    """Return the result of a call of the actor.
-
-    Raises:
-        LinkClosedError: the actor or Ray is gone, or did not answer in time.
-    """
+    """Return the result of a call; LinkClosedError if the actor or Ray is gone, or answers too late."""
     ray = running_ray()
     try:
         return ray.get(call, timeout=timeout)

@@ -77,10 +77,6 @@ class RayListener(JoinListener[RayTransport]):
     """The listener for links to Ray actors, with the arguments of :class:`~weight_update.JoinListener`.
 
     It takes join requests from the rendezvous actor, and those of workers on this host from a Unix socket.
-
-    Args:
-        actor: handle of the rendezvous actor.
-        host: name of this host.
     """
 
     def __init__(

@@ -28,11 +28,7 @@ _SEGMENTS = "; if expandable_segments is set in PYTORCH_CUDA_ALLOC_CONF, take it
 
 
 def cuda_device(name: str | torch.device) -> torch.device:
-    """Return the CUDA device of that name, with its index.
-
-    Raises:
-        ValueError: this process has no such device.
-    """
+    """Return the CUDA device of that name, with its index; ValueError if this process has no such device."""
     device = torch.device(name)
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found == 0:
@@ -80,11 +76,7 @@ class CudaHandle:
         return cls(_uuid_of(whole.device.index), segment.hex(), offset, nbytes)
 
     def open(self) -> torch.UntypedStorage:
-        """Open the memory, in another process than its owner.
-
-        Raises:
-            UnreachableMemoryError: this process cannot open it.
-        """
+        """Open the memory, in another process than its owner; UnreachableMemoryError if that fails."""
         index = _index_of(self.device)
         segment = bytes.fromhex(self.segment)
         try:

@@ -121,11 +121,7 @@ _mine: weakref.WeakValueDictionary[int, SharedSlot] = weakref.WeakValueDictionar
 
 
 def slot_of(payload: torch.Tensor) -> SharedSlot:
-    """Return the slot whose tensor is ``payload``.
-
-    Raises:
-        TransportError: ``payload`` is not the tensor of a slot.
-    """
+    """Return the slot whose tensor is ``payload``; TransportError if it is not the tensor of a slot."""
     slot = _mine.get(payload.data_ptr())
     if slot is None:
         raise TransportError("this transport sends only payloads from its own allocate()")
@@ -158,13 +154,10 @@ def _anonymous_file(key: str, size: int, directory: str | None) -> int:
         os.close(fd)
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
-        where = directory or "memory"
-        free = "" if directory is None else f", {shutil.disk_usage(directory).free / 1e6:.1f} MB are free"
-        cure = (
-            f"enlarge it (docker run --shm-size=..., or mount -o remount,size=... {directory})"
-            if directory
-            else "free memory or raise the container's limit"
-        )
+        where, free, cure = "memory", "", "free memory or raise the container's limit"
+        if directory is not None:
+            where, free = directory, f", {shutil.disk_usage(directory).free / 1e6:.1f} MB are free"
+            cure = f"enlarge it (docker run --shm-size=..., or mount -o remount,size=... {directory})"
         raise NotEnoughMemoryError(
             f"{where} is too small: a shared slot of {size / 1e6:.1f} MB is needed{free}; {cure}"
         ) from None
@@ -207,11 +200,7 @@ class SlotMapping:
         self._whole = self._shown = whole
 
     def first(self, nbytes: int) -> torch.Tensor:
-        """Return the first ``nbytes`` bytes; the same tensor object as long as ``nbytes`` stays the same.
-
-        Raises:
-            FormatError: the slot is smaller.
-        """
+        """Return the first bytes, as one object while ``nbytes`` stays; FormatError if there are fewer."""
         if nbytes > self._whole.numel():
             raise FormatError(
                 f"a payload of {nbytes} bytes does not fit into a slot of {self._whole.numel()}"
@@ -219,10 +208,6 @@ class SlotMapping:
         if self._shown.numel() != nbytes:
             self._shown = self._whole[:nbytes]
         return self._shown
-
-    def holds(self, payload: torch.Tensor) -> bool:
-        """Return whether ``payload`` lies in this slot."""
-        return payload.data_ptr() == self._whole.data_ptr()
 
     @property
     def released(self) -> bool:
@@ -296,12 +281,9 @@ class SlotTable:
     def payload(
         self, key: str, nbytes: int, open_mapping: Callable[[], SlotMapping], owner: int | None = None
     ) -> torch.Tensor:
-        """Return the first ``nbytes`` bytes of a slot; the same tensor object each time.
+        """Return the first ``nbytes`` bytes of a slot; raise as :meth:`SlotMapping.first`.
 
         ``open_mapping`` maps a slot that is not open yet; its errors are raised.
-
-        Raises:
-            FormatError: the payload is larger than the slot.
         """
         with self._lock:
             found = self._slots.get(key)
@@ -335,7 +317,7 @@ class SlotTable:
         """Note that the weights in ``payload`` are no longer in use here."""
         with self._lock:
             for opened in self._slots.values():
-                if opened.holds(payload):
+                if opened._whole.data_ptr() == payload.data_ptr():
                     opened.release()
 
     def clear(self) -> None:
@@ -346,9 +328,6 @@ class SlotTable:
 
 class WatchedProcess:
     """A process of this pid namespace, recognized even after the kernel has used its id again.
-
-    Args:
-        pid: process id.
 
     Raises:
         ProcessLookupError: there is no such process.

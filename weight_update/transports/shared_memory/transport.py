@@ -104,9 +104,7 @@ class SlotStream(Arrivals):
             handed_over.add(slot)
 
     def recv(self, timeout: float | None, allocate: Allocate | None = None) -> WeightChunk | None:
-        """Return the next frame, or None when none arrived within ``timeout`` seconds.
-
-        Payloads stay where they are, so ``allocate`` is not used.
+        """Return the next frame or None; payloads stay where they are, so ``allocate`` is not used.
 
         Raises:
             LinkClosedError: the connection ended.
@@ -119,12 +117,9 @@ class SlotStream(Arrivals):
             return None
         prelude = Prelude.decode(self._read(PRELUDE_BYTES))
         header = self._read(prelude.header_bytes)
-        payload = None
         if prelude.kind is Kind.FAILED:
             self._handed_over = WeakSet()
-        if prelude.payload_bytes:
-            payload = self._receive_payload(prelude, header)
-        chunk = prelude.assemble(header, payload)
+        chunk = prelude.complete(header, self._receive_payload)
         return chunk.with_token(self._token) if chunk.kind is Kind.HELLO else chunk
 
     def close(self) -> None:
@@ -140,24 +135,20 @@ class SlotStream(Arrivals):
         del self._received[:size]
         return data
 
-    def _receive_payload(self, prelude: Prelude, header: bytes) -> torch.Tensor:
+    def _receive_payload(self, nbytes: int) -> torch.Tensor:
         name, kind = _RECORD.unpack(self._read(_RECORD.size))
         fd = self._descriptors.pop(0) if kind != _KNOWN and self._descriptors else None
         try:
-            key = name.decode("ascii", "replace")
-            handle = self._receive_handle() if kind == _HANDLE else None
-            self.received_handle |= handle is not None
-            with prelude.naming_version(header):
-                return self._slots.payload(key, prelude.payload_bytes, lambda: _map_slot(key, fd, handle))
+            key, handle = name.decode("ascii", "replace"), None
+            if kind == _HANDLE:
+                (length,) = _SIZE.unpack(self._read(_SIZE.size))
+                if length > _MAX_HANDLE:
+                    raise FormatError(f"the handle of a slot has {length} bytes")
+                handle, self.received_handle = self._read(length), True
+            return self._slots.payload(key, nbytes, lambda: _map_slot(key, fd, handle))
         finally:
             if fd is not None:
                 os.close(fd)
-
-    def _receive_handle(self) -> bytes:
-        (length,) = _SIZE.unpack(self._read(_SIZE.size))
-        if length > _MAX_HANDLE:
-            raise FormatError(f"the handle of a slot has {length} bytes")
-        return self._read(length)
 
     # -- the sender's end --------------------------------------------------------------------------
 
@@ -206,7 +197,7 @@ class SlotStream(Arrivals):
         return prelude.assemble(data[PRELUDE_BYTES:size], None), size
 
     def skip(self, nbytes: int) -> None:
-        self._stream.skip(nbytes)
+        self._stream.sock.recv(nbytes)
 
 
 def _close_all(descriptors: list[int]) -> None:
@@ -312,19 +303,20 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
         """Receiver's end: connect to the sender once; raise BlockingIOError if it should be tried again."""
         stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
-            _dial(stream.sock, address)
-        except BaseException:
+            stream.sock.connect(address)
+        except BaseException as error:
             stream.close()
-            raise
+            if not isinstance(error, OSError) or isinstance(error, BlockingIOError):  # its backlog is full
+                raise
+            raise LinkClosedError(
+                f"no sender at {address!r} ({error}); it has shut down or died, or address= is not the "
+                "sender's scheme.address"
+            ) from None
         self.authenticate(stream, _context(address), deadline)
         return SlotStream(stream, self._slots, self._token)
 
     def authenticate(self, stream: SocketStream, context: str, deadline: float | None) -> bytes:
-        """Prove the token to the listener at the other end; return the key of the connection.
-
-        Raises:
-            BlockingIOError: the listener is too busy, or ended the connection.
-        """
+        """Prove the token, and return the connection's key; BlockingIOError if the listener is too busy."""
         self._joining = stream
         try:
             if self._closed:  # close() may not have seen the stream
@@ -340,18 +332,6 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
             raise
         finally:
             self._joining = None
-
-
-def _dial(sock: socket.socket, address: str) -> None:
-    try:
-        sock.connect(address)
-    except BlockingIOError:  # its backlog is full
-        raise
-    except OSError as error:
-        raise LinkClosedError(
-            f"no sender at {address!r} ({error}); it has shut down or died, or address= is not the sender's "
-            "scheme.address"
-        ) from None
 
 
 def _context(address: str) -> str:
@@ -384,7 +364,8 @@ class SharedMemListener(Listener):
     def _admit(self, stream: SocketStream, key: bytes, deadline: float) -> None:
         """Read the HELLO of a worker that knows the token, and give the connection to its link."""
         del key  # no third process can write to a connected Unix socket
-        prelude, raw = stream.recv_head(deadline)
+        prelude = Prelude.decode(stream.recv(PRELUDE_BYTES, deadline))
+        raw = stream.recv(prelude.header_bytes, deadline)
         if prelude.kind is not Kind.HELLO or prelude.payload_bytes:
             raise FormatError("the first frame is not a HELLO")
         hello = prelude.assemble(raw, None).with_token(self._token)

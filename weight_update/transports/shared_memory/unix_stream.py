@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
-from weight_update.wire.frames import PRELUDE_BYTES, Prelude
 
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 """Errors of the operating system that pass when other programs free descriptors or memory."""
@@ -94,11 +93,7 @@ class SocketStream:
             return self._poll(select.POLLIN, timeout)
 
     def send(self, data: bytes | memoryview, deadline: float | None) -> None:
-        """Send all of ``data``.
-
-        Raises:
-            SyncTimeoutError: the deadline passed before all was sent.
-        """
+        """Send all of ``data``; SyncTimeoutError if the deadline passed before all was sent."""
         if not data:
             return
         sent = self._retry(self._await_room, deadline, self.sock.send, data)
@@ -135,15 +130,6 @@ class SocketStream:
                 raise LinkClosedError("the other end is gone")
             view = view[count:]
 
-    def recv_head(self, deadline: float | None = None) -> tuple[Prelude, bytes]:
-        """Receive the prelude and the raw header of the next frame; raise as :meth:`recv`.
-
-        Raises:
-            FormatError: the received bytes are not a frame.
-        """
-        prelude = Prelude.decode(self.recv(PRELUDE_BYTES, deadline))
-        return prelude, self.recv(prelude.header_bytes, deadline)
-
     def send_with_fd(self, data: bytes, fd: int, deadline: float | None) -> None:
         """Send a short record together with a file descriptor (Unix sockets only)."""
         sent = self._retry(self._await_room, deadline, socket.send_fds, self.sock, [data], [fd])
@@ -165,10 +151,6 @@ class SocketStream:
         with contextlib.suppress(OSError):
             return self.sock.recv(limit, socket.MSG_PEEK)
         return b""
-
-    def skip(self, nbytes: int) -> None:
-        """Remove bytes that :meth:`peek` returned."""
-        self.sock.recv(nbytes)
 
     def close(self) -> None:
         """End the connection and wake threads that wait on it."""

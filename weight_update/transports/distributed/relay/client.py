@@ -12,11 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from weight_update.errors import (
-    FormatError,
-    TransportError,
-    without_frames,
-)
+from weight_update.errors import FormatError, TransportError, without_frames
 from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.relay.nccl import payload_stream
 from weight_update.transports.distributed.relay.payload_stream import AwaitedStream
@@ -45,11 +41,7 @@ class RelayClient:
     """Sender's end of the connection to the host relay of one worker.
 
     One thread uses it at a time; the router chooses which. Methods that need the connection wait until the
-    worker has made it.
-
-    Args:
-        pid: process id of the worker on its host.
-        backend: backend that carries payloads.
+    worker, whose process id on its host is ``pid``, has made it.
 
     Attributes:
         incoming_link: name of the link from the host before it in the chain; None without one.
@@ -64,11 +56,7 @@ class RelayClient:
         self._stream = AwaitedStream()
 
     def open(self, signed: SignedStream) -> None:
-        """Take over the connection that the worker has made.
-
-        Raises:
-            LinkClosedError: the backend's own connection could not be made.
-        """
+        """Take over the worker's connection; LinkClosedError if the backend cannot make its own."""
         signed.send_json({"backend": self._backend}, _OPENING)
         self._stream.set(payload_stream(signed, self._backend, 0))
 
@@ -99,11 +87,7 @@ class RelayClient:
         return {"slot": slot.key, "size": slot.nbytes, "nbytes": payload.numel(), "gone": gone}
 
     def receive_location(self, patience: float) -> bytes:
-        """Return where workers of that host find the payload that the host relay was told to take.
-
-        Raises:
-            NotDeliveredError: the host relay did not get it.
-        """
+        """Return where workers of that host find the payload; NotDeliveredError if it did not arrive."""
         answer = self.receive_answer(patience)
         if "error" in answer:
             raise NotDeliveredError(answer["error"])

@@ -165,13 +165,10 @@ class HostRelay:
             outgoing.close()
 
     def _replica(self, slot: str, nbytes: int) -> SharedBuffer:
-        """Return the copy of a slot of ``nbytes`` bytes; make it if there is none.
+        """Return the copy of a slot of ``nbytes`` bytes; NotEnoughMemoryError if there is no memory for one.
 
         The sender writes into a slot again only when no worker reads it, so an arriving payload may be
         written into the copy at once.
-
-        Raises:
-            NotEnoughMemoryError: there is no memory for a new copy.
         """
         if slot not in self._replicas:
             self._replicas[slot] = SharedBuffer(nbytes, self._directory)

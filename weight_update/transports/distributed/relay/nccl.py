@@ -24,11 +24,7 @@ _dist: Any = dist  # its ProcessGroupNCCL exists only in a PyTorch with NCCL
 
 
 def require_nccl() -> None:
-    """Check that this process can use NCCL.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Raise ValueError if this process cannot use NCCL."""
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         raise ValueError("backend 'nccl' needs CUDA and a PyTorch with NCCL; use backend='gloo' here")
 
@@ -142,11 +138,7 @@ def payload_stream(signed: SignedStream, backend: str, rank: int) -> PayloadStre
 
 
 def require_known(backend: str) -> None:
-    """Check the name of a backend.
-
-    Raises:
-        ValueError: the backend is unknown; the message names the known ones.
-    """
+    """Raise ValueError if the backend is unknown; the message names the known ones."""
     if backend not in _BACKENDS:
         known = ", ".join(map(repr, _BACKENDS))
         hint = "" if isinstance(backend, str) else "; a strategy is given as strategy="

@@ -93,12 +93,7 @@ class AwaitedStream:
             stream.close()
 
     def get(self, seconds: float) -> PayloadStream:
-        """Return the stream; wait for it.
-
-        Raises:
-            LinkClosedError: this end was closed.
-            SyncTimeoutError: no stream came within ``seconds``.
-        """
+        """Return the stream; SyncTimeoutError if none comes in time, LinkClosedError after :meth:`close`."""
         try:
             return self._opened.result(seconds)
         except futures.TimeoutError:

@@ -35,8 +35,7 @@ class Router:
         self.sent: int = 0
         self._changed = threading.Condition()
         self._remotes: list[RemoteConnection] = []
-        self._busy: set[int] = set()  # ids of connections that send a payload
-        self._under_way: set[tuple[str, _SlotUse]] = set()  # payloads on their way, by host
+        self._busy: dict[int, tuple[str, _SlotUse]] = {}  # host and payload on its way, by id of a connection
         self._delivered: dict[tuple[str, str], tuple[int, RemoteConnection, bytes]] = {}  # by host and slot
         self._expected: dict[_SlotUse, list[str]] = {}  # hosts that need it
 
@@ -50,8 +49,7 @@ class Router:
         with self._changed:
             if remote in self._remotes:
                 self._remotes.remove(remote)
-            kept = {key: value for key, value in self._delivered.items() if value[1] is not remote}
-            self._delivered = kept
+            self._delivered = {key: one for key, one in self._delivered.items() if one[1] is not remote}
             self._changed.notify_all()
 
     def named(self, name: str) -> RemoteConnection | None:
@@ -96,7 +94,7 @@ class Router:
             if location is not None:
                 return location
             now, first = time.monotonic(), None
-            if (remote.host, slot_use) not in self._under_way:
+            if (remote.host, slot_use) not in self._busy.values():
                 first = self._idle(remote.host)
             if first is not None and (
                 now >= gather_until or self._usual_chain_is_idle(slot_use, remote.host)
@@ -110,22 +108,20 @@ class Router:
         """Return whether the first worker of each host that needs ``slot_use`` is idle; they are linked."""
         hosts = {host, *self._expected.get(slot_use, ())}
         able = [one for one in reversed(self._remotes) if one.lost is None and one.host in hosts]
-        usual = {one.host: one for one in able}
-        return not any(id(one) in self._busy for one in usual.values())
+        usual = {one.host: id(one) for one in able}
+        return self._busy.keys().isdisjoint(usual.values())
 
     def _reserve(self, slot_use: _SlotUse, first: RemoteConnection) -> list[RemoteConnection]:
         """Reserve ``first`` and one idle worker of each other host that needs ``slot_use``."""
         chosen = [first]
         for host in self._expected.pop(slot_use, []):
-            has_it = (host, slot_use) in self._under_way or self._location(host, slot_use) is not None
+            has_it = (host, slot_use) in self._busy.values() or self._location(host, slot_use) is not None
             other = None if has_it or host == first.host else self._idle(host)
             if other is not None:
                 chosen.append(other)
-        order = {id(remote): place for place, remote in enumerate(self._remotes)}
-        chosen.sort(key=lambda one: order[id(one)])  # always the same neighbours in the chain
+        chosen.sort(key=self._remotes.index)  # always the same neighbours in the chain
         for one in chosen:
-            self._busy.add(id(one))
-            self._under_way.add((one.host, slot_use))
+            self._busy[id(one)] = one.host, slot_use
             self._delivered.pop((one.host, slot_use[0]), None)
         return chosen
 
@@ -136,7 +132,7 @@ class Router:
         return location if delivered_use == use else None
 
     def _idle(self, host: str) -> RemoteConnection | None:
-        able = [one for one in self._remotes if one.host == host and one.lost is None]
+        able = (one for one in self._remotes if one.host == host and one.lost is None)
         return next((one for one in able if id(one) not in self._busy), None)
 
     def _patience(
@@ -178,8 +174,7 @@ class Router:
         elif isinstance(result, Exception) and not isinstance(result, NotDeliveredError):
             one.lose(result)
         with self._changed:
-            self._busy.discard(id(one))
-            self._under_way.discard((one.host, slot_use))
+            self._busy.pop(id(one), None)
             if isinstance(result, bytes) and one in self._remotes:
                 self._delivered[one.host, slot_use[0]] = (slot_use[1], one, result)
             self._changed.notify_all()
@@ -193,26 +188,15 @@ def _slot_use_of(payload: torch.Tensor) -> _SlotUse:
 class RemoteConnection(Connection):
     """The sender's end to a worker on another host, which maps the replica that one worker there keeps.
 
-    Args:
-        name: random name of the connection, by which the worker's connection for payloads is found.
-        host: name of the worker's host.
-        relay_client: connection to the host relay of the worker.
-        router: router of the sender's payloads to all hosts.
+    The worker's connection for payloads is found by the random ``name``.
     """
 
     def __init__(
-        self,
-        stream: SignedStream,
-        token: str,
-        *,
-        name: str,
-        host: str,
-        relay_client: RelayClient,
-        router: Router,
+        self, stream: SignedStream, token: str, *, name: str, host: str, client: RelayClient, router: Router
     ) -> None:
         super().__init__(stream, token)
         self.name, self.host = name, host
-        self.relay_client: RelayClient = relay_client
+        self.relay_client: RelayClient = client
         self.router: Router = router
         self._admitted = False
 
