@@ -61,11 +61,7 @@ class Target:
         return False
 
     def check_extra(self, extra: Mapping[str, Any]) -> None:
-        """Check that the target takes this extra state.
-
-        Raises:
-            SchemaMismatchError: it does not.
-        """
+        """Raise SchemaMismatchError unless the target takes this extra state."""
 
     def exchange_extra(self, extra: Mapping[str, Any]) -> Callable[[], None]:
         """Set all extra state, or raise an error and set none; return a function that reverts it."""
@@ -196,11 +192,7 @@ class EngineTarget(Target):
 
 
 def target_for(model: Any, strategy: WeightStrategy, stable: bool) -> Target:
-    """Return the target for a module, TensorDict, dict or inference engine; None is memory alone.
-
-    Raises:
-        UnsupportedSourceError: the model is of a type that cannot be written to.
-    """
+    """Return the target for ``model``; None is memory alone. UnsupportedSourceError: it cannot be written."""
     if model is None:
         return Target()
     if isinstance(model, InferenceEngine):
