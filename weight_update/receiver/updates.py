@@ -115,13 +115,8 @@ class UpdateHandler:
         self.staging.forget()
         self._unwanted = version
         summary, text = summary_of(error)
-        failed = {
-            "version": version,
-            "error": summary,
-            "traceback": text,
-            "kept": self.staging.version is not None,
-        }
-        self._answer(Kind.FAILED, failed)
+        kept = self.staging.version is not None
+        self._answer(Kind.FAILED, {"version": version, "error": summary, "traceback": text, "kept": kept})
         return error
 
     def _answer(self, kind: Kind, header: Mapping[str, Any]) -> None:
@@ -177,12 +172,8 @@ class UpdateHandler:
             self.news.notify_all()
         if (observer := self._options.observer) is not None:
             observer.applied(functools.partial(self.staging.named, update))
-        applied = {
-            "version": update.version,
-            "apply_seconds": time.perf_counter() - update.arrived,
-            "stall_seconds": stall,
-        }
-        self._answer(Kind.APPLIED, applied)
+        seconds = {"apply_seconds": time.perf_counter() - update.arrived, "stall_seconds": stall}
+        self._answer(Kind.APPLIED, {"version": update.version, **seconds})
         update.storage.settle()
         leftovers = [*update.used_up, *(before.payloads if before is not None else ())]
         self.leftovers = [memory for memory in leftovers if all(memory is not one for one in update.payloads)]

@@ -51,13 +51,9 @@ class PatchHead(NamedTuple):
     """The head of a patch and its sections, which can be read without the schema.
 
     Attributes:
-        layout: as in :class:`PatchOptions`.
-        delta: as in :class:`PatchOptions`.
-        relative: whether values are relative.
         ranges: number of byte ranges.
         arrays: number of arrays.
         base: version that the patch applies to.
-        version: version that it makes.
         sections: width in bytes and number of changed elements of each section.
     """
 
