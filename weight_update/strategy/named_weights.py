@@ -144,15 +144,7 @@ class NamedWeights:
 
 
 class WeightReader:
-    """The part of a strategy that reads weights from sources.
-
-    Attributes:
-        extract_as: whether a module is read as ``"tensordict"`` or as ``"state_dict"``.
-        encoding: how weights become chunks.
-        select: weights that updates carry; None for all.
-        convert: conversion to the receiver's format, if any.
-        max_in_flight: number of chunks that travel at one time; None builds whole versions.
-    """
+    """The part of a strategy that reads weights from sources; attributes are options of the strategy."""
 
     extract_as: ExtractAs
     encoding: Encoding
