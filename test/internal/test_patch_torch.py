@@ -10,7 +10,7 @@ from hypothesis import given
 from patch_cases import ALL_OPTIONS, Case, any_options, bf16_case, cases, lend, make_case, options
 
 from weight_update.encodings.patch.changes import Changes, Sparse
-from weight_update.encodings.patch.encode_cuda import encode_patch_on_device
+from weight_update.encodings.patch.encode_cuda import add_on_device
 from weight_update.encodings.patch.format import PatchOptions, encode_patch
 from weight_update.wire.schema import WeightSchema
 
@@ -28,7 +28,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 def check(case: Case, chosen: PatchOptions, device: torch.device) -> None:
     changes = case.of_kind(chosen.values).to(device)
-    payload = encode_patch_on_device(changes, case.schema, 6, 7, chosen, lend)
+    payload = encode_patch(changes, case.schema, 6, 7, chosen, lend, add_on_device)
     assert torch.equal(payload, case.encode(chosen))
 
 
@@ -61,7 +61,7 @@ def test_gaps_around_the_escapes(gap: int, count: int, device: torch.device) -> 
     positions = torch.cat([torch.arange(300), 300 + torch.arange(count) * (gap + 1)])
     changes = Changes((Sparse.of(1, positions, torch.ones(300 + count, dtype=torch.uint8)),))
     expected = encode_patch(changes, schema, 0, 1, options(), lend)
-    payload = encode_patch_on_device(changes.to(device), schema, 0, 1, options(), lend)
+    payload = encode_patch(changes.to(device), schema, 0, 1, options(), lend, add_on_device)
     assert torch.equal(payload, expected)
 
 
@@ -72,4 +72,4 @@ def test_coordinates_need_a_tensor_of_the_width(names: tuple[str, ...], device: 
     outside = torch.tensor([schema.nbytes // 2 - 1])
     changes = Changes((Sparse.of(2, outside, torch.ones(1, dtype=torch.int16)),))
     with pytest.raises(ValueError, match="outside the tensors of its width"):
-        encode_patch_on_device(changes.to(device), schema, 0, 1, options("coo"), lend)
+        encode_patch(changes.to(device), schema, 0, 1, options("coo"), lend, add_on_device)

@@ -119,21 +119,17 @@ def changes_of(
 
     def change(i: int) -> WeightChange:
         name, weight = schema.names[i], values[i]
-        positions = _union([delta.elements_of(schema.tensors[i]) for delta in deltas])
-        if positions is None:
+        found = [delta.elements_of(schema.tensors[i]) for delta in deltas]
+        arrays = [one.numpy() for one in found if one is not None]
+        if len(arrays) < len(found):
             return WeightChange(name, None, weight, weight)
-        bits = torch.from_numpy(np.take(_bits(weight), positions.numpy()))
+        union = arrays[0] if len(arrays) == 1 else np.unique(np.concatenate(arrays))
+        positions = torch.from_numpy(union)
+        bits = torch.from_numpy(np.take(_bits(weight), union))
         return WeightChange(name, positions, bits.view(weight.dtype), weight)
 
     touched = sorted({i for delta in deltas for i in delta.touched(schema)})
     return in_threads(change, touched, threads_for(sum(values[i].numel() for i in touched)))
-
-
-def _union(found: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    if len(found) == 1:
-        return found[0]
-    arrays = [one.numpy() for one in found if one is not None]
-    return torch.from_numpy(np.unique(np.concatenate(arrays))) if len(arrays) == len(found) else None
 
 
 # Not torch: its threads hang in forked processes.

@@ -46,9 +46,8 @@ class FlatBuffer(Storage):
             self._flat = torch.empty(schema.nbytes, dtype=torch.uint8, device="cpu")
             self.values = schema.views(self._flat)
         self._places = _places_of(self.values)
-        self._inside: list[
-            torch.Tensor
-        ] = []  # the model's tensors if they lie here, from begin() to switch()
+        # The model's tensors if they lie here, from begin() to switch().
+        self._inside: list[torch.Tensor] = []
 
     @staticmethod
     def suits(schema: WeightSchema, binding: Binding) -> bool:
@@ -279,13 +278,13 @@ class OwnCopy(Storage):
         return [] if self._binding is None else self._binding.tensors(self.schema.names)
 
 
-def _places_of(tensors: list[torch.Tensor]) -> list[int]:
+def _places_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _state_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Return how often torch has seen each tensor written to, and the address of each."""
-    return _writes_of(tensors), list(map(torch.Tensor.data_ptr, tensors))
+    return _writes_of(tensors), _places_of(tensors)
 
 
 def _sum(*numbers: list[int]) -> list[int]:

@@ -366,8 +366,7 @@ class Hold:
 
     async def __aexit__(self, *exc_info: object) -> None:
         """Let updates land."""
-        self._gate.leave(self._sections[-1])
-        del self._sections[-1]
+        self.__exit__()
 
     def __call__(self, function: _F) -> _F:
         """Return ``function`` so that it holds during each call; see :meth:`Gate.guarded`."""

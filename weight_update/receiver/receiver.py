@@ -22,7 +22,8 @@ from weight_update.errors import (
     kept_error,
     without_frames,
 )
-from weight_update.receiver.updates import ReceiverOptions, UpdateHandler, as_memory_error, summary_of
+from weight_update.receiver.staging import ReceiverOptions
+from weight_update.receiver.updates import UpdateHandler, as_memory_error, summary_of
 from weight_update.transports.shared_memory.unix_stream import SHORTAGES, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.schema import WeightSchema

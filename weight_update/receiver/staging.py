@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -19,11 +19,47 @@ from weight_update.receiver.targets import EngineTarget, StagedUpdate, Storage, 
 from weight_update.strategy.binding import Binding
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
+from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import WeightChunk, extra_of, payloads_of
 from weight_update.wire.memory import await_stream, memory_identity
 from weight_update.wire.schema import WeightSchema
 
 _CPU = torch.device("cpu")
+
+
+class UpdateObserver(Protocol):
+    """An object that is told of each update."""
+
+    def switched(self) -> None:
+        """Note that a version becomes visible. Called inside the gate."""
+
+    def applied(self, weights: Callable[[], NamedWeights]) -> None:
+        """Note that a version was applied. Called outside the gate, before the sender gets the answer.
+
+        ``weights`` returns the weights of the version.
+        """
+
+
+@dataclass
+class ReceiverOptions:
+    """Options with which one receiver joins its sender and applies updates.
+
+    Attributes:
+        instance: random name that tells the receiver from others that join as ``worker``.
+        stable_addresses: whether to copy into the model's tensors instead of pointing them at payloads.
+        timeout: seconds that an update waits for the running forward pass to end.
+        observer: object that is told of each update; None if there is none. It may be set at any time.
+    """
+
+    link: TransportBackend
+    strategy: WeightStrategy
+    gate: Gate
+    worker: int
+    token: str
+    instance: str
+    stable_addresses: bool
+    timeout: float
+    observer: UpdateObserver | None
 
 
 class Staging:
@@ -39,19 +75,13 @@ class Staging:
         parts: chunks of the update that is arriving.
     """
 
-    def __init__(
-        self,
-        strategy: WeightStrategy,
-        gate: Gate,
-        *,
-        stable_addresses: bool,
-        release: Callable[[torch.Tensor], None],
-    ) -> None:
+    def __init__(self, options: ReceiverOptions) -> None:
         self.version: int | None = None
         self.current: StagedUpdate | None = None
         self.staged: StagedUpdate | None = None
         self.parts: list[WeightChunk] = []
-        self._strategy, self._gate, self._stable, self._release = strategy, gate, stable_addresses, release
+        self._strategy, self._gate, self._stable = options.strategy, options.gate, options.stable_addresses
+        self._release = options.link.release
         self._schema: WeightSchema | None = None
         self.target = Target()
         self._own: OwnCopy | None = None
@@ -156,9 +186,9 @@ class Staging:
             raise FormatError("the update is for another schema")
         if header["index"] != len(self.parts):
             raise FormatError(f"got chunk {header['index']}, expected chunk {len(self.parts)}")
-        engine = self.target.chunk_loader(header, self._decoder) if self._own is None else None
-        if engine is not None:
-            return self._load_chunk(engine, chunk, self._schema)
+        target = self.target if self._own is None else None
+        if isinstance(target, EngineTarget) and target.loads_in_chunks(header, self._decoder):
+            return self._load_chunk(target, chunk, self._schema)
         self.parts.append(self._fed(chunk) if header["base"] is None else chunk)
         if len(self.parts) < header["count"]:
             return None
@@ -240,14 +270,8 @@ class Staging:
         storage: Storage | None = self._own
         if storage is None and decoder.is_flat and payloads[0].is_cpu:
             storage = self._flat_buffer(schema)
-        return StagedUpdate(
-            header["version"],
-            header["group"],
-            payloads,
-            values,
-            extra_of(parts),
-            Storage(schema) if storage is None else storage,
-        )
+        version, group, extra = header["version"], header["group"], extra_of(parts)
+        return StagedUpdate(version, group, payloads, values, extra, storage or Storage(schema))
 
     def _flat_buffer(self, schema: WeightSchema) -> FlatBuffer | None:
         """Return the buffer that the model is to lie in; None if it is to point at payloads."""
@@ -268,17 +292,10 @@ class Staging:
         chain = [header["base"], *(delta.version for delta in deltas)]
         if chain[:-1] != [delta.base for delta in deltas] or chain[-1] != header["version"]:
             raise FormatError(f"the deltas do not lead from version {header['base']} to {header['version']}")
-        return StagedUpdate(
-            header["version"],
-            header["group"],
-            [] if self.current is None else self.current.payloads,
-            self._own.values,
-            extra_of(parts),
-            self._own,
-            base=header["base"],
-            deltas=deltas,
-            used_up=payloads,
-        )
+        version, group, base = header["version"], header["group"], header["base"]
+        kept, values = [] if self.current is None else self.current.payloads, self._own.values
+        extra = extra_of(parts)
+        return StagedUpdate(version, group, kept, values, extra, self._own, base, deltas, used_up=payloads)
 
     # -- inside the gate ---------------------------------------------------------------------------
 
@@ -320,14 +337,7 @@ class Staging:
             return None
         loaded, self.parts = engine.finish(), []
         self.current = StagedUpdate(
-            header["version"],
-            None,
-            [],
-            [],
-            {},
-            Storage(schema),
-            arrived=loaded.since,
-            seconds=loaded.seconds,
+            header["version"], None, [], [], {}, Storage(schema), arrived=loaded.since, seconds=loaded.seconds
         )
         self.version = header["version"]
         return self.current

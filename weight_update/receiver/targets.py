@@ -61,11 +61,7 @@ class Target:
         return False
 
     def check_extra(self, extra: Mapping[str, Any]) -> None:
-        """Check that the target takes this extra state.
-
-        Raises:
-            SchemaMismatchError: it does not.
-        """
+        """Raise SchemaMismatchError unless the target takes this extra state."""
 
     def exchange_extra(self, extra: Mapping[str, Any]) -> Callable[[], None]:
         """Set all extra state, or raise an error and set none; return a function that reverts it."""
@@ -80,12 +76,6 @@ class Target:
 
     def move(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
         """Make the target leave the memory that it lies in for that of ``values``, which are equal."""
-
-    def chunk_loader(
-        self, header: Mapping[str, Any], decoder: Callable[[str], Decoder]
-    ) -> EngineTarget | None:
-        """Return the target if it loads an UPDATE chunk by chunk, without waiting for all of it."""
-        return None
 
     def abort(self) -> None:
         """End the version in :attr:`loading`, which will not be completed."""
@@ -177,17 +167,11 @@ class EngineTarget(Target):
         self._begin(version).load_changes(changes, base)
         self.finish()
 
-    def chunk_loader(
-        self, header: Mapping[str, Any], decoder: Callable[[str], Decoder]
-    ) -> EngineTarget | None:
+    def loads_in_chunks(self, header: Mapping[str, Any], decoder: Callable[[str], Decoder]) -> bool:
+        """Return whether the engine loads an UPDATE chunk by chunk, without waiting for all of it."""
         alone = header["base"] is None and header["commit"] and header["group"] is None
-        loads = (
-            self._engine.loads_in_chunks
-            and not self.keeps_tensors
-            and alone
-            and decoder(header["encoding"]).in_chunks
-        )
-        return self if loads else None
+        able = self._engine.loads_in_chunks and not self.keeps_tensors
+        return able and alone and decoder(header["encoding"]).in_chunks
 
     def load_chunk(self, chunk: WeightChunk, decoder: Decoder, schema: WeightSchema) -> None:
         """Have the engine load the weights that are complete with ``chunk``."""
@@ -213,11 +197,7 @@ class EngineTarget(Target):
 
 
 def target_for(model: Any, strategy: WeightStrategy, stable: bool) -> Target:
-    """Return the target for a module, TensorDict, dict or inference engine; None is memory alone.
-
-    Raises:
-        UnsupportedSourceError: the model is of a type that cannot be written to.
-    """
+    """Return the target for ``model``; None is memory alone. UnsupportedSourceError: it cannot be written."""
     if model is None:
         return Target()
     if isinstance(model, InferenceEngine):

@@ -9,8 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,54 +25,15 @@ from weight_update.errors import (
     WorkerError,
 )
 from weight_update.receiver.flat_buffers import MissingBaseError
-from weight_update.receiver.gate import Gate
 from weight_update.receiver.group_commit import commit_group
-from weight_update.receiver.staging import Staging
+from weight_update.receiver.staging import ReceiverOptions, Staging
 from weight_update.receiver.targets import StagedUpdate
-from weight_update.strategy.named_weights import NamedWeights
-from weight_update.strategy.strategy import WeightStrategy
-from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import Kind, WeightChunk
 
 _log = logging.getLogger(__name__)
 _PARTING_SECONDS = 3.0
 _NO_MEMORY = "no memory to receive"
 _SHORTAGES = ("can't allocate memory", "can't start new thread", _NO_MEMORY)  # texts of errors
-
-
-class UpdateObserver(Protocol):
-    """An object that is told of each update."""
-
-    def switched(self) -> None:
-        """Note that a version becomes visible. Called inside the gate."""
-
-    def applied(self, weights: Callable[[], NamedWeights]) -> None:
-        """Note that a version was applied. Called outside the gate, before the sender gets the answer.
-
-        ``weights`` returns the weights of the version.
-        """
-
-
-@dataclass
-class ReceiverOptions:
-    """Options with which one receiver joins its sender and applies updates.
-
-    Attributes:
-        instance: random name that tells the receiver from others that join as ``worker``.
-        stable_addresses: whether to copy into the model's tensors instead of pointing them at payloads.
-        timeout: seconds that an update waits for the running forward pass to end.
-        observer: object that is told of each update; None if there is none. It may be set at any time.
-    """
-
-    link: TransportBackend
-    strategy: WeightStrategy
-    gate: Gate
-    worker: int
-    token: str
-    instance: str
-    stable_addresses: bool
-    timeout: float
-    observer: UpdateObserver | None
 
 
 class UpdateHandler:
@@ -88,12 +48,7 @@ class UpdateHandler:
     """
 
     def __init__(self, options: ReceiverOptions, closing: threading.Event) -> None:
-        self.staging = Staging(
-            options.strategy,
-            options.gate,
-            stable_addresses=options.stable_addresses,
-            release=options.link.release,
-        )
+        self.staging = Staging(options)
         self.applied = 0
         self.busy = threading.RLock()
         self.news = threading.Condition()
@@ -160,13 +115,8 @@ class UpdateHandler:
         self.staging.forget()
         self._unwanted = version
         summary, text = summary_of(error)
-        failed = {
-            "version": version,
-            "error": summary,
-            "traceback": text,
-            "kept": self.staging.version is not None,
-        }
-        self._answer(Kind.FAILED, failed)
+        kept = self.staging.version is not None
+        self._answer(Kind.FAILED, {"version": version, "error": summary, "traceback": text, "kept": kept})
         return error
 
     def _answer(self, kind: Kind, header: Mapping[str, Any]) -> None:
@@ -222,12 +172,8 @@ class UpdateHandler:
             self.news.notify_all()
         if (observer := self._options.observer) is not None:
             observer.applied(functools.partial(self.staging.named, update))
-        applied = {
-            "version": update.version,
-            "apply_seconds": time.perf_counter() - update.arrived,
-            "stall_seconds": stall,
-        }
-        self._answer(Kind.APPLIED, applied)
+        seconds = {"apply_seconds": time.perf_counter() - update.arrived, "stall_seconds": stall}
+        self._answer(Kind.APPLIED, {"version": update.version, **seconds})
         update.storage.settle()
         leftovers = [*update.used_up, *(before.payloads if before is not None else ())]
         self.leftovers = [memory for memory in leftovers if all(memory is not one for one in update.payloads)]

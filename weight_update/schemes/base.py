@@ -18,7 +18,7 @@ from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, 
 from weight_update.receiver.forked_threads import warn_if_forked
 from weight_update.receiver.gate import shared_gate
 from weight_update.receiver.receiver import Receiver
-from weight_update.receiver.updates import ReceiverOptions
+from weight_update.receiver.staging import ReceiverOptions
 from weight_update.report import SyncReport
 from weight_update.schemes.collector import ContextObserver, register_with_torchrl, resolve_model
 from weight_update.schemes.sender_side import SenderListener, SenderSide, close_all

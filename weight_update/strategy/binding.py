@@ -42,14 +42,14 @@ class Binding:
         self.destination = destination
         self._places: dict[str, tuple[Any, str]] = dict(self._find())
         self._parts = list(_parts(destination))
-        modules = [part for _, part in named_parts(destination)] if self.points else []
-        self._owners = [part._modules for part in modules if part._modules]
+        modules = named_parts(destination) if self.points else []
+        self._extra_owners = extra_owners(modules)
+        self._owners = [part._modules for _, part in modules if part._modules]
         self._submodules = list(chain.from_iterable(map(dict.values, self._owners)))
         plain = {type(owner).get for owner, _ in self._places.values()} <= {dict.get}
-        self._look_up: Callable[[Any, str], Any] = dict.get if plain else _look_up
+        self._look_up: Callable[[Any, str], Any] = dict.get if plain else lambda owner, key: owner.get(key)
         self._asked: tuple[tuple[str, ...], list[Any], list[str]] = (), [], []  # names, owners and keys
         self._find_devices()
-        self._extra_owners = extra_owners(destination) if isinstance(destination, nn.Module) else {}
 
     def is_stale(self) -> bool:
         """Return whether a submodule, or a dict or TensorDict inside the destination, was replaced."""
@@ -173,7 +173,7 @@ class Binding:
 
     def check_extra(self, extra: Mapping[str, Any]) -> None:
         """Raise SchemaMismatchError if ``extra`` names modules that take none."""
-        if isinstance(self.destination, nn.Module):
+        if self.points:
             unknown = [f"{name}: no such extra state" for name in extra if name not in self._extra_owners]
             if unknown:
                 raise SchemaMismatchError("extra state does not fit the target:", tuple(unknown))
@@ -192,7 +192,7 @@ class Binding:
 
     def _set_extra(self, extra: Mapping[str, Any]) -> None:
         for name, value in extra.items():
-            if isinstance(self.destination, nn.Module):
+            if self.points:
                 self._extra_owners[name].set_extra_state(value)
             else:
                 _set_extra_in(self.destination, name, value)
@@ -255,10 +255,6 @@ def count_writes(targets: Sequence[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(targets)
     except RuntimeError:  # inference tensors have no count, and no backward pass needs them
         torch.autograd.graph.increment_version([one for one in targets if not one.is_inference()])
-
-
-def _look_up(owner: Any, key: str) -> Any:
-    return owner.get(key)
 
 
 def _parts(node: Any) -> Iterator[tuple[Callable[[str], Any], str, Any]]:

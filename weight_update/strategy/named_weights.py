@@ -76,7 +76,9 @@ class NamedWeights:
             ConversionError: ``convert`` wrote to the tensors that it was given.
         """
         whole = (item for item in self.tensors.items()) if self.gather is None else self.gather(self.tensors)
-        before: dict[str, int] = {} if self.convert is None else _writes(self.tensors)
+        # How often each was written to, as far as PyTorch counts.
+        counted = () if self.convert is None else self.tensors.items()
+        before = {name: one._version for name, one in counted if not one.is_inference()}
         try:
             yield from whole if self.convert is None else _checked(self.convert, whole)
         finally:
@@ -142,15 +144,7 @@ class NamedWeights:
 
 
 class WeightReader:
-    """The part of a strategy that reads weights from sources.
-
-    Attributes:
-        extract_as: whether a module is read as ``"tensordict"`` or as ``"state_dict"``.
-        encoding: how weights become chunks.
-        select: weights that updates carry; None for all.
-        convert: conversion to the receiver's format, if any.
-        max_in_flight: number of chunks that travel at one time; None builds whole versions.
-    """
+    """The part of a strategy that reads weights from sources; attributes are options of the strategy."""
 
     extract_as: ExtractAs
     encoding: Encoding
@@ -243,11 +237,6 @@ def _exact(schema: WeightSchema, tensors: Mapping[str, torch.Tensor], *, more: b
             for a, b in schema.ties
         )
     )
-
-
-def _writes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return how often each tensor was written to, as far as PyTorch counts."""
-    return {name: value._version for name, value in tensors.items() if not value.is_inference()}
 
 
 def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:
@@ -357,10 +346,8 @@ def walk_tensordict(source: TensorDictBase, prefix: str = "") -> Iterator[tuple[
             yield prefix + EXTRA, value.to_dict() if isinstance(value, TensorDictBase) else value.data
         elif isinstance(value, TensorDictBase):
             yield from walk_tensordict(value, name + ".")
-        elif isinstance(value, NonTensorData):
-            yield name, value.data
         else:
-            yield name, value
+            yield name, value.data if isinstance(value, NonTensorData) else value
 
 
 def key_name(key: Any, source: Mapping[Any, Any]) -> str:
@@ -389,18 +376,13 @@ def from_module(module: nn.Module) -> NamedWeights:
                         tensors[prefix + name] = value
         else:
             tensors.update(getattr(module, method)(remove_duplicate=False))
-    return NamedWeights(tensors, {name: part.get_extra_state() for name, part in _with_extra(parts)})
+    return NamedWeights(tensors, {name: part.get_extra_state() for name, part in extra_owners(parts).items()})
 
 
-def extra_owners(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that have extra state, by the name of the state."""
-    return dict(_with_extra(named_parts(module)))
-
-
-def _with_extra(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    for prefix, part in parts:
-        if type(part).get_extra_state is not nn.Module.get_extra_state:
-            yield prefix + EXTRA, part
+def extra_owners(parts: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
+    """Return the modules in a result of :func:`named_parts` that have extra state, by the state's name."""
+    plain = nn.Module.get_extra_state
+    return {prefix + EXTRA: part for prefix, part in parts if type(part).get_extra_state is not plain}
 
 
 def named_parts(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:

@@ -121,10 +121,10 @@ class ModuleStructure:
     """
 
     def __init__(self, module: nn.Module, extract_as: ExtractAs) -> None:
-        self.module = module
-        self.extra_owners = extra_owners(module)
+        self.module, parts = module, named_parts(module)
+        self.extra_owners = extra_owners(parts)
         self._as_state_dict, self._methods = extract_as == "state_dict", _METHODS[extract_as]
-        self._parts = [_described(part) for _, part in named_parts(module)]
+        self._parts = [_described(part) for _, part in parts]
         self._extra_of = {part[1]: part[1].get_extra_state for part in self._parts}
         self._dicts = [held for part in self._parts for held in part[2:5] if held]
         self._keys = list(chain.from_iterable(self._dicts))

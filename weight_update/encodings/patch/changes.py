@@ -173,9 +173,7 @@ class Changes:
         ends = np.array([metas[i].offset + metas[i].nbytes for i in order])
         hit = np.zeros(len(order), dtype=bool)
         for part in self.sparse:
-            bounds = -(
-                -np.stack([starts, ends]) // part.width
-            )  # the first element that begins there or later
+            bounds = -(-np.stack([starts, ends]) // part.width)  # the first element there or later
             first, last = np.searchsorted(part.positions.numpy(), bounds)
             hit |= first < last
         for one in self.ranges:
@@ -207,13 +205,11 @@ class Changes:
         return torch.from_numpy(np.unique(np.concatenate(found or [np.empty(0, np.int64)])))
 
 
-def _write_sparse(words: Array, part: Sparse) -> None:
+def _write_sparse(words: Array, part: Sparse) -> None:  # not torch: its threads hang in forked processes
     def write(share: Segment | GapSegment) -> None:
         gaps = share.gaps
         place = words[gaps.first : gaps.last + 1]
         if not kernels.apply(place, gaps.units, share.values.numpy(), part.relative):
             raise FormatError("the memory of a patch was overwritten while the patch was applied")
 
-    in_threads(
-        write, part.shares(), threads_for(len(part))
-    )  # not torch: its threads hang in forked processes
+    in_threads(write, part.shares(), threads_for(len(part)))

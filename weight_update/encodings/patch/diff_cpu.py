@@ -69,14 +69,12 @@ class Scanner:
             threads = torch.get_num_threads() if schema.nbytes >= LITTLE else 1
         if threads < 1:
             raise ValueError(f"threads is {threads}, must be at least 1")
-        self._schema, self._relative = schema, relative
+        self._schema = schema
         self._tiles = list(cut(schema, tracked, TILE, LARGE))
         groups = list(_grouped(self._tiles))
         count = min(threads, len(groups))
-        self._shares = [  # one for each thread
-            _groups_of(groups[first::threads], dense_above) for first in range(count)
-        ]
-        self._total = sum(tile.elements for tile in self._tiles)
+        shares = [groups[first::threads] for first in range(count)]  # one for each thread
+        self._shares = [_groups_of(share, dense_above, relative) for share in shares]
 
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
         """Compare without writing to either side; ValueError if their sizes do not fit the schema.
@@ -89,12 +87,11 @@ class Scanner:
         weights = _Weights.of(flattened(tensors, self._tiles), self._tiles, snapshot)
 
         @torch.no_grad()  # a setting of each thread
-        def compare(share: Sequence[_Group]) -> list[_GroupDiff]:
-            return [one.scan(weights, self._relative) for one in share]
+        def compare(share: Sequence[_Group]) -> list[Scan]:
+            return [one.scan(weights) for one in share]
 
         done = in_threads(compare, self._shares, len(self._shares))
-        groups = [done[i % len(done)][i // len(done)] for i in range(sum(map(len, done)))]
-        return Scan(sum(group.changed for group in groups), self._total, _merge(groups, self._relative))
+        return _merged([done[i % len(done)][i // len(done)] for i in range(sum(map(len, done)))])
 
 
 def _grouped(tiles: Sequence[Tile]) -> Iterator[list[Tile]]:
@@ -172,23 +169,14 @@ class _TileReader:
         return [ByteRange(tile.start + a, torch.from_numpy(new[a:b].copy())) for a, b in tile.filled]
 
 
-def _groups_of(share: Sequence[Sequence[Tile]], dense_above: float) -> list[_Group]:
+def _groups_of(share: Sequence[Sequence[Tile]], dense_above: float, relative: bool) -> list[_Group]:
     """Return the groups of one thread, which share scratch memory."""
     tiles = [tile for group in share for tile in group]
     scratch = torch.empty(max(tile.nbytes for tile in tiles), dtype=torch.uint8)
     span = max(group[-1].start + group[-1].nbytes - group[0].start for group in share)
     widths = {width for tile in tiles for width in tile.widths}
     buffers = {width: kernels.GapBuffer(width, span // width) for width in widths}
-    return [_Group(group, scratch, buffers, dense_above) for group in share]
-
-
-@dataclass(frozen=True)
-class _GroupDiff:
-    """The differences in a group of tiles, by width."""
-
-    changed: int
-    segments: dict[int, GapSegment]
-    ranges: list[ByteRange]
+    return [_Group(group, scratch, buffers, dense_above, relative) for group in share]
 
 
 class _Group:
@@ -200,13 +188,15 @@ class _Group:
         scratch: torch.Tensor,
         buffers: Mapping[int, kernels.GapBuffer],
         dense_above: float,
+        relative: bool,
     ) -> None:
+        self._relative, self._total = relative, sum(tile.elements for tile in tiles)
         self._readers = [_TileReader(tile, scratch) for tile in tiles]
         self._buffers, self._start = buffers, tiles[0].start
         self._most = [int(dense_above * tile.elements) for tile in tiles]
         self._widths = sorted({width for tile in tiles for width in tile.widths})
 
-    def scan(self, weights: _Weights, relative: bool) -> _GroupDiff:
+    def scan(self, weights: _Weights) -> Scan:
         """Compare all tiles."""
         for width in self._widths:
             self._buffers[width].start(self._start // width)
@@ -221,19 +211,19 @@ class _Group:
             run = list(items)
             if width:
                 table = np.array([_in_place(one.tile, most, weights) for one, most in run], kernels.TILE)
-                self._buffers[width].scan(table, relative)
+                self._buffers[width].scan(table, self._relative)
                 changed += int(table["found"].sum())
                 for k in np.flatnonzero(table["found"] > table["most"]).tolist():
                     ranges += run[k][0].ranges(run[k][0].read(weights)[0])
                 continue
             for reader, most in run:
                 new, old = reader.read(weights)
-                found = self._scan_slices(reader.tile, most, new, old, relative)
+                found = self._scan_slices(reader.tile, most, new, old)
                 changed += found
                 ranges += reader.ranges(new) if found > most else []
-        return _GroupDiff(changed, self._segments(), ranges)
+        return Scan(changed, self._total, Changes(tuple(self._sparse()), tuple(ranges)))
 
-    def _scan_slices(self, tile: Tile, most: int, new: Bytes, old: Bytes, relative: bool) -> int:
+    def _scan_slices(self, tile: Tile, most: int, new: Bytes, old: Bytes) -> int:
         """Append the changes of a tile if they are at most ``most``; return their number."""
         before, found = [self._buffers[width].save() for width in tile.widths], 0
         for width in tile.widths:
@@ -247,22 +237,20 @@ class _Group:
                 for at, size in runs
             ]
             table = np.array(rows, kernels.TILE)
-            self._buffers[width].scan(table, relative)
+            self._buffers[width].scan(table, self._relative)
             found += int(table["found"].sum())
         if found > most:
             for width, saved in zip(tile.widths, before, strict=True):
                 self._buffers[width].restore(saved)
         return found
 
-    def _segments(self) -> dict[int, GapSegment]:
-        segments = {}
+    def _sparse(self) -> Iterator[Sparse]:
         for width in self._widths:
             buffer = self._buffers[width]
             if buffer.found:
                 units, values = buffer.take()
                 gaps = Gaps(self._start // width, buffer.last, units, buffer.found)
-                segments[width] = GapSegment(gaps, torch.from_numpy(values))
-        return segments
+                yield Sparse(width, (GapSegment(gaps, torch.from_numpy(values)),), self._relative)
 
 
 def _in_place(tile: Tile, most: int, weights: _Weights) -> tuple[int, ...]:
@@ -276,12 +264,14 @@ def _row(new: int, old: int, width: int, start: int, nbytes: int, most: int) -> 
     return new, old, nbytes // width, start // width, most, 0
 
 
-def _merge(groups: Sequence[_GroupDiff], relative: bool) -> Changes:
-    sparse = []
-    for width in sorted({width for group in groups for width in group.segments}):
-        segments = tuple(group.segments[width] for group in groups if width in group.segments)
-        sparse.append(Sparse(width, segments, relative))
-    return Changes(tuple(sparse), tuple(one for group in groups for one in group.ranges))
+def _merged(scans: Sequence[Scan]) -> Scan:
+    parts, sparse = [part for one in scans for part in one.changes.sparse], list[Sparse]()
+    for width in sorted({part.width for part in parts}):
+        segments = tuple(part.segments[0] for part in parts if part.width == width)
+        sparse.append(Sparse(width, segments, parts[0].relative))
+    ranges = tuple(found for one in scans for found in one.changes.ranges)
+    changed, total = sum(one.changed for one in scans), sum(one.total for one in scans)
+    return Scan(changed, total, Changes(tuple(sparse), ranges))
 
 
 def _readable(part: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -1,6 +1,6 @@
 """Write the patch format with torch operators, for changes on a GPU.
 
-The bytes are those of :func:`~weight_update.encodings.patch.format.encode_patch`. The CPU asks the device for
+The bytes are those of :func:`~weight_update.encodings.patch.format.add_on_cpu`. The CPU asks the device for
 sizes as seldom as possible, because each question waits for the device.
 """
 
@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from weight_update.encodings.base import Lend
 from weight_update.encodings.patch.arrays import ArrayWriter, narrowest
-from weight_update.encodings.patch.changes import ByteRange, Changes
-from weight_update.encodings.patch.format import PatchOptions, write_patch
+from weight_update.encodings.patch.changes import Sparse
+from weight_update.encodings.patch.format import PatchOptions
 from weight_update.encodings.patch.gaps import UNITS, escape_of
 from weight_update.encodings.patch.positions_coo import Grid
 from weight_update.wire.schema import WeightSchema
@@ -25,29 +24,18 @@ _SIGNED: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32
 
 
 @torch.no_grad()
-def encode_patch_on_device(
-    changes: Changes, schema: WeightSchema, base: int, version: int, options: PatchOptions, lend: Lend
-) -> Tensor:
-    """Write ``changes``, whose tensors are on a GPU, into one payload on the CPU, as ``encode_patch`` does.
-
-    They are relative exactly if ``options.values`` is. Work is queued in the caller's current stream.
-    """
-    out = ArrayWriter(options.compression)
-    for part in changes.sparse:
-        assert part.relative == (options.values == "relative")
-        if options.layout == "coo":
-            _add_coordinates(out, part.positions, Grid.of(schema, part.width), options.delta)
-        elif options.delta:
-            _add_gaps(out, part.positions)
-        else:
-            _add_integers(out, [part.positions])
-        if part.relative:
-            _add_byte_planes(out, part.values.view(_SIGNED[part.width]))
-        else:
-            out.put(part.values.contiguous().view(torch.uint8), part.width)
-    if changes.ranges:
-        _add_ranges(out, changes.ranges)
-    return write_patch(out, changes, base, version, options, lend)
+def add_on_device(out: ArrayWriter, part: Sparse, schema: WeightSchema, options: PatchOptions) -> None:
+    """Do the work of ``add_on_cpu`` for tensors on a GPU, queued in the caller's current stream."""
+    if options.layout == "coo":
+        _add_coordinates(out, part.positions, Grid.of(schema, part.width), options.delta)
+    elif options.delta:
+        _add_gaps(out, part.positions)
+    else:
+        _add_integers(out, [part.positions])
+    if part.relative:
+        _add_byte_planes(out, part.values.view(_SIGNED[part.width]))
+    else:
+        out.put(part.values.contiguous().view(torch.uint8), part.width)
 
 
 def _add(out: ArrayWriter, numbers: Tensor, width: int) -> None:
@@ -113,10 +101,3 @@ def _differences(rows: Tensor, columns: Tensor, owner: Tensor) -> tuple[Tensor, 
     steps[1:] -= rows[:-1] * same_tensor
     gaps[1:] -= columns[:-1] * (same_tensor & (rows[1:] == rows[:-1]))
     return steps, gaps
-
-
-def _add_ranges(out: ArrayWriter, ranges: Sequence[ByteRange]) -> None:
-    home = ranges[0].data.device
-    for numbers in ([one.start for one in ranges], [one.data.numel() for one in ranges]):
-        _add(out, torch.tensor(numbers, device=home), narrowest(max(numbers)).itemsize)
-    out.put(torch.cat([one.data for one in ranges]), 1)

@@ -20,8 +20,8 @@ from weight_update.encodings.dense import copy_tensors
 from weight_update.encodings.patch.changes import ByteRange, Changes
 from weight_update.encodings.patch.diff_cpu import Scan, Scanner
 from weight_update.encodings.patch.diff_cuda import CudaScanner, Queues
-from weight_update.encodings.patch.encode_cuda import encode_patch_on_device
-from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
+from weight_update.encodings.patch.encode_cuda import add_on_device
+from weight_update.encodings.patch.format import PatchOptions, add_on_cpu, decode_patch, encode_patch
 from weight_update.wire.schema import WeightSchema, matching
 
 _NOTHING = torch.empty(0)
@@ -184,11 +184,9 @@ class PatchTracker(Tracker[Scan]):
         return self._scanner.scan([_NOTHING if one is None else one for one in tensors], self._flat)
 
     def encode(self, difference: Scan, base: int, version: int, lend: Lend) -> torch.Tensor:
-        if self._options.transport_device == "cpu" or self._queues is None:
-            return self._encode(difference.changes, base, version, lend)
-        return encode_patch_on_device(
-            difference.changes, self._schema, base, version, self._options.options, lend
-        )
+        on_cpu = self._options.transport_device == "cpu" or self._queues is None
+        add, options = add_on_cpu if on_cpu else add_on_device, self._options.options
+        return encode_patch(difference.changes, self._schema, base, version, options, lend, add)
 
     def bootstrap(self, version: int, lend: Lend) -> torch.Tensor:
         self._flushed()
@@ -196,10 +194,8 @@ class PatchTracker(Tracker[Scan]):
         metas = [self._schema.tensors[i] for i in self._schema.distinct if i in chosen]
         ranges = [ByteRange(m.offset, self._flat[m.offset : m.offset + m.nbytes]) for m in metas if m.nbytes]
         ranges.sort(key=lambda one: one.start)
-        return self._encode(Changes(ranges=tuple(ranges)).to(_CPU), version, version, lend)
-
-    def _encode(self, changes: Changes, base: int, version: int, lend: Lend) -> torch.Tensor:
-        return encode_patch(changes, self._schema, base, version, self._options.options, lend)
+        changes = Changes(ranges=tuple(ranges)).to(_CPU)
+        return encode_patch(changes, self._schema, version, version, self._options.options, lend)
 
     def advance(self, difference: Scan) -> None:
         self._flushed()

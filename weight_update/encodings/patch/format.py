@@ -11,6 +11,7 @@ schema before it allocates or writes memory.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -50,13 +51,9 @@ class PatchHead(NamedTuple):
     """The head of a patch and its sections, which can be read without the schema.
 
     Attributes:
-        layout: as in :class:`PatchOptions`.
-        delta: as in :class:`PatchOptions`.
-        relative: whether values are relative.
         ranges: number of byte ranges.
         arrays: number of arrays.
         base: version that the patch applies to.
-        version: version that it makes.
         sections: width in bytes and number of changed elements of each section.
     """
 
@@ -117,55 +114,51 @@ class Patch(Changes):
         return replace(self, sparse=tuple(sparse), ranges=tuple(ranges))
 
 
+def add_on_cpu(out: ArrayWriter, part: Sparse, schema: WeightSchema, options: PatchOptions) -> None:
+    """Add the positions and values of changes of one width, which are CPU tensors."""
+    if options.layout == "coo":
+        encode_coo(out, part.positions.numpy(), Grid.of(schema, part.width), options.delta)
+    elif options.delta:
+        shares = part.shares()
+        todo = sum(len(one.offsets) for one in shares if isinstance(one, Segment))
+        out.join(merge_gaps(in_threads(lambda one: one.gaps, shares, threads_for(todo))))
+    else:
+        out.integers(part.positions.numpy())
+    write_values = encode_steps if part.relative else ArrayWriter.join
+    write_values(out, [one.values.numpy().view(UNSIGNED[part.width]) for one in part.segments])
+
+
 def encode_patch(
-    changes: Changes, schema: WeightSchema, base: int, version: int, options: PatchOptions, lend: Lend
+    changes: Changes,
+    schema: WeightSchema,
+    base: int,
+    version: int,
+    options: PatchOptions,
+    lend: Lend,
+    add: Callable[[ArrayWriter, Sparse, WeightSchema, PatchOptions], None] = add_on_cpu,
 ) -> torch.Tensor:
     """Write ``changes`` from ``base`` to ``version`` into one payload, 1-D uint8, exactly as long as needed.
 
-    Changes are CPU tensors, relative exactly if ``options.values`` is, and their positions are trusted.
-    Layout ``"coo"`` raises ValueError for a change that lies in no tensor of its width.
+    Changes are relative exactly if ``options.values`` is, and their positions are trusted. ``add`` is for
+    the device that they are on. Layout ``"coo"`` raises ValueError for a change that lies in no tensor of its
+    width.
     """
     out = ArrayWriter(options.compression)
     for part in changes.sparse:
         assert part.relative == (options.values == "relative")
-        if options.layout == "flat":
-            _encode_flat(out, part, options.delta)
-        else:
-            encode_coo(out, part.positions.numpy(), Grid.of(schema, part.width), options.delta)
-        _encode_values(out, part)
+        add(out, part, schema, options)
     if changes.ranges:
+        data = [one.data for one in changes.ranges]
         out.integers(np.array([one.start for one in changes.ranges], np.uint64))
-        out.integers(np.array([one.data.numel() for one in changes.ranges], np.uint64))
-        out.join([one.data.numpy() for one in changes.ranges])
-    return write_patch(out, changes, base, version, options, lend)
-
-
-def write_patch(
-    out: ArrayWriter, changes: Changes, base: int, version: int, options: PatchOptions, lend: Lend
-) -> torch.Tensor:
-    """Return the payload whose arrays are in ``out``; see :func:`encode_patch`."""
+        out.integers(np.array([one.numel() for one in data], np.uint64))
+        if data[0].is_cuda:
+            out.put(torch.cat(data), 1)
+        else:
+            out.join([one.numpy() for one in data])
     flags = _DELTA * options.delta | _RELATIVE * (options.values == "relative")
     layout, count = _LAYOUTS.index(options.layout), len(changes.sparse)
     head = _HEAD.pack(_MAGIC, _FORMAT, layout, flags, count, len(changes.ranges), len(out), base, version)
     return out.write(head + b"".join(_SECTION.pack(part.width, len(part)) for part in changes.sparse), lend)
-
-
-def _encode_flat(out: ArrayWriter, part: Sparse, delta: bool) -> None:
-    """Write the positions of ``part`` as gaps if ``delta``, else as they are."""
-    if not delta:
-        out.integers(part.positions.numpy())
-        return
-    shares = part.shares()
-    todo = sum(len(one.offsets) for one in shares if isinstance(one, Segment))
-    out.join(merge_gaps(in_threads(lambda one: one.gaps, shares, threads_for(todo))))
-
-
-def _encode_values(out: ArrayWriter, part: Sparse) -> None:
-    arrays = [one.values.numpy().view(UNSIGNED[part.width]) for one in part.segments]
-    if part.relative:
-        encode_steps(out, arrays)
-    else:
-        out.join(arrays)
 
 
 def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:
@@ -203,11 +196,14 @@ def _read_sections(raw: Array, count: int) -> tuple[tuple[int, int], ...]:
 def _decode_sparse(
     arrays: ArrayReader, width: int, count: int, schema: WeightSchema, head: PatchHead
 ) -> Sparse:
+    limit = schema.nbytes // width
     positions: Array | list[Gaps]
-    if head.layout == "flat":
-        positions = _decode_flat(arrays, count, schema.nbytes // width, head.delta)
-    else:
+    if head.layout == "coo":
         positions = decode_coo(arrays, count, schema, width, head.delta)
+    elif head.delta:
+        positions = cut_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
+    else:
+        positions = _decode_positions(arrays, count, limit)
     values = decode_steps(arrays, count, width) if head.relative else arrays.exactly(count, (width,))
     bits = torch.from_numpy(values).view(BITS[width])
     if not isinstance(positions, list):
@@ -216,13 +212,8 @@ def _decode_sparse(
     return Sparse(width, tuple(map(GapSegment, positions, each)), head.relative)
 
 
-def _decode_flat(arrays: ArrayReader, count: int, limit: int, delta: bool) -> Array | list[Gaps]:
-    """Read ``count`` positions, int64, or as gaps if ``delta``.
-
-    Raise FormatError unless they increase and are below ``limit``.
-    """
-    if delta:
-        return cut_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
+def _decode_positions(arrays: ArrayReader, count: int, limit: int) -> Array:
+    """Read ``count`` positions, int64; raise FormatError unless they increase and are below ``limit``."""
     positions = arrays.exactly(count)
     if int(positions[-1]) >= limit:
         raise FormatError(f"a patch changes element {positions[-1]}, but there are only {limit}")

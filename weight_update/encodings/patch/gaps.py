@@ -73,17 +73,14 @@ def merge_gaps(parts: Sequence[Gaps]) -> list[Array]:
         pieces.append((gap, part.units[lead + 1 :]))
         needed += gap // escape_of(1) + len(part.units) - lead
         before = part.last
-    if needed <= 2 * count:  # as few bytes as units of 2 bytes can take
-        return [one for gap, rest in pieces for one in (_one_gap(gap, 1), rest)]
-    found = {1: needed}
-    wide: dict[int, list[Array]] = {}
+    best, nbytes = [one for gap, rest in pieces for one in (_one_gap(gap, 1), rest)], needed
     for size in UNITS[1:]:
-        wide[size] = [one for gap, rest in pieces for one in (_one_gap(gap, size), kernels.widen(rest, size))]
-        found[size] = sum(map(len, wide[size]))
-        if size * found[size] <= 4 * count:
-            break  # as few bytes as units of 4 bytes can take
-    best = min(found, key=lambda size: size * found[size])
-    return wide.get(best) or [one for gap, rest in pieces for one in (_one_gap(gap, 1), rest)]
+        if nbytes <= size * count:  # as few bytes as units of this size can take
+            break
+        wide = [one for gap, rest in pieces for one in (_one_gap(gap, size), kernels.widen(rest, size))]
+        if size * sum(map(len, wide)) < nbytes:
+            best, nbytes = wide, size * sum(map(len, wide))
+    return best
 
 
 def _one_gap(gap: int, size: int) -> Array:

@@ -35,6 +35,12 @@ typedef uint64_t u64;
      : (width) == 4 ? NAME##_u32(__VA_ARGS__)                                                          \
                     : NAME##_u64(__VA_ARGS__))
 
+/* The same for units of 1, 2 or 4 bytes. */
+#define BY_SIZE(size, NAME, ...)                                                                       \
+    ((size) == 1 ? NAME##_u8(__VA_ARGS__) : (size) == 2 ? NAME##_u16(__VA_ARGS__) : NAME##_u32(__VA_ARGS__))
+
+#define FOR_EACH_WIDTH(MACRO) MACRO(u8) MACRO(u16) MACRO(u32) MACRO(u64)
+
 int wu_version = 4; /* of the functions here; kernels.py uses no other, as may be left from an earlier build */
 
 enum { SLACK = 64 }; /* bytes that scans may write behind the last result */
@@ -97,10 +103,7 @@ static u8 escapes(wu_gaps *to, u64 gap)
         }                                                                                              \
     }
 
-SCAN(u8)
-SCAN(u16)
-SCAN(u32)
-SCAN(u64)
+FOR_EACH_WIDTH(SCAN)
 
 #ifdef HAS_AVX512
 static const u8 LANES_OF_BYTES[64] = {
@@ -267,11 +270,7 @@ INDEX(u32, u64, 0xffffffffu)
 int64_t wu_index(int size, const void *units, int64_t n, int64_t count, int64_t limit, int64_t step,
                  int64_t (*cuts)[3], int64_t room)
 {
-    if (size == 1)
-        return index_u8(units, n, count, limit, step, cuts, room);
-    if (size == 2)
-        return index_u16(units, n, count, limit, step, cuts, room);
-    return index_u32(units, n, count, limit, step, cuts, room);
+    return BY_SIZE(size, index, units, n, count, limit, step, cuts, room);
 }
 
 /* A reader of units. */
@@ -306,9 +305,7 @@ READ(u32, 0xffffffffu)
 
 static inline int read_positions(int size, reader *from, int64_t *positions, int room)
 {
-    if (size == 1)
-        return read_u8(from, positions, room);
-    return size == 2 ? read_u16(from, positions, room) : read_u32(from, positions, room);
+    return BY_SIZE(size, read, from, positions, room);
 }
 
 /* Write `count` values over the elements of `to` that units stand for, or add them. `to` has `limit` elements.
@@ -331,10 +328,7 @@ static inline int read_positions(int size, reader *from, int64_t *positions, int
         return found == 0 && done == count ? 0 : -1;                                                   \
     }
 
-APPLY(u8)
-APPLY(u16)
-APPLY(u32)
-APPLY(u64)
+FOR_EACH_WIDTH(APPLY)
 
 int wu_apply(int width, void *to, int64_t limit, int size, const void *units, int64_t n, const void *values,
              int64_t count, int relative)
@@ -394,10 +388,7 @@ JOIN(int64_t)
         return filled;                                                                                 \
     }
 
-PLANE(u8)
-PLANE(u16)
-PLANE(u32)
-PLANE(u64)
+FOR_EACH_WIDTH(PLANE)
 
 int64_t wu_plane(int width, const void *steps, int64_t n, int k, u8 *out)
 {
@@ -420,10 +411,7 @@ int64_t wu_plane(int width, const void *steps, int64_t n, int k, u8 *out)
         }                                                                                              \
     }
 
-STEPS(u8)
-STEPS(u16)
-STEPS(u32)
-STEPS(u64)
+FOR_EACH_WIDTH(STEPS)
 
 void wu_steps(int width, const u8 *const *planes, int64_t n, void *out)
 {

@@ -78,19 +78,16 @@ class GapBuffer:
             count = _number(len(tiles))
             library.wu_scan(self.width, int(relative), _at(tiles), count, ctypes.byref(self._state))
             return
+        state = self._state
         for tile in tiles:
             positions, values = kernels_numpy.differences(tile, INTEGER[self.width], relative)
             tile["found"] = len(positions)
             if 0 < len(positions) <= tile["most"]:
-                self._append(positions, values)
-
-    def _append(self, positions: Array, values: Array) -> None:
-        state = self._state
-        units = kernels_numpy.code(positions - state.next)
-        self.units[state.used : state.used + len(units)] = units
-        self.values.view(values.dtype)[state.found : state.found + len(values)] = values
-        state.used, state.found = state.used + len(units), state.found + len(values)
-        state.next = int(positions[-1]) + 1
+                units = kernels_numpy.code(positions - state.next)
+                self.units[state.used : state.used + len(units)] = units
+                self.values.view(values.dtype)[state.found : state.found + len(values)] = values
+                state.used, state.found = state.used + len(units), state.found + len(values)
+                state.next = int(positions[-1]) + 1
 
     def save(self) -> tuple[int, int, int]:
         """Return what :meth:`restore` needs to drop everything that is appended later."""

@@ -156,7 +156,9 @@ def _from_differences(rows: Array, gaps: Array, counts: Array, grid: Grid) -> Ar
     if max(int(rows.max()), int(gaps.max())) * gaps.size >= 1 << 63:  # no writer makes such steps
         raise FormatError("the coordinates of a patch are too far apart")  # their sums could wrap around
     owner = np.searchsorted(first, heads, side="right") - 1
-    row = _sum_by_tensor(rows[heads].astype(np.int64), np.searchsorted(heads, first), owner)
+    jumps = rows[heads].astype(np.int64)
+    row = np.cumsum(jumps)
+    row -= (row - jumps)[np.searchsorted(heads, first)][owner]  # running sums that restart at each tensor
     last = np.add.reduceat(gaps, heads, dtype=np.int64)  # the last column of each row
     if (row >= grid.rows[owner]).any() or (last >= grid.columns[owner]).any():
         raise FormatError("a patch changes a row or column that its tensor does not have")
@@ -167,9 +169,3 @@ def _from_differences(rows: Array, gaps: Array, counts: Array, grid: Grid) -> Ar
     steps[heads] += begin
     steps[heads[1:]] -= (begin + last)[:-1]
     return np.cumsum(steps, out=steps)
-
-
-def _sum_by_tensor(steps: Array, first: Array, owner: Array) -> Array:
-    """Return running sums that restart at each index in ``first``."""
-    total = np.cumsum(steps)
-    return np.asarray(total - (total - steps)[first][owner])
