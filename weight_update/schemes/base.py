@@ -319,11 +319,7 @@ class WeightSyncScheme(SchemeUpdates):
     # -- connecting --------------------------------------------------------------------------------
 
     def connect(
-        self,
-        *,
-        worker_idx: int | None = None,
-        weights: Any = None,
-        timeout: float | None = None,
+        self, *, worker_idx: int | None = None, weights: Any = None, timeout: float | None = None
     ) -> None:
         """Wait for the other side. When this returns, the workers have the first weights, version 0.
 

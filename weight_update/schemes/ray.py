@@ -89,10 +89,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
 
     @takes_options_of(RemoteWeightSyncScheme.init_on_sender)
     def init_on_sender(
-        self,
-        *,
-        remote_collectors: Sequence[Any] | None = None,
-        **options: Unpack[SenderOptions],
+        self, *, remote_collectors: Sequence[Any] | None = None, **options: Unpack[SenderOptions]
     ) -> None:
         """Prepare the sender, as :meth:`WeightSyncScheme.init_on_sender` does, with one more argument.
 

@@ -17,10 +17,7 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.relay.nccl import require_backend
 from weight_update.transports.distributed.rendezvous import SenderStore
-from weight_update.transports.distributed.transport import (
-    DistributedListener,
-    DistributedTransport,
-)
+from weight_update.transports.distributed.transport import DistributedListener, DistributedTransport
 from weight_update.transports.host_name import this_host
 
 _TOKEN = "WEIGHT_UPDATE_TOKEN"
@@ -133,11 +130,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         if end == "sender":
             return DistributedTransport(**self.sender_options())
         return DistributedTransport(
-            self.address,
-            self.port,
-            token=self.token,
-            host=self.host_name(),
-            directory=self.directory,
+            self.address, self.port, token=self.token, host=self.host_name(), directory=self.directory
         )
 
     def _find_sender(self, timeout: float) -> None:

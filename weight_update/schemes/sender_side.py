@@ -298,10 +298,7 @@ class SenderSide:
             self.listener.refusals.clear()  # of an earlier call
             sender.refusals = self.listener.refusals
             self.listener.start()
-        with (
-            _outside_inference_mode(),
-            self._in_step("connect", read, limit + self._patience) as named,
-        ):
+        with _outside_inference_mode(), self._in_step("connect", read, limit + self._patience) as named:
             return sender.connect(named, limit, liveness(worker_alive))
 
     # -- sending -----------------------------------------------------------------------------------
@@ -369,9 +366,7 @@ class SenderSide:
         return read
 
 
-def _schemas_of(
-    surveyed: _Surveyed,
-) -> tuple[dict[int, WeightSchema], dict[int, frozenset[str] | None]]:
+def _schemas_of(surveyed: _Surveyed) -> tuple[dict[int, WeightSchema], dict[int, frozenset[str] | None]]:
     """Return the schema of each worker's weights, and the names that updates carry (None: all)."""
     known: dict[int, WeightSchema] = {}
     for named in (one for pair in surveyed.values() for one in pair if one is not None):

@@ -131,10 +131,7 @@ class Sender(Outcomes):
             return worker.link
 
     def connect(
-        self,
-        weights: Mapping[int, NamedWeights],
-        timeout: float,
-        alive: Callable[[int], bool] | None = None,
+        self, weights: Mapping[int, NamedWeights], timeout: float, alive: Callable[[int], bool] | None = None
     ) -> SyncReport:
         """Give the first weights to every worker and wait until all have them.
 
@@ -209,11 +206,7 @@ class Sender(Outcomes):
     # -- sending -----------------------------------------------------------------------------------
 
     def publish(
-        self,
-        weights: Mapping[int, NamedWeights],
-        *,
-        commit: bool = True,
-        group_commit: str | None = None,
+        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group_commit: str | None = None
     ) -> SyncReport:
         """Encode and send a version, without waiting for workers.
 
