@@ -118,9 +118,8 @@ class Sender(Outcomes):
                 raise JoinRefusedError("the sender was shut down")
             if idx not in self.table:
                 like, link = next(iter(self.table)), make_link()
-                worker = self.table.removed(idx) or WorkerState(
-                    idx, link, like.schema, like.tracked, late=True
-                )
+                new = WorkerState(idx, link, like.schema, like.tracked, late=True)
+                worker = next(iter(self.table.known([idx])), new)  # it may be remembered
                 worker.link = link
                 self._admission.watch(worker)
                 self.table.add(worker)
@@ -231,7 +230,7 @@ class Sender(Outcomes):
             start = time.perf_counter()
             states = self.table.known(weights)
             self._reader.pause(states)
-            self._delivery.update_all(states)
+            self._delivery.update(*states)
             report.seconds["send"] = time.perf_counter() - start
             return report
 
@@ -324,7 +323,7 @@ class Sender(Outcomes):
         with self.table.lock:
             told = [one for one in states if one.inflight is not None and one.inflight.version == version]
         self._delivery.tell(told, WeightChunk(Kind.COMMIT, {"version": version}))
-        self._delivery.update_all([worker for worker in states if worker not in told])
+        self._delivery.update(*(worker for worker in states if worker not in told))
 
     def abort(self, version: int, workers: Iterable[int]) -> None:
         """Have workers forget the version that they staged, and go back to the one before."""
@@ -351,7 +350,6 @@ class Sender(Outcomes):
             rest.callback(self._free_memory)
             rest.callback(self._answers.join)
             rest.callback(self._close_links)
-            rest.callback(self._delivery.close)
             rest.callback(self._say_goodbye)
             self._recall()
 
@@ -369,9 +367,11 @@ class Sender(Outcomes):
             )
 
     def _say_goodbye(self) -> None:
-        with self.table.lock:  # GOODBYE goes after updates that are on their way
-            self.table.changed.wait_for(lambda: not any(one.writing for one in self.table), self.timeout)
-            self.table.closed = True
+        with self.table.lock:
+            try:  # GOODBYE goes after updates that are on their way
+                self.table.changed.wait_for(lambda: not any(one.writing for one in self.table), self.timeout)
+            finally:
+                self.table.closed = True
         self._delivery.tell(self.table, WeightChunk(Kind.GOODBYE, {}))
 
     def _close_links(self) -> None:

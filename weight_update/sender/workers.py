@@ -290,17 +290,9 @@ class WorkerTable:
 
     def known(self, workers: Iterable[int]) -> list[WorkerState]:
         """Return the workers of these indices; late joiners that were forgotten are left out."""
-        found: list[WorkerState] = []
         with self.lock:
-            for idx in workers:
-                worker = self._states.get(idx) or self._removed.get(idx)
-                if worker is not None:
-                    found.append(worker)
-        return found
-
-    def removed(self, idx: int) -> WorkerState | None:
-        """Return a removed late joiner if it is still remembered."""
-        return self._removed.get(idx)
+            found = [self._states.get(idx) or self._removed.get(idx) for idx in workers]
+        return [worker for worker in found if worker is not None]
 
     @property
     def present(self) -> list[WorkerState]:
