@@ -7,6 +7,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from weight_update.errors import FormatError, LinkClosedError, SyncFailedError, SyncTimeoutError
@@ -151,13 +152,8 @@ class Outcomes:
         """
         version, states = report.version, self.table.known(workers)
         patience = Patience(self.timeout if timeout is None else timeout, patient=timeout is None)
-        failures = self._wait(
-            version,
-            states,
-            patience,
-            lambda worker: is_settled(worker, version),
-            lambda worker: worker.reached >= version,
-        )
+        done = partial(is_settled, version=version)
+        failures = self._wait(version, states, patience, done, lambda worker: worker.reached >= version)
         self.fill(report, states)
         return failures
 
@@ -173,12 +169,7 @@ class Outcomes:
         return self._wait(version, self.table.known(workers), Patience(self.timeout), done, staged)
 
     def _wait(
-        self,
-        version: int,
-        states: Sequence[WorkerState],
-        patience: Patience,
-        done: WorkerTest,
-        good: WorkerTest,
+        self, version: int, states: list[WorkerState], patience: Patience, done: WorkerTest, good: WorkerTest
     ) -> dict[int, Exception]:
         """Wait until workers are ``done``; return the errors of those that are not ``good``."""
         self._reader.read(states, done, patience.deadline)

@@ -31,13 +31,13 @@ class ObservedUpdate:
         self._due = time.monotonic() + _BUSY_SECONDS
         self._begun = False  # whether observers know which workers have the update so far
 
-    def settle(self, *, superseded: bool, stop: Callable[[], bool]) -> list[Event] | None:
+    def settle(self, superseded: bool, stop: Callable[[], bool]) -> list[Event] | None:
         """Wait until every worker has applied the update, failed or left; return what observers are told.
 
         Observers are told of workers that have the update after a moment, if other workers are busy. The
         report comes then, too, if newer updates follow. A worker is reported as late with only one of them.
         """
-        table, version, timeout = self._outcomes.table, self._report.version, self._outcomes.timeout
+        table, version = self._outcomes.table, self._report.version
         with table.lock:
             states = table.known(self._workers)
             limit = self._due if superseded or not self._begun else None
@@ -53,13 +53,11 @@ class ObservedUpdate:
                     for one in states
                     if one.version == version
                 ]
-            return self._finish(states, busy, timeout)
+            return self._finish(states, busy)
 
-    def _finish(
-        self, states: Sequence[WorkerState], busy: Sequence[WorkerState], timeout: float
-    ) -> list[Event]:
+    def _finish(self, states: Sequence[WorkerState], busy: Sequence[WorkerState]) -> list[Event]:
         """Return the report, and events of workers that are late."""
-        version, seconds = self._report.version, dict(self._report.seconds)
+        version, timeout, seconds = self._report.version, self._outcomes.timeout, dict(self._report.seconds)
         if not busy:
             seconds["ack"] = time.perf_counter() - self._sent
         report = replace(self._report, seconds=seconds, apply_seconds={}, stall_seconds={})

@@ -122,7 +122,7 @@ class Pipeline:
         self._states = {worker.idx: worker for worker in states}
         self._borrow, self._delivery, self._changed = borrow, delivery, changed
         self._lent: Slot | None = None
-        self._window = ChunkWindow(step.version, self._states, limit, delivery.timeout, changed)
+        self._window = ChunkWindow(step.version, limit, delivery.timeout, changed)
         version_id = VersionId(step.version)
         for worker in states:
             worker.window, worker.sent_at = self._window, time.monotonic()
@@ -146,13 +146,11 @@ class Pipeline:
             with Progress("sending weights", schema.nbytes) as progress:
                 for index, payload in enumerate(encoder.stream(tensors, self._lend)):
                     self._send(frame_of(self.step, schema, encoding, index, count, payload))
-                    if not self._window.workers:
+                    if not self._active():
                         break
                     progress.advance(schema.nbytes // count)
         except BaseException:
-            with self._changed:
-                states = self._active()
-            self._give_up(states)
+            self._give_up(self._active())
             raise
         finally:
             with self._changed:
@@ -211,8 +209,8 @@ class Pipeline:
             return [self._states[idx] for idx in self._window.await_room()]
 
     def _active(self) -> list[WorkerState]:
-        """Return the workers that still take chunks. The caller holds the sender's lock."""
-        return [worker for idx, worker in self._states.items() if idx in self._window.workers]
+        """Return the workers that still take chunks."""
+        return [worker for worker in self._states.values() if worker.window is self._window]
 
     def _send(self, chunk: WeightChunk) -> None:
         assert self._lent is not None
@@ -221,7 +219,7 @@ class Pipeline:
             states = self._active()
             if not states:
                 return
-            self._window.add(chunk.header["index"], self._lent)
+            self._window.add(chunk.header["index"], self._lent, (worker.idx for worker in states))
             self._lent = None
         copies = 1 if states[0].link.capabilities.shares_memory else len(states)
         self.wire_bytes += chunk.payload_bytes * copies
@@ -236,8 +234,7 @@ class Pipeline:
         """Write a frame, if the worker is still to have the version that it belongs to."""
         with worker.sending:
             with self._changed:
-                current = None if worker.window is None else worker.window.version
-                stale = chunk.kind is Kind.UPDATE and current != chunk.header["version"]
+                stale = chunk.kind is Kind.UPDATE and worker.window is not self._window
                 if stale or not worker.joined:
                     return
             self._delivery.send(worker, [chunk])

@@ -185,17 +185,16 @@ class Sender(Outcomes):
     def _group_to_join(self, worker: WorkerState, wire: WeightSchema) -> SendGroup:
         """Return the send group for a joining worker whose weights travel best as ``wire``."""
         with self._publishing:
-            self._groups.join(worker, wire)
-            if worker.group is None:
+            group = self._groups.join(worker, wire)
+            if group is None:
                 first = next(iter(self._first_weights.values()), None) if worker.late else None
-                self._assign_first(worker, wire, self._first_weights.get(worker.idx, first))
-            assert worker.group is not None
-            return worker.group
+                group = self._assign_first(worker, wire, self._first_weights.get(worker.idx, first))
+            return group
 
-    def _assign_first(self, worker: WorkerState, wire: WeightSchema, named: NamedWeights | None) -> None:
-        self._groups.assign_first(worker, wire, self._number, named)
-        assert worker.group is not None
-        self._trim_to([worker.group])
+    def _assign_first(self, worker: WorkerState, wire: WeightSchema, named: NamedWeights | None) -> SendGroup:
+        group = self._groups.assign_first(worker, wire, self._number, named)
+        self._trim_to([group])
+        return group
 
     def _trim_to(self, groups: Iterable[SendGroup]) -> None:
         """Free buffers beyond the size of the largest update that carries all weights of a group."""
@@ -240,7 +239,7 @@ class Sender(Outcomes):
 
     def follow(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""
-        self.table.tell(ObservedUpdate(self, report, workers))
+        self.table.tell(ObservedUpdate(self, report, workers).settle)
 
     def continue_from(self, version: int) -> None:
         """Give the next update a number above ``version``."""

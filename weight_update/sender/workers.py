@@ -328,36 +328,42 @@ class GroupAssignment:
             if group is not None and group not in self.all():
                 group.close()
 
-    def join(self, worker: WorkerState, wire: WeightSchema) -> None:
-        """Move a worker that joins again, or late, to the group for weights that travel best as ``wire``."""
+    def join(self, worker: WorkerState, wire: WeightSchema) -> SendGroup | None:
+        """Return the group of a worker that joins, if it has one, or joins late.
+
+        That is, if possible, the group for weights that travel best as ``wire``.
+        """
         if worker.group is None and worker.late:
             newest = max(self.all(), key=_version, default=None)
             if newest is not None:
                 self.move([worker], newest)
         group = worker.group
         if group is None or wire.digest == group.schema.digest:
-            return
-        alike = [one for one in self.all() if one.source == group.source]
-        same = [one for one in alike if one.schema.digest == wire.digest]
-        if same:
-            self.move([worker], same[0])
-        elif group.schema.digest != worker.schema.digest:  # neither the best schema nor ours: wait
-            self.move([worker], self._new(wire, worker.tracked, group.source))
+            return group
+        best = self._find(group.source, wire)
+        if best is None and group.schema.digest != worker.schema.digest:
+            best = self._new(wire, worker.tracked, group.source)  # the group's is not ours either: wait
+        if best is not None:
+            self.move([worker], best)
+        return best or group
 
     def assign_first(
         self, worker: WorkerState, wire: WeightSchema, version: int, named: NamedWeights | None
-    ) -> None:
+    ) -> SendGroup:
         """Find or make the first group of a worker, with ``named`` as its weights."""
         source = (version, id(named))
-        for group in self.all():
-            if group.source == source and group.schema.digest == wire.digest:
-                self.move([worker], group)
-                return
-        group = self._new(wire, worker.tracked, source)
-        if named is not None:
-            group.stage(Step.of(version, named.extra), named)
-            group.commit()
+        group = self._find(source, wire)
+        if group is None:
+            group = self._new(wire, worker.tracked, source)
+            if named is not None:
+                group.stage(Step.of(version, named.extra), named)
+                group.commit()
         self.move([worker], group)
+        return group
+
+    def _find(self, source: Hashable, wire: WeightSchema) -> SendGroup | None:
+        alike = (one for one in self.all() if one.source == source)
+        return next((one for one in alike if one.schema.digest == wire.digest), None)
 
     def _new(self, schema: WeightSchema, tracked: frozenset[str] | None, source: Hashable) -> SendGroup:
         names = schema.names
