@@ -370,10 +370,8 @@ class WeightSyncScheme(SchemeUpdates):
 
     def _observer(self) -> ContextObserver | None:
         """Return the object that tells the context of a receiver of updates; None without a context."""
-        context = self.context
-        if context is None:
-            return None
-        return ContextObserver(context, self.model_id or "policy", self.strategy.export)
+        context, name = self.context, self.model_id or "policy"
+        return None if context is None else ContextObserver(context, name, self.strategy.export)
 
     def _connect_limit(self, timeout: float | None) -> float:
         return self.connect_timeout if timeout is None else _require_seconds("timeout", timeout)

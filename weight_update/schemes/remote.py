@@ -113,15 +113,12 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         store = SenderStore(self.address, self.port)
         self.port = store.port
         host = self.host_name() or this_host()
+        made: SenderStore | DistributedListener = store
         try:
-            listener = DistributedListener(store, host, self.token, links, self.newcomers())
-        except BaseException:
-            store.close()
-            raise
-        try:
+            made = listener = DistributedListener(store, host, self.token, links, self.newcomers())
             self.announce(Whereabouts(self.address, self.port, self.token))
         except BaseException:
-            listener.close()
+            made.close()
             raise
         self.listener = listener
         return links

@@ -218,19 +218,13 @@ class SenderSide:
         self.listener: SenderListener | None = None
         self._strategy, self._timeout, self._connect_timeout = strategy, timeout, connect_timeout
         self._patience = 4 * timeout  # for messages of the leader, which waits for workers in between
-        self.ranks = self._meet_ranks()
         self._sending = threading.Lock()
         self._unchecked: list[SendHandle] = []  # updates that nobody waits for
-
-    def _meet_ranks(self) -> Ranks | None:
-        """Return the connection to the other ranks; None if the trainer is not sharded."""
-        gather = self._strategy.gather
-        if gather is None and not self.sources.sharded(self._strategy):
-            return None
-        gather = gather or GatherShards()
-        ranks = Ranks(gather.members(), self._timeout, self._connect_timeout)
-        self._reader.gathering = Gathering(ranks, gather)
-        return ranks
+        self.ranks: Ranks | None = None
+        if strategy.gather is not None or sources.sharded(strategy):
+            gather = strategy.gather or GatherShards()
+            self.ranks = Ranks(gather.members(), timeout, connect_timeout)
+            self._reader.gathering = Gathering(self.ranks, gather)
 
     def _in_step(
         self, call: str, read: Callable[[Sequence[int] | None], _T], patience: float

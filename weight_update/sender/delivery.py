@@ -44,7 +44,7 @@ class Delivery:
 
     def __init__(self, table: WorkerTable, timeout: float) -> None:
         self.timeout = timeout
-        self._table, self._changed = table, table.changed
+        self._table, self.changed = table, table.changed
         self._reports: weakref.WeakValueDictionary[int, SyncReport] = weakref.WeakValueDictionary()
         self._counted: set[tuple[int, int]] = set()  # versions, and payloads that workers share
 
@@ -85,7 +85,7 @@ class Delivery:
                 if self._table.closed:
                     raise RuntimeError("the sender was shut down")
                 if worker.outbox is None:
-                    worker.outbox = Outbox(worker.idx, self._changed)
+                    worker.outbox = Outbox(worker.idx, self.changed)
                 worker.outbox.put(partial(self._run, worker, write))
         except RuntimeError as error:
             self.lose(worker, LinkClosedError(f"no thread writes to it: {error}"))
@@ -137,7 +137,7 @@ class Delivery:
             if worker.joined or worker.lost is None:
                 worker.lost = without_frames(error)
             worker.mark_disconnected()
-            self._changed.notify_all()
+            self.changed.notify_all()
         if departed:
             _log.info("worker %d (process %d) %s", worker.idx, pid, "left" if left else f"was lost: {error}")
             reason = "" if left else str(error)
@@ -152,7 +152,7 @@ class Delivery:
             if threading.current_thread() is worker.thread:
                 return  # this thread reads on, and finds the end
             with self._table.lock:
-                self._changed.wait_for(
+                self.changed.wait_for(
                     lambda: not worker.joined or worker.connections != connection, _GOODBYE_SECONDS
                 )
         self.lose(worker, error, connection)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import threading
 import time
@@ -346,7 +347,7 @@ class Patience:
         changed: threading.Condition,
         states: Sequence[WorkerState],
         done: WorkerTest,
-        limit: float | None = None,
+        limit: float = math.inf,
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Wait until workers are ``done``, or it takes too long; return False if ``stop()`` ended the wait.
@@ -355,9 +356,7 @@ class Patience:
         """
         while waited_for := [worker for worker in states if not done(worker)]:
             now = time.monotonic()
-            last = max(self._deadline_of(worker, now) for worker in waited_for)
-            if limit is not None:
-                last = min(last, limit)
+            last = min(limit, max(self._deadline_of(worker, now) for worker in waited_for))
             if now >= last:
                 break
             if stop():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from weight_update.errors import SyncTimeoutError
 from weight_update.report import Event, SyncReport, WorkerEvent
@@ -39,13 +41,13 @@ class ObservedUpdate:
         """
         table, version = self._outcomes.table, self._report.version
         with table.lock:
-            states = table.known(self._workers)
-            limit = self._due if superseded or not self._begun else None
-            if not self._patience.wait(table.changed, states, self._is_settled, limit, stop):
+            states, done = table.known(self._workers), partial(is_settled, version=version)
+            limit = self._due if superseded or not self._begun else math.inf
+            if not self._patience.wait(table.changed, states, done, limit, stop):
                 return None
             table.told = max(table.told, version)  # from now on, events tell of workers that apply it
             in_time = time.monotonic() < self._patience.deadline
-            busy = [worker for worker in states if in_time and not self._is_settled(worker)]
+            busy = [worker for worker in states if in_time and not done(worker)]
             if busy and not superseded:
                 self._begun = True
                 return [
@@ -68,9 +70,6 @@ class ObservedUpdate:
         report.failures = {idx: str(error) for idx, error in failures.items()}
         late = [(idx, str(error)) for idx, error in failures.items() if isinstance(error, SyncTimeoutError)]
         return [report, *(WorkerEvent("late", idx, version, reason) for idx, reason in late)]
-
-    def _is_settled(self, worker: WorkerState) -> bool:
-        return is_settled(worker, self._report.version)
 
 
 def _is_told(worker: WorkerState, timeout: float, *, busy: bool) -> bool:

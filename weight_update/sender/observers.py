@@ -59,7 +59,10 @@ class Observers:
             if self._closed:
                 raise LifecycleError("it was shut down, so no observer can be added")
             if not self.functions:
-                self._observe_sources()
+                with ExitStack() as stack:  # if one of them raises, none is observed
+                    for source in self._sources:
+                        stack.callback(source(self.tell))
+                    self._removes = stack.pop_all()
             self.functions = (*self.functions, function)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weight_update-observers", daemon=True)
@@ -72,12 +75,6 @@ class Observers:
                     self._removes.close()
 
         return remove
-
-    def _observe_sources(self) -> None:
-        with ExitStack() as stack:  # if one of them raises, none is observed
-            for source in self._sources:
-                stack.callback(source(self.tell))
-            self._removes = stack.pop_all()
 
     def tell(self, event: Event | PendingUpdate) -> None:
         """Tell all functions of an event, or of an update as soon as it is settled."""

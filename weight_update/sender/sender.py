@@ -67,13 +67,13 @@ class Sender(Outcomes):
         self._pool = BufferPool(first, table.changed, timeout)
         self._delivery = Delivery(table, timeout)
         self._groups = GroupAssignment(table, strategy.encoding, self._pool.borrow)
-        self._pipelines = PipelineSender(table, self._groups, strategy, self._pool.take, self._delivery)
+        self._pipelines = PipelineSender(self._groups, strategy, self._pool, self._delivery)
         self._admission = Admission(table, self._delivery, strategy, token, self._group_to_join)
         self._answers = AnswerThreads(
             table,
             self._delivery,
             self._admission.welcome,
-            self._groups.leave,
+            lambda worker: self._groups.move([worker], None),
             self._publishing,
             copies=strategy.encoding.receiver_copies,
         )

@@ -314,14 +314,13 @@ class GroupAssignment:
         """Return the groups that have workers, or weights for those to come."""
         return list({worker.group: None for worker in self._table if worker.group})
 
-    def move(self, states: list[WorkerState], group: SendGroup) -> None:
-        """Move workers into ``group``."""
+    def move(self, states: list[WorkerState], group: SendGroup | None) -> None:
+        """Move workers into ``group``, or out of theirs."""
         with self._table.lock:
             left = {worker.group for worker in states} - {group}
             for worker in states:
                 worker.group = group
-            if left:
-                self._close_unused(left)
+            self._close_unused(left)
 
     def _close_unused(self, left: Iterable[SendGroup | None]) -> None:
         for group in left:
@@ -379,15 +378,8 @@ class GroupAssignment:
     def release_departed(self) -> None:
         """Release updates held for late joiners that have left."""
         with self._table.lock:
-            for worker in self._table:
-                if worker.late and not worker.joined and worker.lost is not None:
-                    self.leave(worker)
-
-    def leave(self, worker: WorkerState) -> None:
-        """Take a worker out of its group."""
-        with self._table.lock:
-            left, worker.group = worker.group, None
-            self._close_unused([left])
+            gone = [one for one in self._table if one.late and not one.joined and one.lost is not None]
+            self.move(gone, None)
 
     def partition(self, weights: Mapping[int, NamedWeights], *, apart: bool) -> list[list[WorkerState]]:
         """Return lists of workers that can be sent the same bytes; workers without a group are left out.
