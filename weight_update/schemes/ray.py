@@ -165,9 +165,8 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
             super()._find_sender(timeout)
 
     def _find_rendezvous(self, timeout: float | None) -> Any:
-        return find_rendezvous(
-            self.name, self.namespace, self.connect_timeout if timeout is None else timeout
-        )
+        limit = self.connect_timeout if timeout is None else timeout
+        return find_rendezvous(self.name, self.namespace, limit)
 
     def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
         try:

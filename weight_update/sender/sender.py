@@ -361,9 +361,7 @@ class Sender(Outcomes):
         ]
         self._delivery.tell(borrowers, WeightChunk(Kind.GOODBYE, {}))
         with self.table.lock:
-            self.table.changed.wait_for(
-                lambda: not any(worker.joined for worker in borrowers), _PARTING_SECONDS
-            )
+            self.table.changed.wait_for(lambda: not any(one.joined for one in borrowers), _PARTING_SECONDS)
 
     def _say_goodbye(self) -> None:
         with self.table.lock:
@@ -394,13 +392,8 @@ class Sender(Outcomes):
 
 def _enter(report: SyncReport, groups: list[SendGroup], staged: list[UpdateStats]) -> None:
     """Enter the facts about the staged updates into ``report``."""
-    labels, compressions, changed, total = set(), set(), 0, 0
-    for group, one in zip(groups, staged, strict=True):
-        report.dense_bytes += group.schema.dense_bytes
-        labels.add(one.label)
-        compressions.add(one.compression)
-        changed += one.changed
-        total += one.total
-    report.encoding = "+".join(sorted(labels))
-    report.compression = "+".join(sorted(compressions - {""}))
-    report.changed_fraction = changed / total if total else 0.0
+    total = sum(one.total for one in staged)
+    report.dense_bytes = sum(group.schema.dense_bytes for group in groups)
+    report.encoding = "+".join(sorted({one.label for one in staged}))
+    report.compression = "+".join(sorted({one.compression for one in staged} - {""}))
+    report.changed_fraction = sum(one.changed for one in staged) / total if total else 0.0
