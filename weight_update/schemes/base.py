@@ -319,11 +319,7 @@ class WeightSyncScheme(SchemeUpdates):
     # -- connecting --------------------------------------------------------------------------------
 
     def connect(
-        self,
-        *,
-        worker_idx: int | None = None,
-        weights: Any = None,
-        timeout: float | None = None,
+        self, *, worker_idx: int | None = None, weights: Any = None, timeout: float | None = None
     ) -> None:
         """Wait for the other side. When this returns, the workers have the first weights, version 0.
 
@@ -374,10 +370,8 @@ class WeightSyncScheme(SchemeUpdates):
 
     def _observer(self) -> ContextObserver | None:
         """Return the object that tells the context of a receiver of updates; None without a context."""
-        context = self.context
-        if context is None:
-            return None
-        return ContextObserver(context, self.model_id or "policy", self.strategy.export)
+        context, name = self.context, self.model_id or "policy"
+        return None if context is None else ContextObserver(context, name, self.strategy.export)
 
     def _connect_limit(self, timeout: float | None) -> float:
         return self.connect_timeout if timeout is None else _require_seconds("timeout", timeout)

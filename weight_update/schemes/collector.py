@@ -104,9 +104,8 @@ class ContextObserver:
         if _has_own_schemes(context):
             scheme = context._weight_sync_schemes.get(self._model_id)
             if scheme is None or scheme.synchronized_on_sender:
-                context.update_policy_weights_(
-                    model_id=self._model_id, policy_or_weights=self._export(weights())
-                )
+                found = self._export(weights())
+                context.update_policy_weights_(model_id=self._model_id, policy_or_weights=found)
 
 
 def _has_own_schemes(context: Any) -> bool:

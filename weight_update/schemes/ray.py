@@ -89,10 +89,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
 
     @takes_options_of(RemoteWeightSyncScheme.init_on_sender)
     def init_on_sender(
-        self,
-        *,
-        remote_collectors: Sequence[Any] | None = None,
-        **options: Unpack[SenderOptions],
+        self, *, remote_collectors: Sequence[Any] | None = None, **options: Unpack[SenderOptions]
     ) -> None:
         """Prepare the sender, as :meth:`WeightSyncScheme.init_on_sender` does, with one more argument.
 
@@ -168,9 +165,8 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
             super()._find_sender(timeout)
 
     def _find_rendezvous(self, timeout: float | None) -> Any:
-        return find_rendezvous(
-            self.name, self.namespace, self.connect_timeout if timeout is None else timeout
-        )
+        limit = self.connect_timeout if timeout is None else timeout
+        return find_rendezvous(self.name, self.namespace, limit)
 
     def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
         try:

@@ -17,10 +17,7 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.relay.nccl import require_backend
 from weight_update.transports.distributed.rendezvous import SenderStore
-from weight_update.transports.distributed.transport import (
-    DistributedListener,
-    DistributedTransport,
-)
+from weight_update.transports.distributed.transport import DistributedListener, DistributedTransport
 from weight_update.transports.host_name import this_host
 
 _TOKEN = "WEIGHT_UPDATE_TOKEN"
@@ -116,15 +113,12 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         store = SenderStore(self.address, self.port)
         self.port = store.port
         host = self.host_name() or this_host()
+        made: SenderStore | DistributedListener = store
         try:
-            listener = DistributedListener(store, host, self.token, links, self.newcomers())
-        except BaseException:
-            store.close()
-            raise
-        try:
+            made = listener = DistributedListener(store, host, self.token, links, self.newcomers())
             self.announce(Whereabouts(self.address, self.port, self.token))
         except BaseException:
-            listener.close()
+            made.close()
             raise
         self.listener = listener
         return links
@@ -133,11 +127,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         if end == "sender":
             return DistributedTransport(**self.sender_options())
         return DistributedTransport(
-            self.address,
-            self.port,
-            token=self.token,
-            host=self.host_name(),
-            directory=self.directory,
+            self.address, self.port, token=self.token, host=self.host_name(), directory=self.directory
         )
 
     def _find_sender(self, timeout: float) -> None:

@@ -119,11 +119,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         return question.ask(0 if self.sender is None else self.sender, timeout)
 
     def connect(
-        self,
-        *,
-        worker_idx: int | None = None,
-        weights: Any = None,
-        timeout: float | None = None,
+        self, *, worker_idx: int | None = None, weights: Any = None, timeout: float | None = None
     ) -> None:
         """Connect to the other side; the first call on a receiver with a context does not wait."""
         limit = self._connect_limit(timeout)

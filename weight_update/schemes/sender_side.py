@@ -70,7 +70,7 @@ class SourceReader:
     def __init__(self, sources: Sources, strategy: WeightStrategy) -> None:
         self.gathering: Gathering | None = None
         self._sources, self._strategy = sources, strategy
-        self._first, self._nobody = next(iter(sources.by_worker)), sources.nobody
+        self._first = next(iter(sources.by_worker))
         self._chosen: dict[int, frozenset[str] | None] = {}  # names that the strategy selects, by worker
         self._repeated: dict[int, RepeatedRead] = {}  # by the position of a source of many tensors in a read
 
@@ -166,7 +166,7 @@ class SourceReader:
         else:
             items = worker_ids if isinstance(worker_ids, (list, tuple, set, range)) else [worker_ids]
             chosen = [worker for item in items for worker in self._workers_of(item)]
-        if not chosen and not self._nobody:
+        if not chosen and not self._sources.nobody:
             raise UnknownWorkerError(f"worker_ids={worker_ids!r} names no worker (known workers: {known})")
         if unknown := [i for i in chosen if i not in known]:
             raise UnknownWorkerError(
@@ -178,7 +178,7 @@ class SourceReader:
                 f"no weights for workers {lacking} of worker_ids={worker_ids!r}; weights are given for "
                 f"{sorted(weights)}"
             )
-        return list(dict.fromkeys(chosen if per_worker else self._nobody + chosen))
+        return list(dict.fromkeys(chosen if per_worker else self._sources.nobody + chosen))
 
     def _workers_of(self, item: Any) -> list[int]:
         if not isinstance(item, (torch.device, str)):
@@ -217,19 +217,14 @@ class SenderSide:
         self.sources, self._reader = sources, SourceReader(sources, strategy)
         self.listener: SenderListener | None = None
         self._strategy, self._timeout, self._connect_timeout = strategy, timeout, connect_timeout
-        self.ranks = self._meet_ranks()
+        self._patience = 4 * timeout  # for messages of the leader, which waits for workers in between
         self._sending = threading.Lock()
         self._unchecked: list[SendHandle] = []  # updates that nobody waits for
-
-    def _meet_ranks(self) -> Ranks | None:
-        """Return the connection to the other ranks; None if the trainer is not sharded."""
-        gather = self._strategy.gather
-        if gather is None and not self.sources.sharded(self._strategy):
-            return None
-        gather = gather or GatherShards()
-        ranks = Ranks(gather.members(), self._timeout, self._connect_timeout)
-        self._reader.gathering = Gathering(ranks, gather)
-        return ranks
+        self.ranks: Ranks | None = None
+        if strategy.gather is not None or sources.sharded(strategy):
+            gather = strategy.gather or GatherShards()
+            self.ranks = Ranks(gather.members(), timeout, connect_timeout)
+            self._reader.gathering = Gathering(self.ranks, gather)
 
     def _in_step(
         self, call: str, read: Callable[[Sequence[int] | None], _T], patience: float
@@ -238,11 +233,6 @@ class SenderSide:
         if self.ranks is None:
             return contextlib.nullcontext(read(None))
         return self.ranks.step(call, read, patience)
-
-    @property
-    def _patience(self) -> float:
-        """Seconds that may pass between two messages of the leader, which waits for workers meanwhile."""
-        return 4 * self._timeout
 
     # -- connecting --------------------------------------------------------------------------------
 
@@ -298,10 +288,7 @@ class SenderSide:
             self.listener.refusals.clear()  # of an earlier call
             sender.refusals = self.listener.refusals
             self.listener.start()
-        with (
-            _outside_inference_mode(),
-            self._in_step("connect", read, limit + self._patience) as named,
-        ):
+        with _outside_inference_mode(), self._in_step("connect", read, limit + self._patience) as named:
             return sender.connect(named, limit, liveness(worker_alive))
 
     # -- sending -----------------------------------------------------------------------------------
@@ -369,19 +356,15 @@ class SenderSide:
         return read
 
 
-def _schemas_of(
-    surveyed: _Surveyed,
-) -> tuple[dict[int, WeightSchema], dict[int, frozenset[str] | None]]:
+def _schemas_of(surveyed: _Surveyed) -> tuple[dict[int, WeightSchema], dict[int, frozenset[str] | None]]:
     """Return the schema of each worker's weights, and the names that updates carry (None: all)."""
     known: dict[int, WeightSchema] = {}
     for named in (one for pair in surveyed.values() for one in pair if one is not None):
         if id(named) not in known:
             known[id(named)] = named.schema()
+    names = {key: frozenset(schema.names) for key, schema in known.items()}
     schemas = {idx: known[id(named)] for idx, (named, _) in surveyed.items()}
-    tracked = {
-        idx: None if part is None else frozenset(known[id(part)].names) for idx, (_, part) in surveyed.items()
-    }
-    return schemas, tracked
+    return schemas, {idx: None if part is None else names[id(part)] for idx, (_, part) in surveyed.items()}
 
 
 def _is_per_worker(weights: Any) -> bool:

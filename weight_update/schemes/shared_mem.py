@@ -65,10 +65,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
         self.per_worker_weights = per_worker_weights
         self.directory = directory
         self.slot_device = None if slot_device is None else str(slot_device)
-        self._check_slots()
         self.address: str | None = address
-
-    def _check_slots(self) -> None:
         if self.slot_device is None:
             return
         if self.slot_device.partition(":")[0] != "cuda":

@@ -122,9 +122,8 @@ class Sources:
             raise ValueError("init_on_sender needs the number of workers: give devices or num_workers")
         if device_map_fn is not None and devices is not None:
             raise ValueError("give either devices or device_map_fn, not both")
-        count = (
-            len(devices or ()) if num_workers is None else whole_number(num_workers, "num_workers", least=0)
-        )
+        given = len(devices or ()) if num_workers is None else num_workers
+        count = whole_number(given, "num_workers", least=0)
         if devices is not None and not count == len(devices) > 0:
             raise ValueError(
                 f"{num_workers=} does not go with {len(devices)} devices; give one for each worker"

@@ -189,13 +189,10 @@ class ChunkWindow:
 
     Attributes:
         version: number of the version.
-        workers: indices of the workers that still take chunks.
     """
 
-    def __init__(
-        self, version: int, workers: Iterable[int], limit: int, timeout: float, changed: threading.Condition
-    ) -> None:
-        self.version, self.workers = version, set(workers)
+    def __init__(self, version: int, limit: int, timeout: float, changed: threading.Condition) -> None:
+        self.version = version
         self._limit, self._timeout, self._changed = limit, timeout, changed
         self._sent: list[_SentChunk] = []
 
@@ -209,9 +206,9 @@ class ChunkWindow:
             self._changed.wait(left)
         return []
 
-    def add(self, index: int, slot: Slot) -> None:
-        """Note that chunk ``index``, which lies in ``slot``, is sent to all workers."""
-        self._sent.append(_SentChunk(index, slot, set(self.workers), time.monotonic()))
+    def add(self, index: int, slot: Slot, workers: Iterable[int]) -> None:
+        """Note that chunk ``index``, which lies in ``slot``, is sent to workers."""
+        self._sent.append(_SentChunk(index, slot, set(workers), time.monotonic()))
 
     def taken(self, worker: int, index: int) -> None:
         """Note that a worker has read the chunks up to ``index``."""
@@ -225,7 +222,6 @@ class ChunkWindow:
 
         If it may still be ``reading`` the chunks it was sent, their memory is not written again.
         """
-        self.workers.discard(worker)
         for chunk in self._sent:
             if worker in chunk.readers:
                 chunk.readers.discard(worker)

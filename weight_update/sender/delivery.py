@@ -44,8 +44,7 @@ class Delivery:
 
     def __init__(self, table: WorkerTable, timeout: float) -> None:
         self.timeout = timeout
-        self._table, self._changed = table, table.changed
-        self._closed = False
+        self._table, self.changed = table, table.changed
         self._reports: weakref.WeakValueDictionary[int, SyncReport] = weakref.WeakValueDictionary()
         self._counted: set[tuple[int, int]] = set()  # versions, and payloads that workers share
 
@@ -55,25 +54,21 @@ class Delivery:
             self._counted = {(version, key) for version, key in self._counted if version in self._reports}
             self._reports[report.version] = report
 
-    def update(self, worker: WorkerState) -> None:
-        """Send a worker the update it lacks, unless it is busy; call this whenever that may have changed."""
-        if worker.link.capabilities.send_never_blocks:
-            with worker.sending:
-                if (update := self._load(worker)) is not None:
-                    self.send(worker, update.chunks)
-        elif (update := self._load(worker)) is not None:
-            self.post(worker, partial(self._transmit, worker, update))
+    def update(self, *workers: WorkerState) -> None:
+        """Send workers the updates they lack, unless they are busy, without waiting for slow links.
 
-    def update_all(self, states: list[WorkerState]) -> None:
-        """Send each worker the update it lacks, without waiting for slow links."""
-        slow = [worker for worker in states if not worker.link.capabilities.send_never_blocks]
+        Call this whenever that may have changed.
+        """
+        slow = [worker for worker in workers if not worker.link.capabilities.send_never_blocks]
         loads = [(worker, update) for worker in slow if (update := self._load(worker)) is not None]
         _announce(loads)
         for worker, update in loads:
             self.post(worker, partial(self._transmit, worker, update))
-        for worker in states:
-            if worker not in slow:
-                self.update(worker)
+        for worker in workers:
+            if worker.link.capabilities.send_never_blocks:
+                with worker.sending:
+                    if (update := self._load(worker)) is not None:
+                        self.send(worker, update.chunks)
 
     def post(self, worker: WorkerState, write: Callable[[], None]) -> None:
         """Call ``write`` if the link of a worker never blocks, else have its outbox call it.
@@ -87,10 +82,10 @@ class Delivery:
             with self._table.lock:
                 if not worker.joined:
                     return
-                if self._closed:
+                if self._table.closed:
                     raise RuntimeError("the sender was shut down")
                 if worker.outbox is None:
-                    worker.outbox = Outbox(worker.idx, self._changed)
+                    worker.outbox = Outbox(worker.idx, self.changed)
                 worker.outbox.put(partial(self._run, worker, write))
         except RuntimeError as error:
             self.lose(worker, LinkClosedError(f"no thread writes to it: {error}"))
@@ -116,15 +111,6 @@ class Delivery:
             return False
         return True
 
-    def say(self, worker: WorkerState, chunk: WeightChunk) -> None:
-        """Write one frame, between the frames of updates.
-
-        Raises:
-            TransportError, SyncTimeoutError: as ``TransportBackend.send_chunk``; the worker is not lost.
-        """
-        with worker.sending:
-            worker.link.send_chunk(chunk, self.timeout)
-
     def tell(self, states: Iterable[WorkerState], chunk: WeightChunk) -> None:
         """Write one frame to each worker that is connected; a worker for which that fails is lost."""
         for worker in states:
@@ -132,7 +118,8 @@ class Delivery:
                 continue
             connection = worker.connections
             try:
-                self.say(worker, chunk)
+                with worker.sending:
+                    worker.link.send_chunk(chunk, self.timeout)
             except (TransportError, TimeoutError) as error:
                 self._lose_unless_it_left(worker, error, connection)
 
@@ -145,12 +132,12 @@ class Delivery:
         with self._table.lock:
             if connection not in (None, worker.connections):
                 return
-            departed = worker.joined and not worker.replaced and not self._closed
+            departed = worker.joined and not worker.replaced and not self._table.closed
             pid, version, left = worker.pid, worker.version, worker.left
             if worker.joined or worker.lost is None:
                 worker.lost = without_frames(error)
             worker.mark_disconnected()
-            self._changed.notify_all()
+            self.changed.notify_all()
         if departed:
             _log.info("worker %d (process %d) %s", worker.idx, pid, "left" if left else f"was lost: {error}")
             reason = "" if left else str(error)
@@ -165,18 +152,10 @@ class Delivery:
             if threading.current_thread() is worker.thread:
                 return  # this thread reads on, and finds the end
             with self._table.lock:
-                self._changed.wait_for(
+                self.changed.wait_for(
                     lambda: not worker.joined or worker.connections != connection, _GOODBYE_SECONDS
                 )
         self.lose(worker, error, connection)
-
-    def tell_full(self, worker: WorkerState, version: int, reason: str) -> None:
-        """Tell observers that a worker is sent all weights instead of changes."""
-        self._table.tell(WorkerEvent("full_update", worker.idx, version, reason))
-
-    def close(self) -> None:
-        """Note that workers which leave from now on do so because the sender was shut down."""
-        self._closed = True
 
     def _load(self, worker: WorkerState) -> EncodedUpdate | None:
         """Make the update that ``worker`` lacks the one in flight to it; without memory for it, lose it."""
@@ -188,7 +167,8 @@ class Delivery:
                 update = group.update_for(worker.has)
                 if update is not None:
                     if worker.has is not None and isinstance(group, DeltaGroup) and update is group.whole:
-                        self.tell_full(worker, update.version, "it lacks the version that changes refer to")
+                        reason = "it lacks the version that changes refer to"
+                        self._table.tell(WorkerEvent("full_update", worker.idx, update.version, reason))
                     worker.set_update("inflight", update)
                     worker.sent_at = time.monotonic()
                     self._count(update, worker.link.capabilities.shares_memory)
@@ -215,7 +195,7 @@ class Delivery:
         """Write the update in flight, unless the worker was lost or the sender shut down meanwhile."""
         total = sum(chunk.payload_bytes for chunk in update.chunks)
         with worker.sending:
-            if worker.inflight is update and not self._closed:
+            if worker.inflight is update and not self._table.closed:
                 with Progress(f"sending weights to worker {worker.idx}", total):
                     self.send(worker, update.chunks)
 
@@ -322,7 +302,8 @@ class AnswerThreads:
             self.record_result(worker, chunk)
             self._delivery.update(worker)
         elif chunk.kind is Kind.BEHIND:
-            self._delivery.tell_full(worker, header["version"], "its weights were changed")
+            reason = "its weights were changed"
+            self._table.tell(WorkerEvent("full_update", worker.idx, header["version"], reason))
             with self._table.lock:
                 worker.has = None  # it is then sent all weights
                 if worker.inflight is not None and worker.inflight.version == header["version"]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from weight_update.errors import FormatError, LinkClosedError, SyncFailedError, SyncTimeoutError
@@ -151,13 +153,8 @@ class Outcomes:
         """
         version, states = report.version, self.table.known(workers)
         patience = Patience(self.timeout if timeout is None else timeout, patient=timeout is None)
-        failures = self._wait(
-            version,
-            states,
-            patience,
-            lambda worker: is_settled(worker, version),
-            lambda worker: worker.reached >= version,
-        )
+        done = partial(is_settled, version=version)
+        failures = self._wait(version, states, patience, done, lambda worker: worker.reached >= version)
         self.fill(report, states)
         return failures
 
@@ -173,12 +170,7 @@ class Outcomes:
         return self._wait(version, self.table.known(workers), Patience(self.timeout), done, staged)
 
     def _wait(
-        self,
-        version: int,
-        states: Sequence[WorkerState],
-        patience: Patience,
-        done: WorkerTest,
-        good: WorkerTest,
+        self, version: int, states: list[WorkerState], patience: Patience, done: WorkerTest, good: WorkerTest
     ) -> dict[int, Exception]:
         """Wait until workers are ``done``; return the errors of those that are not ``good``."""
         self._reader.read(states, done, patience.deadline)
@@ -355,7 +347,7 @@ class Patience:
         changed: threading.Condition,
         states: Sequence[WorkerState],
         done: WorkerTest,
-        limit: float | None = None,
+        limit: float = math.inf,
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Wait until workers are ``done``, or it takes too long; return False if ``stop()`` ended the wait.
@@ -364,9 +356,7 @@ class Patience:
         """
         while waited_for := [worker for worker in states if not done(worker)]:
             now = time.monotonic()
-            last = max(self._deadline_of(worker, now) for worker in waited_for)
-            if limit is not None:
-                last = min(last, limit)
+            last = min(limit, max(self._deadline_of(worker, now) for worker in waited_for))
             if now >= last:
                 break
             if stop():

@@ -161,11 +161,10 @@ class Admission:
     def _refuse(self, worker: WorkerState, error: Exception) -> None:
         """Tell a worker why it is not admitted, unless it told us, and note it for waiting callers."""
         if not isinstance(error, WorkerError):
-            header = {
-                "reason": str(error).partition("\n")[0] or repr(error),
-                "problems": list(getattr(error, "problems", ())),
-            }
-            self._delivery.say(worker, WeightChunk(Kind.REFUSED, header))
+            reason, problems = str(error).partition("\n")[0] or repr(error), getattr(error, "problems", ())
+            refused = WeightChunk(Kind.REFUSED, {"reason": reason, "problems": list(problems)})
+            with worker.sending:
+                worker.link.send_chunk(refused, self._delivery.timeout)
         with self._table.lock:
             worker.joined, worker.lost = False, without_frames(error)
             self._table.changed.notify_all()
@@ -183,11 +182,7 @@ def absent(table: WorkerTable) -> list[WorkerState]:
 
 def without_weights(table: WorkerTable) -> list[WorkerState]:
     """Return the initial workers that have neither weights nor an error."""
-    return [
-        worker
-        for worker in initial(table)
-        if worker.error is None and (not worker.joined or worker.version is None)
-    ]
+    return [one for one in initial(table) if one.error is None and (not one.joined or one.version is None)]
 
 
 def wait_for_none(
@@ -200,26 +195,16 @@ def wait_for_none(
 
     ``alive`` tells whether the process of a worker index lives, if the caller knows.
     """
-    _wait(table, missing, min(deadline, time.monotonic() + SHOW_AFTER), alive)
-    with table.lock:
-        awaited = [worker.idx for worker in absent(table)]
-    if awaited and time.monotonic() < deadline:
-        notice(f"waiting for workers {awaited} to connect")
-    _wait(table, missing, deadline, alive)
-
-
-def _wait(
-    table: WorkerTable,
-    missing: Callable[[WorkerTable], list[WorkerState]],
-    deadline: float,
-    alive: Callable[[int], bool] | None,
-) -> None:
-    with table.lock:
-        while (lacking := missing(table)) and time.monotonic() < deadline:
-            for worker in lacking:
-                if alive is not None and not alive(worker.idx):
-                    worker.lost = LinkClosedError("its process died before it connected")
-            table.changed.wait(_CHECK_SECONDS)
+    for limit in min(deadline, time.monotonic() + SHOW_AFTER), deadline:
+        with table.lock:
+            while (lacking := missing(table)) and time.monotonic() < limit:
+                for worker in lacking:
+                    if alive is not None and not alive(worker.idx):
+                        worker.lost = LinkClosedError("its process died before it connected")
+                table.changed.wait(_CHECK_SECONDS)
+            awaited = [worker.idx for worker in absent(table)]
+        if awaited and time.monotonic() < deadline:
+            notice(f"waiting for workers {awaited} to connect")
 
 
 def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str] = ()) -> None:

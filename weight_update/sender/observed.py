@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from weight_update.errors import SyncTimeoutError
 from weight_update.report import Event, SyncReport, WorkerEvent
@@ -31,21 +33,21 @@ class ObservedUpdate:
         self._due = time.monotonic() + _BUSY_SECONDS
         self._begun = False  # whether observers know which workers have the update so far
 
-    def settle(self, *, superseded: bool, stop: Callable[[], bool]) -> list[Event] | None:
+    def settle(self, superseded: bool, stop: Callable[[], bool]) -> list[Event] | None:
         """Wait until every worker has applied the update, failed or left; return what observers are told.
 
         Observers are told of workers that have the update after a moment, if other workers are busy. The
         report comes then, too, if newer updates follow. A worker is reported as late with only one of them.
         """
-        table, version, timeout = self._outcomes.table, self._report.version, self._outcomes.timeout
+        table, version = self._outcomes.table, self._report.version
         with table.lock:
-            states = table.known(self._workers)
-            limit = self._due if superseded or not self._begun else None
-            if not self._patience.wait(table.changed, states, self._is_settled, limit, stop):
+            states, done = table.known(self._workers), partial(is_settled, version=version)
+            limit = self._due if superseded or not self._begun else math.inf
+            if not self._patience.wait(table.changed, states, done, limit, stop):
                 return None
             table.told = max(table.told, version)  # from now on, events tell of workers that apply it
             in_time = time.monotonic() < self._patience.deadline
-            busy = [worker for worker in states if in_time and not self._is_settled(worker)]
+            busy = [worker for worker in states if in_time and not done(worker)]
             if busy and not superseded:
                 self._begun = True
                 return [
@@ -53,13 +55,11 @@ class ObservedUpdate:
                     for one in states
                     if one.version == version
                 ]
-            return self._finish(states, busy, timeout)
+            return self._finish(states, busy)
 
-    def _finish(
-        self, states: Sequence[WorkerState], busy: Sequence[WorkerState], timeout: float
-    ) -> list[Event]:
+    def _finish(self, states: Sequence[WorkerState], busy: Sequence[WorkerState]) -> list[Event]:
         """Return the report, and events of workers that are late."""
-        version, seconds = self._report.version, dict(self._report.seconds)
+        version, timeout, seconds = self._report.version, self._outcomes.timeout, dict(self._report.seconds)
         if not busy:
             seconds["ack"] = time.perf_counter() - self._sent
         report = replace(self._report, seconds=seconds, apply_seconds={}, stall_seconds={})
@@ -70,9 +70,6 @@ class ObservedUpdate:
         report.failures = {idx: str(error) for idx, error in failures.items()}
         late = [(idx, str(error)) for idx, error in failures.items() if isinstance(error, SyncTimeoutError)]
         return [report, *(WorkerEvent("late", idx, version, reason) for idx, reason in late)]
-
-    def _is_settled(self, worker: WorkerState) -> bool:
-        return is_settled(worker, self._report.version)
 
 
 def _is_told(worker: WorkerState, timeout: float, *, busy: bool) -> bool:

@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Protocol
 
 from weight_update.errors import LifecycleError
 from weight_update.report import Event, Observer, PolicyLag, SyncReport, WorkerEvent
@@ -18,16 +17,12 @@ _log = RateLimitedLog(logging.getLogger(__name__))
 _END_SECONDS = 5.0
 
 
-class PendingUpdate(Protocol):
-    """An update that observers are told of once it is settled."""
+PendingUpdate = Callable[[bool, Callable[[], bool]], Sequence[Event] | None]
+"""Waits until there is something to tell of an update, and returns it; its report ends the calls.
 
-    def settle(self, *, superseded: bool, stop: Callable[[], bool]) -> Sequence[Event] | None:
-        """Wait until there is something to tell of the update, and return it; its report ends the calls.
-
-        Args:
-            superseded: whether newer updates follow, so that it is not worth to wait long.
-            stop: returns whether there is something else to tell; the result is then None.
-        """
+The first argument is whether newer updates follow, so that it is not worth to wait long. The second returns
+whether there is something else to tell; the result is then None.
+"""
 
 
 class Observers:
@@ -64,7 +59,10 @@ class Observers:
             if self._closed:
                 raise LifecycleError("it was shut down, so no observer can be added")
             if not self.functions:
-                self._observe_sources()
+                with ExitStack() as stack:  # if one of them raises, none is observed
+                    for source in self._sources:
+                        stack.callback(source(self.tell))
+                    self._removes = stack.pop_all()
             self.functions = (*self.functions, function)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weight_update-observers", daemon=True)
@@ -77,12 +75,6 @@ class Observers:
                     self._removes.close()
 
         return remove
-
-    def _observe_sources(self) -> None:
-        with ExitStack() as stack:  # if one of them raises, none is observed
-            for source in self._sources:
-                stack.callback(source(self.tell))
-            self._removes = stack.pop_all()
 
     def tell(self, event: Event | PendingUpdate) -> None:
         """Tell all functions of an event, or of an update as soon as it is settled."""
@@ -117,7 +109,7 @@ class Observers:
 
     def _settle(self, waiting: deque[PendingUpdate]) -> bool:
         """Tell the functions of the first update; return False if there is something else to tell."""
-        events = waiting[0].settle(superseded=len(waiting) > 1, stop=lambda: not self._items.empty())
+        events = waiting[0](len(waiting) > 1, lambda: not self._items.empty())
         if events is None:
             return False
         if any(isinstance(event, SyncReport) for event in events):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from weight_update.encodings import Encoder
+from weight_update.encodings import Encoder, WholeEncoding
 from weight_update.errors import SchemaMismatchError, SyncTimeoutError
 from weight_update.progress import Progress
 from weight_update.report import SyncReport
-from weight_update.sender.buffers import ChunkWindow, EncodedUpdate, Slot, VersionId
+from weight_update.sender.buffers import BufferPool, ChunkWindow, EncodedUpdate, Slot, VersionId
 from weight_update.sender.delivery import Delivery
-from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerTable
+from weight_update.sender.workers import GroupAssignment, WorkerState
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import Kind, Step, WeightChunk, frame_of
@@ -31,15 +30,9 @@ class PipelineSender:
     """
 
     def __init__(
-        self,
-        table: WorkerTable,
-        groups: GroupAssignment,
-        strategy: WeightStrategy,
-        borrow: Callable[[int], Slot],
-        delivery: Delivery,
+        self, groups: GroupAssignment, strategy: WeightStrategy, pool: BufferPool, delivery: Delivery
     ) -> None:
-        self._table, self._groups, self._strategy = table, groups, strategy
-        self._borrow, self._delivery = borrow, delivery
+        self._groups, self._strategy, self._pool, self._delivery = groups, strategy, pool, delivery
         self._encoders: dict[str, Encoder] = {}
 
     def send(self, weights: Mapping[int, NamedWeights], step: Step) -> SyncReport:
@@ -52,28 +45,25 @@ class PipelineSender:
         for states in self._groups.partition(weights, apart=not step.commit):
             named = weights[states[0].idx]
             extra = Step.of(step.version, named.extra).extra
-            self._send_to(states, named, replace(step, extra=extra), report)
+            self._send(states, named, replace(step, extra=extra), report)
         return report
 
-    def _send_to(
-        self, states: list[WorkerState], named: NamedWeights, step: Step, report: SyncReport
-    ) -> None:
+    def _send(self, states: list[WorkerState], named: NamedWeights, step: Step, report: SyncReport) -> None:
         """Send a version to workers that take the same bytes."""
         group, encoding, limit = states[0].group, self._strategy.encoding.whole, self._strategy.max_in_flight
         assert group is not None
         assert limit is not None
-        sizes = encoding.payload_sizes(group.schema)
+        largest = max(encoding.payload_sizes(group.schema))
         digest = group.schema.digest
         if digest not in self._encoders:
             self._encoders[digest] = encoding.encoder(group.schema)
-        changed = self._table.changed
-        with changed:
+        with self._delivery.changed:
             ready = self._ready(states, step)
-            pipeline = Pipeline(step, ready, limit, lambda: self._borrow(max(sizes)), self._delivery, changed)
+            pipeline = Pipeline(step, ready, limit, lambda: self._pool.take(largest), self._delivery)
         items = named.items()
         try:
             tensors = pipeline.checked(states[0].schema, items)
-            pipeline.run(self._encoders[digest], group.schema, encoding.name, len(sizes), tensors)
+            pipeline.run(self._encoders[digest], group.schema, encoding, tensors)
         finally:
             items.close()
         for stage, seconds in pipeline.seconds.items():
@@ -88,7 +78,7 @@ class PipelineSender:
             return worker.joined and (worker.inflight is not None or worker.writing)
 
         timeout = self._delivery.timeout
-        self._table.changed.wait_for(lambda: not any(map(busy, states)), timeout)
+        self._delivery.changed.wait_for(lambda: not any(map(busy, states)), timeout)
         for worker in filter(busy, states):
             worker.failures[step.version] = SyncTimeoutError(
                 f"was busy with an earlier version for {timeout:g} s: it is stopped, or in hold() or a long "
@@ -108,51 +98,38 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        step: Step,
-        states: Sequence[WorkerState],
-        limit: int,
-        borrow: Callable[[], Slot],
-        delivery: Delivery,
-        changed: threading.Condition,
+        self, step: Step, states: list[WorkerState], limit: int, take: Callable[[], Slot], delivery: Delivery
     ) -> None:
         self.step = step
         self.seconds = dict.fromkeys(("convert", "encode", "send"), 0.0)
         self.wire_bytes = 0
         self._states = {worker.idx: worker for worker in states}
-        self._borrow, self._delivery, self._changed = borrow, delivery, changed
+        self._take, self._delivery, self._changed = take, delivery, delivery.changed
         self._lent: Slot | None = None
-        self._window = ChunkWindow(step.version, self._states, limit, delivery.timeout, changed)
+        self._window = ChunkWindow(step.version, limit, delivery.timeout, delivery.changed)
         version_id = VersionId(step.version)
         for worker in states:
             worker.window, worker.sent_at = self._window, time.monotonic()
             worker.set_update("inflight", EncodedUpdate(version_id, [], []))
 
     def run(
-        self,
-        encoder: Encoder,
-        schema: WeightSchema,
-        encoding: str,
-        count: int,
-        tensors: Iterator[torch.Tensor],
+        self, encoder: Encoder, schema: WeightSchema, encoding: WholeEncoding, tensors: Iterator[torch.Tensor]
     ) -> None:
-        """Send the whole version, as ``count`` chunks; return when the last one was handed over.
+        """Send the whole version; return when the last chunk was handed over.
 
         Ends early if no worker is left. An error of ``tensors`` (see :meth:`checked`) reaches the caller
         after the workers were told to forget this version.
         """
-        start = time.perf_counter()
+        start, count = time.perf_counter(), len(encoding.payload_sizes(schema))
         try:
             with Progress("sending weights", schema.nbytes) as progress:
                 for index, payload in enumerate(encoder.stream(tensors, self._lend)):
-                    self._send(frame_of(self.step, schema, encoding, index, count, payload))
-                    if not self._window.workers:
+                    self._send(frame_of(self.step, schema, encoding.name, index, count, payload))
+                    if not self._active():
                         break
                     progress.advance(schema.nbytes // count)
         except BaseException:
-            with self._changed:
-                states = self._active()
-            self._give_up(states)
+            self._give_up(self._active())
             raise
         finally:
             with self._changed:
@@ -201,7 +178,7 @@ class Pipeline:
                     "slow; it gets all weights with the next send() (or raise timeout=)"
                 ),
             )
-        self._lent = self._borrow()
+        self._lent = self._take()
         self.seconds["send"] += time.perf_counter() - start
         return self._lent.buffer.tensor[:nbytes]
 
@@ -211,8 +188,8 @@ class Pipeline:
             return [self._states[idx] for idx in self._window.await_room()]
 
     def _active(self) -> list[WorkerState]:
-        """Return the workers that still take chunks. The caller holds the sender's lock."""
-        return [worker for idx, worker in self._states.items() if idx in self._window.workers]
+        """Return the workers that still take chunks."""
+        return [worker for worker in self._states.values() if worker.window is self._window]
 
     def _send(self, chunk: WeightChunk) -> None:
         assert self._lent is not None
@@ -221,7 +198,7 @@ class Pipeline:
             states = self._active()
             if not states:
                 return
-            self._window.add(chunk.header["index"], self._lent)
+            self._window.add(chunk.header["index"], self._lent, (worker.idx for worker in states))
             self._lent = None
         copies = 1 if states[0].link.capabilities.shares_memory else len(states)
         self.wire_bytes += chunk.payload_bytes * copies
@@ -236,8 +213,7 @@ class Pipeline:
         """Write a frame, if the worker is still to have the version that it belongs to."""
         with worker.sending:
             with self._changed:
-                current = None if worker.window is None else worker.window.version
-                stale = chunk.kind is Kind.UPDATE and current != chunk.header["version"]
+                stale = chunk.kind is Kind.UPDATE and worker.window is not self._window
                 if stale or not worker.joined:
                     return
             self._delivery.send(worker, [chunk])

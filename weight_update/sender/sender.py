@@ -67,13 +67,13 @@ class Sender(Outcomes):
         self._pool = BufferPool(first, table.changed, timeout)
         self._delivery = Delivery(table, timeout)
         self._groups = GroupAssignment(table, strategy.encoding, self._pool.borrow)
-        self._pipelines = PipelineSender(table, self._groups, strategy, self._pool.take, self._delivery)
+        self._pipelines = PipelineSender(self._groups, strategy, self._pool, self._delivery)
         self._admission = Admission(table, self._delivery, strategy, token, self._group_to_join)
         self._answers = AnswerThreads(
             table,
             self._delivery,
             self._admission.welcome,
-            self._groups.leave,
+            lambda worker: self._groups.move([worker], None),
             self._publishing,
             copies=strategy.encoding.receiver_copies,
         )
@@ -118,9 +118,8 @@ class Sender(Outcomes):
                 raise JoinRefusedError("the sender was shut down")
             if idx not in self.table:
                 like, link = next(iter(self.table)), make_link()
-                worker = self.table.removed(idx) or WorkerState(
-                    idx, link, like.schema, like.tracked, late=True
-                )
+                new = WorkerState(idx, link, like.schema, like.tracked, late=True)
+                worker = next(iter(self.table.known([idx])), new)  # it may be remembered
                 worker.link = link
                 self._admission.watch(worker)
                 self.table.add(worker)
@@ -131,10 +130,7 @@ class Sender(Outcomes):
             return worker.link
 
     def connect(
-        self,
-        weights: Mapping[int, NamedWeights],
-        timeout: float,
-        alive: Callable[[int], bool] | None = None,
+        self, weights: Mapping[int, NamedWeights], timeout: float, alive: Callable[[int], bool] | None = None
     ) -> SyncReport:
         """Give the first weights to every worker and wait until all have them.
 
@@ -189,17 +185,16 @@ class Sender(Outcomes):
     def _group_to_join(self, worker: WorkerState, wire: WeightSchema) -> SendGroup:
         """Return the send group for a joining worker whose weights travel best as ``wire``."""
         with self._publishing:
-            self._groups.join(worker, wire)
-            if worker.group is None:
+            group = self._groups.join(worker, wire)
+            if group is None:
                 first = next(iter(self._first_weights.values()), None) if worker.late else None
-                self._assign_first(worker, wire, self._first_weights.get(worker.idx, first))
-            assert worker.group is not None
-            return worker.group
+                group = self._assign_first(worker, wire, self._first_weights.get(worker.idx, first))
+            return group
 
-    def _assign_first(self, worker: WorkerState, wire: WeightSchema, named: NamedWeights | None) -> None:
-        self._groups.assign_first(worker, wire, self._number, named)
-        assert worker.group is not None
-        self._trim_to([worker.group])
+    def _assign_first(self, worker: WorkerState, wire: WeightSchema, named: NamedWeights | None) -> SendGroup:
+        group = self._groups.assign_first(worker, wire, self._number, named)
+        self._trim_to([group])
+        return group
 
     def _trim_to(self, groups: Iterable[SendGroup]) -> None:
         """Free buffers beyond the size of the largest update that carries all weights of a group."""
@@ -209,11 +204,7 @@ class Sender(Outcomes):
     # -- sending -----------------------------------------------------------------------------------
 
     def publish(
-        self,
-        weights: Mapping[int, NamedWeights],
-        *,
-        commit: bool = True,
-        group_commit: str | None = None,
+        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group_commit: str | None = None
     ) -> SyncReport:
         """Encode and send a version, without waiting for workers.
 
@@ -238,7 +229,7 @@ class Sender(Outcomes):
             start = time.perf_counter()
             states = self.table.known(weights)
             self._reader.pause(states)
-            self._delivery.update_all(states)
+            self._delivery.update(*states)
             report.seconds["send"] = time.perf_counter() - start
             return report
 
@@ -248,7 +239,7 @@ class Sender(Outcomes):
 
     def follow(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""
-        self.table.tell(ObservedUpdate(self, report, workers))
+        self.table.tell(ObservedUpdate(self, report, workers).settle)
 
     def continue_from(self, version: int) -> None:
         """Give the next update a number above ``version``."""
@@ -331,7 +322,7 @@ class Sender(Outcomes):
         with self.table.lock:
             told = [one for one in states if one.inflight is not None and one.inflight.version == version]
         self._delivery.tell(told, WeightChunk(Kind.COMMIT, {"version": version}))
-        self._delivery.update_all([worker for worker in states if worker not in told])
+        self._delivery.update(*(worker for worker in states if worker not in told))
 
     def abort(self, version: int, workers: Iterable[int]) -> None:
         """Have workers forget the version that they staged, and go back to the one before."""
@@ -358,7 +349,6 @@ class Sender(Outcomes):
             rest.callback(self._free_memory)
             rest.callback(self._answers.join)
             rest.callback(self._close_links)
-            rest.callback(self._delivery.close)
             rest.callback(self._say_goodbye)
             self._recall()
 
@@ -371,14 +361,14 @@ class Sender(Outcomes):
         ]
         self._delivery.tell(borrowers, WeightChunk(Kind.GOODBYE, {}))
         with self.table.lock:
-            self.table.changed.wait_for(
-                lambda: not any(worker.joined for worker in borrowers), _PARTING_SECONDS
-            )
+            self.table.changed.wait_for(lambda: not any(one.joined for one in borrowers), _PARTING_SECONDS)
 
     def _say_goodbye(self) -> None:
-        with self.table.lock:  # GOODBYE goes after updates that are on their way
-            self.table.changed.wait_for(lambda: not any(one.writing for one in self.table), self.timeout)
-            self.table.closed = True
+        with self.table.lock:
+            try:  # GOODBYE goes after updates that are on their way
+                self.table.changed.wait_for(lambda: not any(one.writing for one in self.table), self.timeout)
+            finally:
+                self.table.closed = True
         self._delivery.tell(self.table, WeightChunk(Kind.GOODBYE, {}))
 
     def _close_links(self) -> None:
@@ -402,13 +392,8 @@ class Sender(Outcomes):
 
 def _enter(report: SyncReport, groups: list[SendGroup], staged: list[UpdateStats]) -> None:
     """Enter the facts about the staged updates into ``report``."""
-    labels, compressions, changed, total = set(), set(), 0, 0
-    for group, one in zip(groups, staged, strict=True):
-        report.dense_bytes += group.schema.dense_bytes
-        labels.add(one.label)
-        compressions.add(one.compression)
-        changed += one.changed
-        total += one.total
-    report.encoding = "+".join(sorted(labels))
-    report.compression = "+".join(sorted(compressions - {""}))
-    report.changed_fraction = changed / total if total else 0.0
+    total = sum(one.total for one in staged)
+    report.dense_bytes = sum(group.schema.dense_bytes for group in groups)
+    report.encoding = "+".join(sorted({one.label for one in staged}))
+    report.compression = "+".join(sorted({one.compression for one in staged} - {""}))
+    report.changed_fraction = sum(one.changed for one in staged) / total if total else 0.0

@@ -290,17 +290,9 @@ class WorkerTable:
 
     def known(self, workers: Iterable[int]) -> list[WorkerState]:
         """Return the workers of these indices; late joiners that were forgotten are left out."""
-        found: list[WorkerState] = []
         with self.lock:
-            for idx in workers:
-                worker = self._states.get(idx) or self._removed.get(idx)
-                if worker is not None:
-                    found.append(worker)
-        return found
-
-    def removed(self, idx: int) -> WorkerState | None:
-        """Return a removed late joiner if it is still remembered."""
-        return self._removed.get(idx)
+            found = [self._states.get(idx) or self._removed.get(idx) for idx in workers]
+        return [worker for worker in found if worker is not None]
 
     @property
     def present(self) -> list[WorkerState]:
@@ -322,50 +314,55 @@ class GroupAssignment:
         """Return the groups that have workers, or weights for those to come."""
         return list({worker.group: None for worker in self._table if worker.group})
 
-    def move(self, states: list[WorkerState], group: SendGroup) -> None:
-        """Move workers into ``group``."""
+    def move(self, states: list[WorkerState], group: SendGroup | None) -> None:
+        """Move workers into ``group``, or out of theirs."""
         with self._table.lock:
             left = {worker.group for worker in states} - {group}
             for worker in states:
                 worker.group = group
-            if left:
-                self._close_unused(left)
+            self._close_unused(left)
 
     def _close_unused(self, left: Iterable[SendGroup | None]) -> None:
         for group in left:
             if group is not None and group not in self.all():
                 group.close()
 
-    def join(self, worker: WorkerState, wire: WeightSchema) -> None:
-        """Move a worker that joins again, or late, to the group for weights that travel best as ``wire``."""
+    def join(self, worker: WorkerState, wire: WeightSchema) -> SendGroup | None:
+        """Return the group of a worker that joins, if it has one, or joins late.
+
+        That is, if possible, the group for weights that travel best as ``wire``.
+        """
         if worker.group is None and worker.late:
             newest = max(self.all(), key=_version, default=None)
             if newest is not None:
                 self.move([worker], newest)
         group = worker.group
         if group is None or wire.digest == group.schema.digest:
-            return
-        alike = [one for one in self.all() if one.source == group.source]
-        same = [one for one in alike if one.schema.digest == wire.digest]
-        if same:
-            self.move([worker], same[0])
-        elif group.schema.digest != worker.schema.digest:  # neither the best schema nor ours: wait
-            self.move([worker], self._new(wire, worker.tracked, group.source))
+            return group
+        best = self._find(group.source, wire)
+        if best is None and group.schema.digest != worker.schema.digest:
+            best = self._new(wire, worker.tracked, group.source)  # the group's is not ours either: wait
+        if best is not None:
+            self.move([worker], best)
+        return best or group
 
     def assign_first(
         self, worker: WorkerState, wire: WeightSchema, version: int, named: NamedWeights | None
-    ) -> None:
+    ) -> SendGroup:
         """Find or make the first group of a worker, with ``named`` as its weights."""
         source = (version, id(named))
-        for group in self.all():
-            if group.source == source and group.schema.digest == wire.digest:
-                self.move([worker], group)
-                return
-        group = self._new(wire, worker.tracked, source)
-        if named is not None:
-            group.stage(Step.of(version, named.extra), named)
-            group.commit()
+        group = self._find(source, wire)
+        if group is None:
+            group = self._new(wire, worker.tracked, source)
+            if named is not None:
+                group.stage(Step.of(version, named.extra), named)
+                group.commit()
         self.move([worker], group)
+        return group
+
+    def _find(self, source: Hashable, wire: WeightSchema) -> SendGroup | None:
+        alike = (one for one in self.all() if one.source == source)
+        return next((one for one in alike if one.schema.digest == wire.digest), None)
 
     def _new(self, schema: WeightSchema, tracked: frozenset[str] | None, source: Hashable) -> SendGroup:
         names = schema.names
@@ -381,15 +378,8 @@ class GroupAssignment:
     def release_departed(self) -> None:
         """Release updates held for late joiners that have left."""
         with self._table.lock:
-            for worker in self._table:
-                if worker.late and not worker.joined and worker.lost is not None:
-                    self.leave(worker)
-
-    def leave(self, worker: WorkerState) -> None:
-        """Take a worker out of its group."""
-        with self._table.lock:
-            left, worker.group = worker.group, None
-            self._close_unused([left])
+            gone = [one for one in self._table if one.late and not one.joined and one.lost is not None]
+            self.move(gone, None)
 
     def partition(self, weights: Mapping[int, NamedWeights], *, apart: bool) -> list[list[WorkerState]]:
         """Return lists of workers that can be sent the same bytes; workers without a group are left out.

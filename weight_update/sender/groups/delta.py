@@ -206,9 +206,7 @@ class DeltaGroup(SendGroup):
         The last change stays even if it is larger: it is just being sent. The caller holds the sender's lock.
         """
         total = sum(one.payload.numel() for one in self._past)
-        while len(self._past) > min(limit, 1) and (
-            len(self._past) > limit or total > self.schema.nbytes // 2
-        ):
+        while len(self._past) > limit or (len(self._past) > 1 and total > self.schema.nbytes // 2):
             oldest = self._past.popleft()
             total -= oldest.payload.numel()
             give_back(oldest.slots)
