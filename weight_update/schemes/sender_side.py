@@ -70,7 +70,7 @@ class SourceReader:
     def __init__(self, sources: Sources, strategy: WeightStrategy) -> None:
         self.gathering: Gathering | None = None
         self._sources, self._strategy = sources, strategy
-        self._first = next(iter(sources.by_worker))
+        self._first, self._nobody = next(iter(sources.by_worker)), sources.nobody
         self._chosen: dict[int, frozenset[str] | None] = {}  # names that the strategy selects, by worker
         self._repeated: dict[int, RepeatedRead] = {}  # by the position of a source of many tensors in a read
 
@@ -166,7 +166,7 @@ class SourceReader:
         else:
             items = worker_ids if isinstance(worker_ids, (list, tuple, set, range)) else [worker_ids]
             chosen = [worker for item in items for worker in self._workers_of(item)]
-        if not chosen and not self._sources.nobody:
+        if not chosen and not self._nobody:
             raise UnknownWorkerError(f"worker_ids={worker_ids!r} names no worker (known workers: {known})")
         if unknown := [i for i in chosen if i not in known]:
             raise UnknownWorkerError(
@@ -178,7 +178,7 @@ class SourceReader:
                 f"no weights for workers {lacking} of worker_ids={worker_ids!r}; weights are given for "
                 f"{sorted(weights)}"
             )
-        return list(dict.fromkeys(chosen if per_worker else self._sources.nobody + chosen))
+        return list(dict.fromkeys(chosen if per_worker else self._nobody + chosen))
 
     def _workers_of(self, item: Any) -> list[int]:
         if not isinstance(item, (torch.device, str)):
