@@ -167,7 +167,8 @@ class BlockingExplorer(ClientBase):
             metrics["version"] = self.version
             if reply["reason"] is not None:
                 metrics["reason"] = reply["reason"]
-                level = logging.INFO if reply["reason"] == TRAINER_STOPPED else logging.WARNING
+                expected = self.closed.is_set() or reply["reason"] == TRAINER_STOPPED
+                level = logging.INFO if expected else logging.WARNING
                 _log.log(level, "explorer %s keeps version %s: %s", self.id, self.version, reply["reason"])
                 self._method.check_link()
             else:
