@@ -10,13 +10,12 @@ import inspect
 import sys
 import types
 from collections.abc import AsyncGenerator, Callable, Generator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_Gate = Any  # a weight_update.Gate, whose module imports this one
 
 # A call that returns one of these has not done its work yet.
 _UNFINISHED = (
@@ -26,6 +25,18 @@ _UNFINISHED = (
     asyncio.Future,
     concurrent.futures.Future,
 )
+
+
+class _Gate(Protocol):
+    """The methods of :class:`~weight_update.Gate` that are used here."""
+
+    def enter(self, frame: types.FrameType | None = None) -> Any: ...
+
+    def leave(self, section: Any = None) -> None: ...
+
+    def _leave_call(self) -> None: ...
+
+    def hold(self) -> Any: ...
 
 
 # -- functions -----------------------------------------------------------------------------------------
