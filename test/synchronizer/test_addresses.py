@@ -8,7 +8,15 @@ import threading
 import pytest
 from sync_parts import model_at
 
-from weight_update import ExplorerClient, FormatError, LifecycleError, Synchronizer, SyncMethod, TrainerClient
+from weight_update import (
+    ExplorerClient,
+    FormatError,
+    LifecycleError,
+    LinkClosedError,
+    Synchronizer,
+    SyncMethod,
+    TrainerClient,
+)
 from weight_update.synchronizer import rpc
 from weight_update.transports import signed_stream
 from weight_update.transports.shared_memory.unix_stream import SocketStream
@@ -113,5 +121,7 @@ def test_a_connection_that_is_made_while_the_channel_closes_is_not_kept(
     with Synchronizer(SyncMethod.MEMORY) as where:
         server = where.serve()
         channel = rpc.SocketChannel(server.address, server.token)
-        channel.call("status", {}, 5.0)
-    assert [one.stream.sock.fileno() for one in made] == [-1]
+        for _ in range(2):  # another thread may also begin a call when the channel is closed
+            with pytest.raises(LinkClosedError, match="the channel was closed"):
+                channel.call("status", {}, 5.0)
+    assert [one.stream.sock.fileno() for one in made] == [-1, -1]

@@ -116,7 +116,7 @@ class Channel(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - only connections have something to close
-        """Close all connections."""
+        """Close all connections. Later calls raise LinkClosedError."""
 
 
 class LocalChannel(Channel):
@@ -143,28 +143,33 @@ class SocketChannel(Channel):
         self._lock = threading.Lock()
         self._idle: list[SignedStream] = []
         self._busy: set[SignedStream] = set()
-        self._closed = 0  # times
+        self._dropped = 0  # times
+        self._closed = False
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
-        deadline, closed = time.monotonic() + timeout, self._closed
+        deadline, dropped = time.monotonic() + timeout, self._dropped
         connection = self._take(deadline)
         try:
             connection.send_json({"call": name, "args": args}, seconds_left(deadline))
             reply = self._reply(connection, deadline, timeout, longer)
         except (LinkClosedError, FormatError, SyncTimeoutError) as error:
-            self.close()  # if one connection is gone, all are
+            self._drop()  # if one connection is gone, all are
             raise LinkClosedError(f"the synchronizer at {self._host}:{self._port}: {error}") from None
         with self._lock:
             self._busy.discard(connection)
-            if closed == self._closed:
+            if dropped == self._dropped:
                 self._idle.append(connection)
-        if closed != self._closed:  # it was made meanwhile
+        if dropped != self._dropped:  # it was made meanwhile
             connection.close()
         return reply
 
     def close(self) -> None:
+        self._closed = True  # other threads may begin a call afterwards
+        self._drop()
+
+    def _drop(self) -> None:
         with self._lock:
-            self._closed += 1
+            self._dropped += 1
             connections, self._idle, self._busy = [*self._idle, *self._busy], [], set()
         for connection in connections:
             connection.close()
@@ -202,4 +207,7 @@ class SocketChannel(Channel):
             self.address = connection.local_address
         with self._lock:
             self._busy.add(connection)
+        if self._closed:
+            self._drop()
+            raise LinkClosedError("the channel was closed")
         return connection
