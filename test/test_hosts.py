@@ -24,7 +24,7 @@ from weight_update import (
     SyncFailedError,
     WeightStrategy,
 )
-from weight_update.errors import NotEnoughMemoryError
+from weight_update.errors import LinkClosedError, NotEnoughMemoryError
 from weight_update.testing import Apart, ApartInTwos, Body, WorkerProcesses, fingerprint, mlp
 from weight_update.testing.processes import eventually, freeze, wait_until
 from weight_update.testing.worker_processes import context_of
@@ -32,6 +32,7 @@ from weight_update.testing.workers import Worker
 from weight_update.transports.distributed.checksum import BLOCK, Checksum
 from weight_update.transports.distributed.relay.host_relay import HostRelay
 from weight_update.transports.distributed.relay.router import Router
+from weight_update.transports.signed_stream import SignedStream
 
 NUMEL = 6_000_000
 NBYTES = 4 * NUMEL
@@ -359,6 +360,29 @@ def test_death_of_a_worker_before_it_connects_for_payloads_is_noticed(
         procs.connect()
         connected.set()
         wait_until(lambda: scheme.worker_versions[0] is None, 5.0)
+
+
+def test_a_connection_for_payloads_that_breaks_at_once_is_closed_and_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed: list[SignedStream] = []
+    send_json = SignedStream.send_json
+
+    def fail_once(self: SignedStream, value: Any, *args: Any) -> None:
+        if value.get("do") == "take payloads" and not failed:
+            failed.append(self)
+            raise LinkClosedError("the sender was busy")
+        send_json(self, value, *args)
+
+    monkeypatch.setattr(SignedStream, "send_json", fail_once)
+    scheme = Apart(timeout=TIMEOUT)
+    scheme.init_on_sender(model=Large(0.0), num_workers=1)
+    with WorkerProcesses(scheme, "thread") as procs:
+        procs.hire(0, Large(1.0))
+        procs.connect()
+        scheme.send(Large(2.0))
+        assert [value_of(worker) for worker in procs.workers] == [2.0]
+    assert [one.stream.sock.fileno() for one in failed] == [-1]
 
 
 @pytest.mark.parametrize("end", ["sender", "worker"])

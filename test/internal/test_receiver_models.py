@@ -303,7 +303,7 @@ def test_a_write_right_after_a_change_is_noticed(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("stable", [False, True])
 def test_changes_of_tied_and_cast_weights_fit_again_and_again(stable: bool) -> None:
-    """What the receiver itself writes is never taken for a write of the worker."""
+    """The receiver's own writes are never taken for writes of the worker."""
     model = nn.Sequential(linear(), linear(), linear().to(torch.bfloat16))
     model[1].weight = model[0].weight
     target = ModelTarget(WeightStrategy(), model, stable=stable)

@@ -12,6 +12,8 @@ import hmac
 import json
 import socket
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from weight_update.errors import FormatError, SyncTimeoutError
@@ -124,8 +126,15 @@ def call(address: str, port: int, token: str, context: str, deadline: float | No
         JoinRefusedError: the listener has another token.
     """
     stream = dial(address, port, deadline)
-    try:
+    with closing_on_error(stream):
         return SignedStream(stream, prove_token(stream, token, context, deadline), listener=False)
+
+
+@contextmanager
+def closing_on_error(stream: SocketStream | SignedStream) -> Iterator[None]:
+    """Return a context manager that closes ``stream`` if its body raises."""
+    try:
+        yield
     except BaseException:
         stream.close()
         raise

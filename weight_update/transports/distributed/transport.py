@@ -24,7 +24,7 @@ from weight_update.transports.rate_limit import Refusals
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
 from weight_update.transports.shared_memory.unix_stream import SocketStream, seconds_left
-from weight_update.transports.signed_stream import SignedStream, call, dial, listen
+from weight_update.transports.signed_stream import SignedStream, call, closing_on_error, dial, listen
 from weight_update.wire.frames import Kind, WeightChunk
 
 _log = logging.getLogger(__name__)
@@ -85,14 +85,16 @@ class DistributedTransport(SharedMemTransport):
         name, context = uuid.uuid4().hex, _context(sender)
         self._last = stream = dial(address, sender.port, deadline)
         signed = SignedStream(stream, self.authenticate(stream, context, deadline), listener=False)
-        signed.send_json({"do": "join", "name": name, "host": self.host}, seconds_left(deadline))
+        with closing_on_error(stream):
+            signed.send_json({"do": "join", "name": name, "host": self.host}, seconds_left(deadline))
 
         def connect_for_payloads() -> SignedStream:
             until = time.monotonic() + _PAYLOADS_SECONDS
             while True:
                 try:
                     another = call(address, sender.port, self._token, context, until)
-                    another.send_json({"do": "take payloads", "name": name}, seconds_left(until))
+                    with closing_on_error(another):
+                        another.send_json({"do": "take payloads", "name": name}, seconds_left(until))
                     return another
                 except LinkClosedError:  # the listener is too busy, or the sender has ended
                     if time.monotonic() > until:

@@ -23,7 +23,7 @@ from weight_update.transports.distributed.relay.payload_stream import (
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.slots import SharedBuffer
 from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of, seconds_left
-from weight_update.transports.signed_stream import SignedStream, call, listen
+from weight_update.transports.signed_stream import SignedStream, call, closing_on_error, listen
 
 _log = logging.getLogger(__name__)
 _CONTEXT = "relay"
@@ -145,12 +145,9 @@ class HostRelay:
         try:
             deadline = deadline_of(command["patience"])
             signed = call(command["address"], command["port"], self._token, _CONTEXT, deadline)
-            try:
+            with closing_on_error(signed):
                 signed.send_json({"name": command["name"]}, seconds_left(deadline))
                 self._outgoing = payload_stream(signed, self._backend, 0)
-            except BaseException:
-                signed.close()
-                raise
         except OSError as error:
             return {"error": str(error)[:_MAX_ERROR_CHARS]}
         return {}
