@@ -13,14 +13,20 @@ import pytest
 from torch import nn
 
 from weight_update import (
+    LinkClosedError,
+    MemoryWeightSyncScheme,
     RPCTransport,
     RPCWeightSyncScheme,
     SharedMemTransport,
     SharedMemWeightSyncScheme,
     TransportBackend,
+    WeightSyncScheme,
 )
 from weight_update.schemes import rpc_notices
 from weight_update.schemes.base import End
+from weight_update.testing.processes import wait_until
+from weight_update.transports.memory import MemoryTransport
+from weight_update.wire.frames import Kind, WeightChunk
 
 
 class Stubborn(SharedMemTransport):
@@ -45,9 +51,7 @@ class StubbornScheme(SharedMemWeightSyncScheme):
         return link
 
 
-def test_all_is_closed_though_one_close_raises() -> None:
-    before, running = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
-    scheme = StubbornScheme(timeout=10.0)
+def connect_two(scheme: WeightSyncScheme) -> list[WeightSyncScheme]:
     scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=2)
     receivers = [copy.copy(scheme) for _ in range(2)]
     for idx, receiver in enumerate(receivers):
@@ -58,6 +62,13 @@ def test_all_is_closed_though_one_close_raises() -> None:
     scheme.connect()
     for thread in joining:
         thread.join()
+    return receivers
+
+
+def test_all_is_closed_though_one_close_raises() -> None:
+    before, running = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
+    scheme = StubbornScheme(timeout=10.0)
+    receivers = connect_two(scheme)
     with pytest.raises(OSError, match="no space left"):
         receivers[0].shutdown()
     with pytest.raises(OSError, match="no space left"):
@@ -65,9 +76,34 @@ def test_all_is_closed_though_one_close_raises() -> None:
     with pytest.raises(OSError, match="no space left"):
         receivers[1].shutdown()
     assert [thread.name for thread in set(threading.enumerate()) - running if thread.is_alive()] == []
-    del scheme, receivers, receiver
+    del scheme, receivers
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_an_update_that_becomes_possible_during_the_goodbyes_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = MemoryWeightSyncScheme(timeout=10.0)
+    receivers = connect_two(scheme)
+    hold, send, parting = receivers[1].hold(), MemoryTransport.send_chunk, threading.Event()
+
+    def slow(link: MemoryTransport, chunk: WeightChunk, timeout: float | None = None) -> None:
+        if chunk.kind is Kind.GOODBYE and not parting.is_set():  # to worker 0, which reads slowly
+            parting.set()
+            hold.__exit__()
+            wait_until(lambda: receivers[1].version == 2)
+        send(link, chunk, timeout)
+
+    hold.__enter__()
+    for _ in range(2):  # worker 1 is sent the second one when it has applied the first one
+        scheme.send_async().of(0).wait()
+    monkeypatch.setattr(MemoryTransport, "send_chunk", slow)
+    scheme.shutdown()
+    assert receivers[1].receive(timeout=10.0) is not None
+    assert receivers[1].version == 2
+    with pytest.raises(LinkClosedError, match="the sender was shut down"):
+        receivers[1].receive(timeout=10.0)
+    for receiver in receivers:
+        receiver.shutdown()
 
 
 def test_workers_that_a_sender_leaves_are_not_sent_to_it_again() -> None:

@@ -45,6 +45,7 @@ class Delivery:
     def __init__(self, table: WorkerTable, timeout: float) -> None:
         self.timeout = timeout
         self._table, self.changed = table, table.changed
+        self._closed = False
         self._reports: weakref.WeakValueDictionary[int, SyncReport] = weakref.WeakValueDictionary()
         self._counted: set[tuple[int, int]] = set()  # versions, and payloads that workers share
 
@@ -82,7 +83,7 @@ class Delivery:
             with self._table.lock:
                 if not worker.joined:
                     return
-                if self._table.closed:
+                if self._closed:
                     raise RuntimeError("the sender was shut down")
                 if worker.outbox is None:
                     worker.outbox = Outbox(worker.idx, self.changed)
@@ -132,7 +133,7 @@ class Delivery:
         with self._table.lock:
             if connection not in (None, worker.connections):
                 return
-            departed = worker.joined and not worker.replaced and not self._table.closed
+            departed = worker.joined and not worker.replaced and not self._closed
             pid, version, left = worker.pid, worker.version, worker.left
             if worker.joined or worker.lost is None:
                 worker.lost = without_frames(error)
@@ -156,6 +157,10 @@ class Delivery:
                     lambda: not worker.joined or worker.connections != connection, _GOODBYE_SECONDS
                 )
         self.lose(worker, error, connection)
+
+    def close(self) -> None:
+        """Send no more updates, once all workers were told goodbye; workers leave because of that."""
+        self._closed = True
 
     def _load(self, worker: WorkerState) -> EncodedUpdate | None:
         """Make the update that ``worker`` lacks the one in flight to it; without memory for it, lose it."""
@@ -195,7 +200,7 @@ class Delivery:
         """Write the update in flight, unless the worker was lost or the sender shut down meanwhile."""
         total = sum(chunk.payload_bytes for chunk in update.chunks)
         with worker.sending:
-            if worker.inflight is update and not self._table.closed:
+            if worker.inflight is update and not self._closed:
                 with Progress(f"sending weights to worker {worker.idx}", total):
                     self.send(worker, update.chunks)
 

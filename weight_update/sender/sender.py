@@ -349,6 +349,7 @@ class Sender(Outcomes):
             rest.callback(self._free_memory)
             rest.callback(self._answers.join)
             rest.callback(self._close_links)
+            rest.callback(self._delivery.close)
             rest.callback(self._say_goodbye)
             self._recall()
 
