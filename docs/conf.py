@@ -62,6 +62,7 @@ _INTERNAL = [  # classes and aliases that signatures show, but users do not name
     "collectors.remote.Remote",
     "weight_update.receiver.gate.Hold",
     "weight_update.schemes.sender_side.SenderListener",
+    "weight_update.sender.observers.PendingUpdate",
     "weight_update.synchronizer.state.ExplorerState",
     "weight_update.synchronizer.state.TrainerState",
     "weight_update.wire.frames.Kind",

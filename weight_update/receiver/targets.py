@@ -197,7 +197,11 @@ class EngineTarget(Target):
 
 
 def target_for(model: Any, strategy: WeightStrategy, stable: bool) -> Target:
-    """Return the target for ``model``; None is memory alone. UnsupportedSourceError: it cannot be written."""
+    """Return the target for a module, TensorDict, dict or inference engine; None is memory alone.
+
+    Raises:
+        UnsupportedSourceError: the model is of a type that cannot be written to.
+    """
     if model is None:
         return Target()
     if isinstance(model, InferenceEngine):

@@ -33,7 +33,7 @@ class ObservedUpdate:
         self._due = time.monotonic() + _BUSY_SECONDS
         self._begun = False  # whether observers know which workers have the update so far
 
-    def settle(self, superseded: bool, stop: Callable[[], bool]) -> list[Event] | None:
+    def settle(self, *, superseded: bool, stop: Callable[[], bool]) -> list[Event] | None:
         """Wait until every worker has applied the update, failed or left; return what observers are told.
 
         Observers are told of workers that have the update after a moment, if other workers are busy. The

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Protocol
 
 from weight_update.errors import LifecycleError
 from weight_update.report import Event, Observer, PolicyLag, SyncReport, WorkerEvent
@@ -17,12 +18,16 @@ _log = RateLimitedLog(logging.getLogger(__name__))
 _END_SECONDS = 5.0
 
 
-PendingUpdate = Callable[[bool, Callable[[], bool]], Sequence[Event] | None]
-"""Waits until there is something to tell of an update, and returns it; its report ends the calls.
+class PendingUpdate(Protocol):
+    """Waits until there is something to tell of an update, and returns it; its report ends the calls."""
 
-The first argument is whether newer updates follow, so that it is not worth to wait long. The second returns
-whether there is something else to tell; the result is then None.
-"""
+    def __call__(self, *, superseded: bool, stop: Callable[[], bool]) -> Sequence[Event] | None:
+        """Return what there is to tell.
+
+        Args:
+            superseded: whether newer updates follow, so that it is not worth to wait long.
+            stop: returns whether there is something else to tell; the result is then None.
+        """
 
 
 class Observers:
@@ -109,7 +114,7 @@ class Observers:
 
     def _settle(self, waiting: deque[PendingUpdate]) -> bool:
         """Tell the functions of the first update; return False if there is something else to tell."""
-        events = waiting[0](len(waiting) > 1, lambda: not self._items.empty())
+        events = waiting[0](superseded=len(waiting) > 1, stop=lambda: not self._items.empty())
         if events is None:
             return False
         if any(isinstance(event, SyncReport) for event in events):

@@ -89,7 +89,12 @@ class RayConnection:
             self._put += 1
 
     def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
-        """Return the next chunk or None; LinkClosedError also if Ray lost the payload."""
+        """Return the next chunk, or None if none arrived within ``timeout`` seconds.
+
+        Raises:
+            LinkClosedError: the other end has left, or Ray lost the payload.
+            FormatError: the received message is not a chunk.
+        """
         found = self._next(deadline_of(timeout))
         if found is None:
             return None
