@@ -1,10 +1,13 @@
-"""How many examples Hypothesis makes."""
+"""How many examples Hypothesis makes, and that it sets no limits of time: a busy machine is slow."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 thorough = False
 """Whether the slow tests run, too; set by conftest.py."""
