@@ -160,18 +160,20 @@ class OwnCopy(Storage):
         if update.deltas:
             self.apply(update.deltas, update.version)
             update.deltas = []
+        if update.base is not None:  # a model's tensors are changed by apply()
+            if target.binding is None:
+                target.write(self.schema.names, update.values, update.version)
+            return
         before = self._tensors()
         writes = _writes_of(before)
-        if update.base is None or target.binding is None:  # a model's tensors are changed by apply()
-            target.write(self.schema.names, update.values, update.version)
-        if update.base is None:
-            assert self._next is not None
-            (self._flat, self.values), self._next = self._next, None
-            self._version, self._overwritten = update.version, False
-            self._find_copies()
-            if all(map(operator.is_, before, self._tensors())):  # none was on the meta device
-                # Not as found: the worker may have written since. Both write() and _find_copies() count once.
-                self._known = _sum(writes, self._counts, self._counts), self._known[1]
+        target.write(self.schema.names, update.values, update.version)
+        assert self._next is not None
+        (self._flat, self.values), self._next = self._next, None
+        self._version, self._overwritten = update.version, False
+        self._find_copies()
+        if all(map(operator.is_, before, self._tensors())):  # none was on the meta device
+            # Not as found: the worker may have written since. Both write() and _find_copies() count once.
+            self._known = _sum(writes, self._counts, self._counts), self._known[1]
 
     # -- the weights -------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class Channel(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - only connections have something to close
-        """Close all connections. Later calls raise LinkClosedError."""
+        """Close all connections, and make no more."""
 
 
 class LocalChannel(Channel):

@@ -82,9 +82,9 @@ class Turns:
                 self._waiting = None
 
     def _takes(self, version: int) -> bool:
-        if self._closed or (self._owner is None and not self.is_inline):
-            return False
-        return self.is_inline or self._target is None or version <= self._target
+        if self._closed or self.is_inline:
+            return not self._closed
+        return self._owner is not None and (self._target is None or version <= self._target)
 
     def run(self, work: Callable[[], Any]) -> Any:
         """Return the result of ``work``, called in the thread that serves.
