@@ -23,8 +23,9 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 # Every install reads constraints.txt: without it pip may fetch a newer torch, of several GB.
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
-# test/conftest.py says which files begin first.
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# test/conftest.py says which files begin first. A process of pytest-xdist that dies is a failure, not replaced:
+# its successor would run the same test again, without end.
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
