@@ -38,7 +38,7 @@ class WaitingTimes:
     """The seconds that a collector waited while each worker, which has ``limit``, delivered no batch."""
 
     def __init__(self, limit: float) -> None:
-        self._limit = limit
+        self.limit: float = limit
         self._seconds: dict[int, float] = {}
 
     def add(self, seconds: float, workers: Iterable[int]) -> None:
@@ -53,13 +53,13 @@ class WaitingTimes:
     @property
     def late(self) -> list[int]:
         """Workers that have used up their time."""
-        return sorted(idx for idx, seconds in self._seconds.items() if seconds > self._limit)
+        return sorted(idx for idx, seconds in self._seconds.items() if seconds > self.limit)
 
     def require_in_time(self) -> None:
         """Raise SyncTimeoutError if workers are late."""
         if self.late:
             raise SyncTimeoutError(
-                f"no batch of workers {self.late} came in {self._limit:g} s of waiting (frames_timeout)"
+                f"no batch of workers {self.late} came in {self.limit:g} s of waiting (frames_timeout)"
             )
 
 

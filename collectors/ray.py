@@ -16,9 +16,10 @@ from collectors.closing import close_all
 from collectors.ray_learner import LearnerSender, hand_over
 from collectors.remote import Remote
 from collectors.requests import Request
-from weight_update import LifecycleError, RayWeightSyncScheme, SyncReport, WeightSyncScheme
+from weight_update import LifecycleError, RayWeightSyncScheme, SyncReport, SyncTimeoutError, WeightSyncScheme
 
 _LOOK_SECONDS = 0.5
+_START_SECONDS = 1800.0
 
 
 class RayCollector(Remote, torchrl_distributed.RayCollector):
@@ -36,9 +37,12 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             ``data="object_store"``. They are shut down with the collector.
         weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
         weight_updater: see :class:`~collectors.remote.Remote`.
+        frames_timeout: see :class:`~collectors.remote.Remote`. Actors may take as long to start, and at least
+            1,800 s.
 
     Raises:
         ImportError: Ray is not installed.
+        SyncTimeoutError: actors did not start in time; it names them.
     """
 
     _weight_sync_initialized: bool
@@ -56,6 +60,24 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             if options["weight_sync_schemes"]:  # TorchRL does not know that they reach policies of factories
                 warnings.filterwarnings("ignore", "The policy is not an nn.Module", UserWarning)
             super()._begin(create_env_fn, policy, **options)
+
+    def add_collectors(self, *args: Any) -> None:
+        """Start actors as TorchRL does, and wait for them; TorchRL waits without a limit."""
+        import ray
+
+        super().add_collectors(*args)
+        limit = max(_START_SECONDS, self._waits.limit)
+        deadline = time.monotonic() + limit
+        starting = {actor.__ray_ready__.remote(): idx for idx, actor in enumerate(self.remote_collectors)}
+        while starting:
+            ready, _ = ray.wait(list(starting), timeout=_LOOK_SECONDS)
+            for reference in ready:
+                del starting[reference]
+            if starting and time.monotonic() > deadline:
+                raise SyncTimeoutError(
+                    f"the actors of workers {list(starting.values())} did not start in {limit:g} s; does the "
+                    "cluster have what remote_configs asks for? (frames_timeout= raises the limit)"
+                )
 
     def _default_scheme(self, **options: Any) -> WeightSyncScheme:
         return RayWeightSyncScheme()

@@ -127,6 +127,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "_weight_sync_initialized",
         "_weight_sync_schemes",
         "_weight_update_impl",
+        "add_collectors",
         "stop_remote_collectors",
     ),
     ("torchrl.collectors.llm", "LLMCollector"): ("env", "policy", "policy_version_tracker"),

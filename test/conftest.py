@@ -8,6 +8,7 @@ import gc
 
 gc.disable()  # a quarter of the time that importing and collecting takes; see pytest_collection_finish
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -19,6 +20,9 @@ import torch
 from weight_update.compression import ans
 from weight_update.encodings.patch import kernels
 from weight_update.testing.processes import eventually
+
+# By default 15: on a busy machine, Ray's workers then start only when all other tests have ended.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 SMOKE = {
     # Of SchemeContract:

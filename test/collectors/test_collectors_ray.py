@@ -65,9 +65,8 @@ def seen(batch: Any) -> tuple[set[int], set[float]]:
 
 def make(policy: Any, actors: int = 2, **options: Any) -> RayCollector:
     frames = {"frames_per_batch": 10 * actors, "total_frames": 1000}
-    return RayCollector(
-        [Env] * actors, policy, **frames, remote_configs=SMALL, collector_kwargs=OPTIONS, sync=True, **options
-    )
+    options = {"remote_configs": SMALL, "collector_kwargs": OPTIONS, "sync": True, **options}
+    return RayCollector([Env] * actors, policy, **frames, **options)
 
 
 def test_every_way_to_update() -> None:
@@ -112,6 +111,16 @@ def test_every_way_to_update() -> None:
         collector.shutdown()
     with pytest.raises(LifecycleError, match="shut down"):
         collector.update_policy_weights_()
+
+
+def test_actors_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collectors.ray._START_SECONDS", 1.0)
+    started = time.monotonic()
+    with pytest.raises(
+        SyncTimeoutError, match=r"actors of workers \[0, 1\] did not start in 2 s.*remote_configs"
+    ):
+        make(make_policy(1.0), remote_configs={"num_cpus": 100}, frames_timeout=2.0)
+    assert time.monotonic() - started < 30.0
 
 
 @pytest.mark.slow
