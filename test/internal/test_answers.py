@@ -15,6 +15,8 @@ from weight_update import SharedMemWeightSyncScheme
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import WorkerState
 
+# The other method has its alarm on the timer that sends signals here.
+pytestmark = pytest.mark.timeout(120, method="thread")
 PROMPT = 15.0
 """Seconds: more than any call here takes on a busy machine, and fewer than a timeout of the library."""
 UPDATES = 300
