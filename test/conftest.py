@@ -23,6 +23,10 @@ from weight_update.testing.processes import eventually
 
 # By default 15: on a busy machine, Ray's workers then start only when all other tests have ended.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# By default, the first ray.init() of a process makes a token, unless another process just did, and sets this
+# variable. Tests that run at the same time would overwrite each other's token, and those that run in a fork
+# (interpreters.py) would see the variable and not the token. test_hosts_ray.py uses a token.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 SMOKE = {
     # Of SchemeContract:

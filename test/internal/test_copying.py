@@ -19,7 +19,7 @@ needs_library = pytest.mark.skipif(dense.library is None, reason="there was no c
 @pytest.fixture(params=[pytest.param(True, marks=needs_library), False], ids=["compiled", "torch"])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Copy everything as if it were large, with or without the compiled loop."""
-    for name, value in {"_LARGE": 0, "_FOR_ONE": 1, "_EACH": 0}.items():
+    for name, value in {"_LARGE": 0, "_LARGE_ON_ONE": 0, "_FOR_ONE": 1, "_EACH": 0}.items():
         monkeypatch.setattr(dense, name, value)
     monkeypatch.setattr(dense, "_PIECE", 1000)  # pieces end within tensors, and hold several
     if not request.param:

@@ -34,9 +34,9 @@ _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 SERIAL = 32736
 """Elements that torch copies on one thread; whole vectors, because a remainder converts NaNs differently."""
 
-# Bytes from which the compiled loop is faster than torch. Threads of torch spin for a while after a copy, so
-# workers on the same processors wait.
-_LARGE = 1 << 20
+# Bytes from which the compiled loop is faster than torch. That is sooner where torch uses several threads: they
+# spin for a while after a copy, so workers on the same processors wait.
+_LARGE, _LARGE_ON_ONE = 1 << 20, 8 << 20
 _FOR_ONE = 32 << 20  # bytes for each further thread; with fewer, two threads were no faster than one
 _EACH = 32 << 10  # bytes of a tensor, on average; looking at smaller ones takes longer than is gained
 _PIECE = 8 << 20  # bytes for one thread at a time
@@ -152,8 +152,9 @@ def copy_tensors(
         serial: whether to use one thread; those of torch hang in forked processes.
     """
     total = sum(map(_NBYTES, targets))
-    if total < _LARGE:
-        _copy_by_torch(targets, sources, serial)
+    one_thread = max(map(torch.Tensor.numel, targets), default=0) <= SERIAL
+    if total < _LARGE or (one_thread and total < _LARGE_ON_ONE):
+        _copy_by_torch(targets, sources, serial and not one_thread)
         return
     pairs = list(zip(targets, sources, strict=True))
     with Progress(title, total) as progress:
