@@ -109,19 +109,17 @@ class Gathering:
 
     def _in_batches(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of each batch while the next one is on its way."""
-        ahead = self._ask(0, tensors)
-        for place in range(len(self._batches)):
-            batch, ahead = ahead, None
-            assert batch is not None
+        asked = (self._ask(place, tensors) for place in range(len(self._batches)))
+        ahead = next(asked, None)
+        while ahead is not None:
+            batch = ahead
             self._await(batch)
-            ahead = self._ask(place + 1, tensors)
+            ahead = next(asked, None)
             yield from batch.items(tensors)
             del batch
 
-    def _ask(self, place: int, tensors: Tensors) -> PendingBatch | None:
+    def _ask(self, place: int, tensors: Tensors) -> PendingBatch:
         """Ask the others for their parts of a batch."""
-        if place >= len(self._batches):
-            return None
         pending = PendingBatch(self._batches[place], tensors)
         if pending.is_local:
             return pending

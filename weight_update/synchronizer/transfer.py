@@ -205,9 +205,8 @@ class Subscriber:
 
 def _pass_on(publisher: weakref.ref[Publisher], event: Event) -> None:
     """Pass an event of a publisher's scheme on if an explorer is sent all weights instead of a patch."""
-    if not isinstance(event, WorkerEvent) or event.kind != "full_update":
-        return
-    if (sender := publisher()) is not None:
+    sender = publisher()
+    if sender is not None and isinstance(event, WorkerEvent) and event.kind == "full_update":
         sender.tell_full(event)
 
 
