@@ -87,7 +87,13 @@ class CheckpointStore:
             ValueError: the version is no int, negative, or below the newest; the step is no int; or a name is
                 reserved.
         """
-        self._check(version)
+        check_version(version)
+        newest = self.latest()
+        if newest is not None and version < newest.version:
+            raise ValueError(
+                f"version {version} is below {newest.version}, the newest in {self.directory}; "
+                "go on counting from there, or use another directory"
+            )
         if type(step) is not int:
             raise ValueError(f"step must be an int, not {step!r}")
         self._garbage.collect()  # first: files that a dead writer left may be in the way
@@ -103,15 +109,6 @@ class CheckpointStore:
                 lease.end()
         self._garbage.collect()
         return path
-
-    def _check(self, version: int) -> None:
-        check_version(version)
-        newest = self.latest()
-        if newest is not None and version < newest.version:
-            raise ValueError(
-                f"version {version} is below {newest.version}, the newest in {self.directory}; "
-                "go on counting from there, or use another directory"
-            )
 
     def _write(self, plan: Manifest, parts: list[memoryview]) -> Path:
         data, manifest = self.directory / plan.file, self._index.path(plan.version)
@@ -212,9 +209,7 @@ class CheckpointStore:
 def map_file(path: Path, expected: str | None = None) -> tuple[mmap.mmap, dict[str, Any]]:
     """Map a data file; return the mapping, which tensors keep, and tensors and extra state by name.
 
-    Args:
-        path: path of the file.
-        expected: digest that the file must have; None does not compare it.
+    ``expected`` is the digest that the file must have; None does not compare it.
 
     Raises:
         CorruptCheckpointError: the file has another digest, or is not a safetensors file.

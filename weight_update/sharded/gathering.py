@@ -79,10 +79,9 @@ class Gathering:
             more = item is not None
             for place, heard in zip(self._ranks.others, self._ranks.hear(), strict=True):
                 if heard["more"] != more:
-                    rank = self._ranks.members[place]
                     raise SyncFailedError(
-                        f"gather= gave {'more' if heard['more'] else 'fewer'} tensors on rank {rank} of the "
-                        f"trainer than on rank {self._ranks.members[0]}",
+                        f"gather= gave {'more' if heard['more'] else 'fewer'} tensors on "
+                        f"{self._ranks.name(place)} than on rank {self._ranks.members[0]}",
                         {},
                     )
             if item is not None:

@@ -55,9 +55,6 @@ class SessionTable:
 
     A client that is not heard of for ``lease`` seconds (None: for ever) counts as gone: ``on_lapsed`` is
     called with the name of its session and the reason. All methods are called with the lock ``changed`` held.
-
-    Attributes:
-        sessions: the sessions by name.
     """
 
     def __init__(

@@ -22,9 +22,6 @@ from weight_update.strategy.strategy import WeightStrategy
 Endpoint = dict[str, Any]
 """Where a subscriber finds a :class:`Publisher`: plain values."""
 
-TellFull = Callable[[WorkerEvent], None]
-"""A function that is told, in another thread, of an explorer that is sent all weights instead of a patch."""
-
 _UPDATES_REMEMBERED = 256
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -69,7 +66,8 @@ class Publisher:
         source: module, TensorDict, dict or callable that is read at each :meth:`send`.
         address: address of the interface to listen on; None lets in processes of this machine only, through
             shared memory.
-        tell: function that is told of explorers that are sent all weights instead of a patch.
+        tell: function that is told, in another thread, of an explorer that is sent all weights instead of a
+            patch.
 
     Attributes:
         endpoint: where subscribers find it.
@@ -82,7 +80,7 @@ class Publisher:
         strategy: str | WeightStrategy,
         timeout: float,
         backend: str = "gloo",
-        tell: TellFull = lambda event: None,
+        tell: Callable[[WorkerEvent], None] = lambda event: None,
     ) -> None:
         token = secrets.token_hex(16)
         self.endpoint: Endpoint = {"token": token, "address": address, "port": 0, "shared": address is None}
