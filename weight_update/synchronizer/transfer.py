@@ -54,10 +54,6 @@ class Transfer:
         left = {id for id in wanted - set(failures) if id not in self.report.apply_seconds}
         return failures | dict.fromkeys(left, "it left before it had applied it")
 
-    def failures(self) -> dict[int, str]:
-        """Return the failures known by now, by id."""
-        return {idx: str(why) for idx, why in self._handle.failures().items()}
-
 
 class Publisher:
     """The sending end: explorers join at any time and are sent weights when it is their turn.
@@ -87,7 +83,7 @@ class Publisher:
         self._scheme = _scheme(self.endpoint, strategy, timeout, backend)
         self._tell = tell
         self._sending = threading.Lock()
-        self._last: Transfer | None = None
+        self._last: SendHandle | None = None  # of the last update that was spread
         self._versions: dict[int | None, int] = {}  # for events, by number of the update
         self._unobserve: Callable[[], None] | None = None
         self._scheme.init_on_sender(weights=source, num_workers=0)
@@ -121,7 +117,8 @@ class Publisher:
         with self._sending:
             self._observe(observe is not None)
             if spread and self._last is not None and (bad := self._last.failures()):
-                _log.warning("explorers did not apply an earlier update: %s", bad)
+                reasons = {idx: str(why) for idx, why in bad.items()}
+                _log.warning("explorers did not apply an earlier update: %s", reasons)
             while True:
                 joined = frozenset(self.joined())
                 here = joined if spread else wanted & joined
@@ -134,10 +131,9 @@ class Publisher:
                     break
             if observe is not None:
                 remember(self._versions, handle.version, observe)
-            transfer = Transfer(handle)
             if spread:
-                self._last = transfer
-            return transfer
+                self._last = handle
+            return Transfer(handle)
 
     def _observe(self, observed: bool) -> None:
         """Observe the scheme, or end this."""
