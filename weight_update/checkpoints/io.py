@@ -11,8 +11,9 @@ import hashlib
 import logging
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from weight_update.errors import NotEnoughSpaceError
 from weight_update.progress import Progress
@@ -36,17 +37,15 @@ class Remover:
     def __init__(self) -> None:
         self._failed: set[str] = set()
 
-    def remove(self, path: Path) -> bool:
-        """Remove a file and return whether it is gone."""
+    def remove(self, path: Path) -> None:
+        """Remove a file, unless it is gone already."""
         try:
             path.unlink(missing_ok=True)
+            self._failed.discard(str(path))
         except OSError as error:
             if str(path) not in self._failed:
                 self._failed.add(str(path))
                 _log.warning("old checkpoints could not be removed yet: %s", error)
-            return False
-        self._failed.discard(str(path))
-        return True
 
 
 def open_regular(path: Path) -> int:
@@ -72,12 +71,9 @@ def write_beside(part: Path, path: Path, data: Sequence[memoryview]) -> str:
     mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666  # only for users who may read the directory
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
-        try:
-            with Progress("writing a checkpoint", sum(map(len, data))) as progress:
-                result = _write(fd, data, progress)
-                os.fsync(fd)
-        finally:
-            os.close(fd)
+        with open(fd, "wb", 0), Progress("writing a checkpoint", sum(map(len, data))) as progress:
+            result = _write(fd, data, progress)
+            os.fsync(fd)
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -124,7 +120,7 @@ def _write(fd: int, parts: Sequence[memoryview], progress: Progress) -> str:
         progress.advance(len(data))
         return found
 
-    return _joined(in_threads(put, list(_cut(parts)), _threads(sum(map(len, parts)))))
+    return _digest_of(put, list(_cut(parts)), sum(map(len, parts)))
 
 
 def digest(fd: int, nbytes: int) -> str:
@@ -140,14 +136,12 @@ def digest(fd: int, nbytes: int) -> str:
         return found
 
     with Progress("reading a checkpoint", nbytes) as progress:
-        return _joined(in_threads(get, range(0, nbytes, _PIECE), _threads(nbytes)))
+        return _digest_of(get, range(0, nbytes, _PIECE), nbytes)
 
 
-def _threads(nbytes: int) -> int:
-    return min(threads_for(nbytes), _MOST_THREADS)
-
-
-def _joined(digests: Sequence[bytes]) -> str:
+def _digest_of(work: Callable[[Any], bytes], pieces: Sequence[Any], nbytes: int) -> str:
+    """Return the digest of a file from those of its pieces, which ``work`` returns in several threads."""
+    digests = in_threads(work, pieces, min(threads_for(nbytes), _MOST_THREADS))
     return f"{DIGEST}:{hashlib.sha256(b''.join(digests)).hexdigest()}"
 
 

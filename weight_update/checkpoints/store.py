@@ -87,7 +87,13 @@ class CheckpointStore:
             ValueError: the version is no int, negative, or below the newest; the step is no int; or a name is
                 reserved.
         """
-        self._check(version)
+        check_version(version)
+        newest = self.latest()
+        if newest is not None and version < newest.version:
+            raise ValueError(
+                f"version {version} is below {newest.version}, the newest in {self.directory}; "
+                "go on counting from there, or use another directory"
+            )
         if type(step) is not int:
             raise ValueError(f"step must be an int, not {step!r}")
         self._garbage.collect()  # first: files that a dead writer left may be in the way
@@ -104,30 +110,18 @@ class CheckpointStore:
         self._garbage.collect()
         return path
 
-    def _check(self, version: int) -> None:
-        check_version(version)
-        newest = self.latest()
-        if newest is not None and version < newest.version:
-            raise ValueError(
-                f"version {version} is below {newest.version}, the newest in {self.directory}; "
-                "go on counting from there, or use another directory"
-            )
-
     def _write(self, plan: Manifest, parts: list[memoryview]) -> Path:
         data, manifest = self.directory / plan.file, self._index.path(plan.version)
         try:
-            found = write_beside(data.with_name(data.name + PART), data, parts)
-            text = replace(plan, digest=found).encode()
+            digested = write_beside(data.with_name(data.name + PART), data, parts)
+            text = replace(plan, digest=digested).encode()
             write_beside(self.directory / f"{plan.stem}.json{PART}", manifest, [memoryview(text)])
         except BaseException:
-            if not self._shows(plan):
+            found = self._index.good(plan.version)
+            if found is None or found.stem != plan.stem:
                 data.unlink(missing_ok=True)
             raise
         return data
-
-    def _shows(self, plan: Manifest) -> bool:
-        manifest = self._index.good(plan.version)
-        return manifest is not None and manifest.stem == plan.stem
 
     def latest(self) -> Manifest | None:
         """Return the manifest of the newest complete version; None if there is none.
@@ -215,24 +209,19 @@ class CheckpointStore:
 def map_file(path: Path, expected: str | None = None) -> tuple[mmap.mmap, dict[str, Any]]:
     """Map a data file; return the mapping, which tensors keep, and tensors and extra state by name.
 
-    Args:
-        path: path of the file.
-        expected: digest that the file must have; None does not compare it.
+    ``expected`` is the digest that the file must have; None does not compare it.
 
     Raises:
         CorruptCheckpointError: the file has another digest, or is not a safetensors file.
         OSError: the file cannot be read.
     """
-    fd = open_regular(path)
-    try:
-        nbytes = os.fstat(fd).st_size
+    with open(open_regular(path), "rb", 0) as file:
+        fd, nbytes = file.fileno(), os.fstat(file.fileno()).st_size
         if expected is not None and digest(fd, nbytes) != expected:
             raise CorruptCheckpointError(f"the digest of {path.name} is wrong")
         if nbytes == 0:
             raise CorruptCheckpointError(f"{path.name} is empty")
         mapping = mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
-    finally:
-        os.close(fd)
     return mapping, unpack(torch.frombuffer(mapping, dtype=torch.uint8))
 
 

@@ -70,7 +70,7 @@ class Choice:
         self._unused = set(self._prefixes)
 
     def takes(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether this weight is selected."""
+        """Return whether a weight is selected."""
         if self._only is None:
             return True
         if isinstance(self._only, Sequence):

@@ -75,7 +75,8 @@ class _Merger:
         if base:
             return [*before, (f"{base['layer']}.{base['leaf']}", tensor)]
         if saved:
-            return [*before, *self._saved(saved, tensor)]
+            kept = saved["adapter"] is not None and self._chosen(saved["adapter"])
+            return [*before, (f"{saved['layer']}.{saved['leaf']}", tensor)] if kept else before
         return [*before, (name, tensor)]
 
     def finish(self) -> list[Item]:
@@ -113,12 +114,6 @@ class _Merger:
                 "merge in the trainer and send the merged model"
             )
         self._factors.setdefault(adapter, {})[kind] = tensor
-
-    def _saved(self, match: re.Match[str], tensor: torch.Tensor) -> list[Item]:
-        adapter = match["adapter"]
-        if adapter is None or not self._chosen(adapter):
-            return []
-        return [(f"{match['layer']}.{match['leaf']}", tensor)]
 
     def _merged(self, layer: str) -> torch.Tensor:
         base = self._base

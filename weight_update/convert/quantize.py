@@ -68,8 +68,7 @@ def quantize_fp8_blocks(block: tuple[int, int] = (128, 128), only: Only | None =
     """
     if not isinstance(block, tuple) or len(block) != 2 or min(block) < 1:
         raise ValueError(f"block= is rows and columns, each at least 1, such as (128, 128), not {block!r}")
-    high, wide = block
-    return _converter(functools.partial(_fp8_blocks, (high, wide)), "_scale_inv", only)
+    return _converter(functools.partial(_fp8_blocks, block), "_scale_inv", only)
 
 
 def dequantize(

@@ -11,8 +11,6 @@ import torch
 from weight_update.convert.base import Converter, Item, stream
 from weight_update.errors import ConversionError
 
-_Patterns = Sequence[tuple[re.Pattern[str], str]]
-
 
 def rename(names: Mapping[str, str] | Sequence[tuple[str | re.Pattern[str], str]]) -> Converter:
     """Rename weights; other weights keep their names.
@@ -44,7 +42,7 @@ def _by_table(table: Mapping[str, str], items: Iterator[Item]) -> Iterator[Item]
         raise ConversionError(f"rename: no weight has the name {', '.join(map(repr, unused))}")
 
 
-def _by_patterns(patterns: _Patterns, items: Iterator[Item]) -> Iterator[Item]:
+def _by_patterns(patterns: Sequence[tuple[re.Pattern[str], str]], items: Iterator[Item]) -> Iterator[Item]:
     def new_name(name: str) -> str:
         for pattern, replacement in patterns:
             new, found = pattern.subn(replacement, name)

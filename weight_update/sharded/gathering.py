@@ -79,10 +79,9 @@ class Gathering:
             more = item is not None
             for place, heard in zip(self._ranks.others, self._ranks.hear(), strict=True):
                 if heard["more"] != more:
-                    rank = self._ranks.members[place]
                     raise SyncFailedError(
-                        f"gather= gave {'more' if heard['more'] else 'fewer'} tensors on rank {rank} of the "
-                        f"trainer than on rank {self._ranks.members[0]}",
+                        f"gather= gave {'more' if heard['more'] else 'fewer'} tensors on "
+                        f"{self._ranks.name(place)} than on rank {self._ranks.members[0]}",
                         {},
                     )
             if item is not None:
@@ -109,19 +108,17 @@ class Gathering:
 
     def _in_batches(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of each batch while the next one is on its way."""
-        ahead = self._ask(0, tensors)
-        for place in range(len(self._batches)):
-            batch, ahead = ahead, None
-            assert batch is not None
+        asked = (self._ask(place, tensors) for place in range(len(self._batches)))
+        ahead = next(asked, None)
+        while ahead is not None:
+            batch = ahead
             self._await(batch)
-            ahead = self._ask(place + 1, tensors)
+            ahead = next(asked, None)
             yield from batch.items(tensors)
             del batch
 
-    def _ask(self, place: int, tensors: Tensors) -> PendingBatch | None:
+    def _ask(self, place: int, tensors: Tensors) -> PendingBatch:
         """Ask the others for their parts of a batch."""
-        if place >= len(self._batches):
-            return None
         pending = PendingBatch(self._batches[place], tensors)
         if pending.is_local:
             return pending

@@ -65,12 +65,12 @@ class Ranks(RankLinks):
     def _leading(self, call: str) -> Iterator[None]:
         self.result = {}
         try:
-            try:
-                yield
-            except BaseException as error:
-                with contextlib.suppress(WeightSyncError):  # ranks that can be reached get it
-                    self.tell({"end": error_to_wire(error), "step": call, **self.result})
-                raise
+            yield
+        except BaseException as error:
+            with contextlib.suppress(WeightSyncError):  # ranks that can be reached get it
+                self.tell({"end": error_to_wire(error), "step": call, **self.result})
+            raise
+        else:
             self.tell({"end": None, "step": call, **self.result})
         finally:
             if self.broken is not None:

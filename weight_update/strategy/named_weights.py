@@ -58,9 +58,7 @@ class NamedWeights:
     def in_order(self, names: tuple[str, ...]) -> Sequence[torch.Tensor]:
         """Return the tensors of ``names``, which are all here."""
         fixed = self.fixed
-        if fixed is not None and fixed.memo.get("names") is names:
-            return fixed
-        if fixed is not None and fixed.names == names:
+        if fixed is not None and (fixed.memo.get("names") is names or fixed.names == names):
             fixed.memo["names"] = names
             return fixed
         return [self.tensors[name] for name in names]

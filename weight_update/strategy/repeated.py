@@ -22,7 +22,6 @@ from weight_update.strategy.named_weights import (
 from weight_update.wire.fixed import FixedTensors, are_many
 
 _ADDRESS = torch.Tensor.data_ptr
-_STRIDED = {torch.strided}
 _LAYOUT = operator.attrgetter("layout")
 
 
@@ -90,7 +89,7 @@ class RepeatedRead:
             return
         self._fixed = None
         before, self._addresses = self._addresses, []
-        if are_many(tensors) and set(map(_LAYOUT, tensors.values())) == _STRIDED:
+        if are_many(tensors) and set(map(_LAYOUT, tensors.values())) == {torch.strided}:
             self._addresses = list(map(_ADDRESS, tensors.values()))
             if self._addresses == before:
                 named.fixed = self._fixed = FixedTensors.of(tensors)

@@ -91,8 +91,6 @@ class BlockingTrainer(ClientBase):
         publisher = None if self._method is None else self._method.publisher
         return None if publisher is None else publisher.endpoint
 
-    # -- for users ---------------------------------------------------------------------------------
-
     def need_sync(self) -> bool:
         """Return whether :meth:`sync_weight` should be called now."""
         return bool(self.ask("trainer_needs", step=self.step)["need"])
@@ -145,8 +143,6 @@ class BlockingExplorer(ClientBase):
             except BaseException:
                 self.close()
                 raise
-
-    # -- for users ---------------------------------------------------------------------------------
 
     def need_sync(self) -> bool:
         """Return whether :meth:`sync_weight` should be called now."""

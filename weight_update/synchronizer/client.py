@@ -79,11 +79,10 @@ class ClientBase:
         """Return the state of the trainer and of all explorers."""
         reply = self._retry("status", {}, time.monotonic() + self.timeout, wait=False)
         return {
+            **reply,
             "trainer": RunningStatus(reply["trainer"]),
             "explorers": {int(id): RunningStatus(value) for id, value in reply["explorers"].items()},
             "versions": {int(id): version for id, version in reply["versions"].items()},
-            "version": reply["version"],
-            "step": reply["step"],
         }
 
     def close(self) -> None:

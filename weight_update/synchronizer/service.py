@@ -90,8 +90,6 @@ class Service(SessionManager, ABC):
     def _release(self) -> None:
         """Release the weights that the synchronizer holds."""
 
-    # -- calls of the trainer ----------------------------------------------------------------------
-
     def trainer_needs(self, session: str, step: int) -> Reply:
         """Return whether the trainer should synchronize."""
         with self.changed:
@@ -120,8 +118,6 @@ class Service(SessionManager, ABC):
             self.machine.trainer_at(step)
             self.changed.notify_all()
         return trainer
-
-    # -- calls of explorers ------------------------------------------------------------------------
 
     def explorer_needs(self, session: str, step: int, held: list[Any] | None) -> Reply:
         """Return whether an explorer should synchronize, and the version in force there."""
@@ -197,18 +193,13 @@ class Service(SessionManager, ABC):
 
         ``timeout`` is the number of seconds that it had, for the reason.
         """
-        self.wait_for(lambda: has_ended(explorer) or ready(), deadline)
-        if not has_ended(explorer) and not ready():
-            self._give_up(explorer, timeout)
-        return not has_ended(explorer)
-
-    def _give_up(self, explorer: ExplorerState, timeout: float) -> None:
-        late = f"no new weights came within {timeout:g} s{self._lag(explorer)}"
-        if not self.machine.gave_up(explorer.id, late):
-            self.wait_for(lambda: has_ended(explorer), deadline_of(2 * self._timeout))
-            if not has_ended(explorer):
+        if not self.wait_for(lambda: has_ended(explorer) or ready(), deadline):
+            late = f"no new weights came within {timeout:g} s{self._lag(explorer)}"
+            busy = not self.machine.gave_up(explorer.id, late)
+            if busy and not self.wait_for(lambda: has_ended(explorer), deadline_of(2 * self._timeout)):
                 self.machine.failed(explorer.id, "the transfer did not end")
-        self.changed.notify_all()
+            self.changed.notify_all()
+        return not has_ended(explorer)
 
     def _lag(self, explorer: ExplorerState) -> str:
         """Return, for FIXED, how far the trainer is from the step that an explorer waits for."""

@@ -63,16 +63,13 @@ class SessionTable:
         self.lease: float | None = lease
         self.closed: bool = False
         self._changed, self._on_lapsed = changed, on_lapsed
-        self._sessions: dict[str, Session] = {}
+        self.sessions: dict[str, Session] = {}
         self._replaced: set[str] = set()
         self._watching = False
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._sessions
-
     def add(self, name: str, member: MemberState) -> None:
         """Add the session of a client that has come."""
-        self._sessions[name] = Session(member)
+        self.sessions[name] = Session(member)
         if self.lease is not None and not self._watching:
             self._watching = True
             args = (self.lease,)
@@ -82,9 +79,9 @@ class SessionTable:
     def of(self, name: str) -> Session:
         """Return a session, and renew its lease; raise Refused if there is none, and Closed after the end."""
         self.require_not_replaced(name)
-        if name not in self._sessions:
+        if name not in self.sessions:
             raise Refused("unknown")
-        session = self._sessions[name]
+        session = self.sessions[name]
         session.seen = time.monotonic()
         return session
 
@@ -101,29 +98,25 @@ class SessionTable:
     def remove(self, name: str) -> Session | None:
         """Remove and return a session; return None if there is none of this name."""
         self._changed.notify_all()
-        return self._sessions.pop(name, None)
+        return self.sessions.pop(name, None)
 
     def replace(self, member: MemberState | None) -> None:
         """Remove the session of ``member``, whose place a new client takes. Its later calls are refused."""
-        for name, session in list(self._sessions.items()):
+        for name, session in list(self.sessions.items()):
             if session.member is member:
-                del self._sessions[name]
+                del self.sessions[name]
                 self._replaced.add(name)
                 _log.warning("a client was replaced by another client with the same role and id")
 
     def linked(self, key: str) -> list[ExplorerState]:
         """Return the explorers that are connected to a publisher."""
-        members = [session.member for session in self._sessions.values() if session.linked == key]
+        members = [session.member for session in self.sessions.values() if session.linked == key]
         return [member for member in members if isinstance(member, ExplorerState)]
-
-    def names(self) -> list[str]:
-        """Return the names of all sessions."""
-        return list(self._sessions)
 
     def _watch(self, lease: float) -> None:
         """Sleep until the first lease would end, as a thread, while there are clients."""
         with self._changed:
-            while not self.closed and (sessions := dict(self._sessions)):
+            while not self.closed and (sessions := dict(self.sessions)):
                 now = time.monotonic()
                 for name, session in sessions.items():
                     if now - session.seen >= lease:
@@ -133,7 +126,7 @@ class SessionTable:
                 pause = max(first + lease - now, 0.01)
                 self._changed.wait(pause)
                 if time.monotonic() > now + pause + lease / 2:  # stopped, this process could hear no one
-                    for session in self._sessions.values():
+                    for session in self.sessions.values():
                         session.seen = time.monotonic()
             self._watching = False
 
@@ -191,7 +184,7 @@ class SessionManager:
         """
         with self.changed:
             self.table.require_not_replaced(session)
-            if session in self.table:
+            if session in self.table.sessions:
                 if isinstance(self.table.of(session).member, TrainerState):
                     self._take_endpoint(ticket, step)
             elif role == "trainer":
@@ -221,8 +214,7 @@ class SessionManager:
     def _admit_trainer(self, step: int, synced_at: int | None, version: int | None) -> TrainerState:
         newest = self.machine.newest
         if version is not None and (newest is None or version > newest):
-            self.publish(version, step)  # this service was started after the trainer, without its versions
-            self._restore(version, step)
+            self._restore(version, step)  # this service was started after the trainer, without its versions
         return self.machine.trainer_joined(step, synced_at)
 
     def _take_endpoint(self, endpoint: Endpoint | None, step: int) -> None:
@@ -335,7 +327,7 @@ class SessionManager:
         """Wake all that wait, and refuse later calls."""
         with self.changed:
             self.table.closed = True
-            for name in self.table.names():
+            for name in list(self.table.sessions):
                 self.gone(name, "the synchronizer was closed")
             self.changed.notify_all()
 

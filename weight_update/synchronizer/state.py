@@ -127,7 +127,8 @@ class State:
         if plan.style is SyncStyle.EXPLORER_DRIVEN:
             return explorer.step - explorer.synced_at >= plan.sync_interval
         if plan.style is SyncStyle.FULLY_ASYNC:
-            return self._behind(explorer) > plan.max_staleness or self._has_nothing(explorer)
+            exist = self.newest is not None or (plan.direct and self.trainer is not None)  # weights
+            return self._behind(explorer) > plan.max_staleness or (exist and explorer.version is None)
         if plan.direct:
             return self.trainer is not None and self.trainer.status is REQUIRE_SYNC
         return self._behind(explorer) > 0
@@ -153,10 +154,9 @@ class State:
         """Return the explorers that the trainer waits for (NCCL)."""
         if self.trainer is None or self.plan.style in (SyncStyle.EXPLORER_DRIVEN, SyncStyle.FULLY_ASYNC):
             return ()
-        explorers = self.explorers.values()
         if self.plan.style is SyncStyle.TRAINER_DRIVEN:
-            return tuple(explorer.id for explorer in explorers)
-        return tuple(e.id for e in explorers if self._next_wanted(e) <= self.trainer.step)
+            return tuple(self.explorers)
+        return tuple(e.id for e in self.explorers.values() if self._next_wanted(e) <= self.trainer.step)
 
     def may_fetch(self, id: int) -> int | None:
         """Return the version for a waiting explorer to fetch (MEMORY, CHECKPOINT); None to wait."""
@@ -216,11 +216,6 @@ class State:
         if self.trainer is not None:
             newest = max(newest, self.trainer.given)
         return newest - (-1 if explorer.version is None else explorer.version)
-
-    def _has_nothing(self, explorer: ExplorerState) -> bool:
-        """Return whether an explorer has no weights of the trainer though there are some."""
-        exist = self.newest is not None or (self.plan.direct and self.trainer is not None)
-        return exist and explorer.version is None
 
     def _trainer_stopped(self) -> bool:
         return self.trainer is not None and self.trainer.status is STOPPED

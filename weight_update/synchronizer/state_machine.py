@@ -226,8 +226,6 @@ class StateMachine(State):
         self.lost = self.newest is not None
         self._settle()
 
-    # -- insides -----------------------------------------------------------------------------------
-
     def _settle(self, reason: str = TRAINER_STOPPED) -> None:
         """Wake all that need not, or cannot, wait any longer."""
         for explorer in self.explorers.values():

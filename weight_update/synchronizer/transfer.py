@@ -22,9 +22,6 @@ from weight_update.strategy.strategy import WeightStrategy
 Endpoint = dict[str, Any]
 """Where a subscriber finds a :class:`Publisher`: plain values."""
 
-TellFull = Callable[[WorkerEvent], None]
-"""A function that is told, in another thread, of an explorer that is sent all weights instead of a patch."""
-
 _UPDATES_REMEMBERED = 256
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -57,10 +54,6 @@ class Transfer:
         left = {id for id in wanted - set(failures) if id not in self.report.apply_seconds}
         return failures | dict.fromkeys(left, "it left before it had applied it")
 
-    def failures(self) -> dict[int, str]:
-        """Return the failures known by now, by id."""
-        return {idx: str(why) for idx, why in self._handle.failures().items()}
-
 
 class Publisher:
     """The sending end: explorers join at any time and are sent weights when it is their turn.
@@ -69,7 +62,8 @@ class Publisher:
         source: module, TensorDict, dict or callable that is read at each :meth:`send`.
         address: address of the interface to listen on; None lets in processes of this machine only, through
             shared memory.
-        tell: function that is told of explorers that are sent all weights instead of a patch.
+        tell: function that is told, in another thread, of an explorer that is sent all weights instead of a
+            patch.
 
     Attributes:
         endpoint: where subscribers find it.
@@ -82,14 +76,14 @@ class Publisher:
         strategy: str | WeightStrategy,
         timeout: float,
         backend: str = "gloo",
-        tell: TellFull = lambda event: None,
+        tell: Callable[[WorkerEvent], None] = lambda event: None,
     ) -> None:
         token = secrets.token_hex(16)
         self.endpoint: Endpoint = {"token": token, "address": address, "port": 0, "shared": address is None}
         self._scheme = _scheme(self.endpoint, strategy, timeout, backend)
         self._tell = tell
         self._sending = threading.Lock()
-        self._last: Transfer | None = None
+        self._last: SendHandle | None = None  # of the last update that was spread
         self._versions: dict[int | None, int] = {}  # for events, by number of the update
         self._unobserve: Callable[[], None] | None = None
         self._scheme.init_on_sender(weights=source, num_workers=0)
@@ -123,7 +117,8 @@ class Publisher:
         with self._sending:
             self._observe(observe is not None)
             if spread and self._last is not None and (bad := self._last.failures()):
-                _log.warning("explorers did not apply an earlier update: %s", bad)
+                reasons = {idx: str(why) for idx, why in bad.items()}
+                _log.warning("explorers did not apply an earlier update: %s", reasons)
             while True:
                 joined = frozenset(self.joined())
                 here = joined if spread else wanted & joined
@@ -136,10 +131,9 @@ class Publisher:
                     break
             if observe is not None:
                 remember(self._versions, handle.version, observe)
-            transfer = Transfer(handle)
             if spread:
-                self._last = transfer
-            return transfer
+                self._last = handle
+            return Transfer(handle)
 
     def _observe(self, observed: bool) -> None:
         """Observe the scheme, or end this."""
@@ -205,9 +199,8 @@ class Subscriber:
 
 def _pass_on(publisher: weakref.ref[Publisher], event: Event) -> None:
     """Pass an event of a publisher's scheme on if an explorer is sent all weights instead of a patch."""
-    if not isinstance(event, WorkerEvent) or event.kind != "full_update":
-        return
-    if (sender := publisher()) is not None:
+    sender = publisher()
+    if sender is not None and isinstance(event, WorkerEvent) and event.kind == "full_update":
         sender.tell_full(event)
 
 
