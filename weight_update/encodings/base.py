@@ -262,7 +262,7 @@ _K = TypeVar("_K", bound=Encoding)
 
 
 def register_encoding(cls: _E) -> _E:
-    """Register an encoding class under its ``name``; a class decorator, needed on both ends.
+    """Register an encoding class under its ``name``. Use it as a class decorator; both ends need the class.
 
     Raises:
         ValueError: the class has no ``name``, or another class has the same one.

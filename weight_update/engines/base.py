@@ -60,7 +60,7 @@ class InferenceEngine(ABC):
     """
 
     keeps_tensors: bool = False
-    """Whether :meth:`load_weights` keeps the tensors, such as for ``data`` of parameters, and copies none.
+    """Whether :meth:`load_weights` keeps the tensors, for example as ``data`` of parameters, without a copy.
 
     They then stay valid, and nobody writes to them, until ``finish_update`` of the next version has returned.
     Generation waits only while parameters are set. With patches, the receiver has two copies of the weights,

@@ -168,11 +168,12 @@ def connect_servers(
         scheme.send()
 
     For each update, the worker of rank 0 of each server calls its server: ``/pause``, the three calls of an
-    update, and ``/resume``. If an update fails, the server stays paused until one succeeds. So does a server
-    whose workers could not join; call this again, or ``server.resume()`` if its weights may be used.
+    update, and ``/resume``. If an update fails, the server stays paused until an update succeeds. If its
+    workers cannot join, the server also stays paused: call this function again, or ``server.resume()`` if the
+    server's weights may be used.
 
-    If a server was started again, or is added, call this on the connected ``scheme`` with that server alone,
-    and the ``first_worker`` of its workers.
+    If a server was restarted, or is added, call this function on the connected ``scheme`` with only that
+    server, and with the ``first_worker`` of its workers.
 
     Args:
         scheme: the sender, after ``init_on_sender``.
