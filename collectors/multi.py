@@ -63,8 +63,9 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         frames_timeout: seconds that the collector waits for batches while a worker delivers none;
             ``math.inf`` for no limit. Time that the program spends between two batches does not count.
         on_worker_lost: ``"raise"`` ends collection with an error when a worker has ended or is late.
-            ``"continue"`` logs a warning and goes on with the other workers; one that is late is killed. Only
-            a :class:`MultiAsyncCollector` can go on, as other batches have frames of every worker.
+            ``"continue"`` logs a warning, kills a worker that is late, and continues with the other workers.
+            Only a :class:`MultiAsyncCollector` can continue, because other batches have frames of every
+            worker.
         options: all other options of TorchRL's ``MultiCollector``.
 
     Raises:

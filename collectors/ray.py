@@ -37,8 +37,8 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             ``data="object_store"``. They are shut down with the collector.
         weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
         weight_updater: see :class:`~collectors.remote.Remote`.
-        frames_timeout: see :class:`~collectors.remote.Remote`. Actors may take as long to start, and at least
-            1,800 s.
+        frames_timeout: seconds that the collector waits for batches, as for
+            :class:`~collectors.MultiCollector`. Actors may take this time to start, but at least 1,800 s.
 
     Raises:
         ImportError: Ray is not installed.

@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     class WeightUpdaterBase(torchrl.collectors.WeightUpdaterBase):
         """TorchRL's base class of updaters that a program writes itself.
 
-        No scheme is behind such an updater: it delivers weights in its own way, and gives no report.
+        Such an updater uses no scheme: it delivers weights in its own way, and returns no report.
         """
 
         def __init_subclass__(cls, **options: Any) -> None:
@@ -136,7 +136,7 @@ class _LocalUpdater(SchemeUpdater):
 
 
 class VanillaWeightUpdater(_LocalUpdater):
-    """A legacy updater of a :class:`~collectors.Collector`; deprecated for ``MemoryWeightSyncScheme``.
+    """A legacy updater of a :class:`~collectors.Collector`. Use ``MemoryWeightSyncScheme`` instead.
 
     Args:
         weight_getter: function that returns the weights to send; None for those of the collector's policy.
@@ -167,7 +167,7 @@ class VanillaWeightUpdater(_LocalUpdater):
 class MultiProcessedWeightUpdater(_LocalUpdater):
     """A legacy updater of a :class:`~collectors.MultiCollector`.
 
-    It is deprecated for ``SharedMemWeightSyncScheme``.
+    It is deprecated; use ``SharedMemWeightSyncScheme``.
 
     Args:
         get_server_weights: function that returns the weights to send; None for those of the collector's
@@ -215,7 +215,7 @@ class _RemoteUpdater(SchemeUpdater):
 class DistributedWeightUpdater(_RemoteUpdater):
     """A legacy updater of a :class:`~collectors.DistributedCollector`.
 
-    It is deprecated for ``DistributedWeightSyncScheme``. Workers are numbered from 0.
+    It is deprecated; use ``DistributedWeightSyncScheme``. Workers are numbered from 0.
 
     Args:
         store: accepted as in TorchRL; the scheme has its own connection.
@@ -233,7 +233,7 @@ class DistributedWeightUpdater(_RemoteUpdater):
 
 
 class RPCWeightUpdater(_RemoteUpdater):
-    """A legacy updater of an :class:`~collectors.RPCCollector`; deprecated for ``RPCWeightSyncScheme``.
+    """A legacy updater of an :class:`~collectors.RPCCollector`. Use ``RPCWeightSyncScheme`` instead.
 
     Args:
         collector_infos: accepted as in TorchRL; the scheme has its own connection.
@@ -266,13 +266,13 @@ class RPCWeightUpdater(_RemoteUpdater):
 
 
 class RayWeightUpdater(_RemoteUpdater):
-    """A legacy updater of a :class:`~collectors.RayCollector`; deprecated for ``RayWeightSyncScheme``.
+    """A legacy updater of a :class:`~collectors.RayCollector`. Use ``RayWeightSyncScheme`` instead.
 
     Args:
         policy_weights: weights to send if an update gives none.
         remote_collectors: actors of the collector; an empty list for those of the collector that it is given
             to.
-        max_interval: number of calls that pass a worker over before the next one updates it.
+        max_interval: number of calls that skip a worker before a call updates it.
     """
 
     replacement = "RayWeightSyncScheme"

@@ -17,7 +17,7 @@
      │    ├── LinkClosedError                      the other end is gone
      │    ├── JoinRefusedError                     the sender did not admit this receiver
      │    └── UnreachableMemoryError               shared memory that this process cannot open
-     ├── SyncTimeoutError          (TimeoutError)  a wait ran out; the message says for whom
+     ├── SyncTimeoutError          (TimeoutError)  a wait took too long; the message names the other side
      └── WorkerError               (RuntimeError)  an exception inside a worker, with its traceback
           └── SyncFailedError                      some workers failed in one send; ``failures`` by worker
                └── GroupSyncFailedError            the same for several models sent as one step
@@ -80,7 +80,7 @@ class FormatError(WeightSyncError, ValueError):
 
 
 class NotEnoughMemoryError(WeightSyncError, MemoryError):
-    """Too little memory for weights, here or in a worker; the message says how much is needed.
+    """Lack of memory for weights, here or in a worker; the message states how much is needed.
 
     Attributes:
         version: in a worker, version of the update that needs the memory; None if it is not known.
@@ -128,7 +128,7 @@ class UnreachableMemoryError(TransportError):
 
 
 class SyncTimeoutError(WeightSyncError, TimeoutError):
-    """A wait took longer than its timeout; the message says who was waited for."""
+    """A wait took longer than its timeout; the message names the side that did not answer."""
 
 
 class WorkerError(WeightSyncError, RuntimeError):
@@ -136,7 +136,7 @@ class WorkerError(WeightSyncError, RuntimeError):
 
 
 class SyncFailedError(WorkerError):
-    """One or more workers did not take an update; all others did.
+    """One or more workers did not apply an update; all others did.
 
     Attributes:
         failures: the exception of each worker that failed, by worker index.
@@ -156,7 +156,7 @@ class SyncFailedError(WorkerError):
 
 
 class GroupSyncFailedError(SyncFailedError):
-    """One or more workers did not take an update of several models.
+    """One or more workers did not apply an update of several models.
 
     In another process this error arrives as a :class:`SyncFailedError`.
 

@@ -21,16 +21,16 @@ class SyncReport:
         version: number of the update.
         encoding: name of the encoding, e.g. ``"dense"``.
         dense_bytes: size in bytes of all weights, sent once.
-        wire_bytes: bytes handed to the transport, for all workers together. A shared buffer that all
-            workers read counts once. What a busy worker is sent counts when it is sent.
+        wire_bytes: bytes passed to the transport, for all workers together. A shared buffer that all workers
+            read counts once. Bytes for a busy worker count when they are sent.
         changed_fraction: share of the elements that were sent (1.0 when all were).
         compression: label of the compression of a patch, e.g. ``"zstd"``; empty when nothing was compressed.
         seconds: time of each stage in seconds: ``extract``, ``convert``, ``encode``, ``send``, ``ack``.
         apply_seconds: seconds from the arrival of the update until it was visible, by worker.
         stall_seconds: seconds for which the update kept forward passes waiting, by worker.
-        failures: errors, as text, of the workers that did not apply the update, by worker. Only reports that
-            observers get have it; other callers get :class:`~weight_update.SyncFailedError`. A worker that is
-            lost is in one such report, and in no other until it joins again.
+        failures: errors, as text, of the workers that did not apply the update, by worker. Only reports for
+            observers have it; other callers get :class:`~weight_update.SyncFailedError`. A lost worker is in
+            only one such report until it joins again.
         began: time at which the update began, in seconds since the epoch.
     """
 
@@ -105,17 +105,17 @@ class WorkerEvent:
             - ``"late"``: it did not apply an update in time.
             - ``"full_update"``: it was sent all weights instead of changes, because it lacks the version that
               the changes refer to.
-            - ``"applied"``: it applied a version, and no report tells of that in time. This comes for the
-              first weights of a worker that joins during training, for workers that apply an update earlier
-              or later than a busy one, and for the explorers of a :class:`~weight_update.Synchronizer`.
+            - ``"applied"``: it applied a version that no report covers in time: the first weights of a worker
+              that joins during training, an update that it applied earlier or later than a busy worker, or,
+              for an explorer of a :class:`~weight_update.Synchronizer`, any version.
 
         worker: index of the worker.
         version: number of the weights that it has, or of the update that it is late with or was sent; None if
             unknown.
         reason: error, as text; empty for ``"joined"`` and ``"left"``.
         time: time of the event, in seconds since the epoch.
-        late_joiner: whether the sender forgets the worker once it has left or was lost, because
-            ``init_on_sender`` was not told of it.
+        late_joiner: whether the worker is a late joiner, which the sender forgets once it has left or was
+            lost.
     """
 
     kind: Literal["joined", "left", "lost", "late", "full_update", "applied"]
@@ -132,7 +132,7 @@ class WorkerEvent:
 
 @dataclass(frozen=True)
 class PolicyLag:
-    """The age of the policy that made the frames of a batch, which a collector has yielded.
+    """The policy lag of a batch that a collector has yielded.
 
     The lag of a frame is the trainer's version minus the version that made the frame.
 

@@ -32,11 +32,11 @@ _FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.05, 1.0, 1.5
 class CheckpointStore:
     """Numbered versions of named weights in a directory, for one writer and any number of readers.
 
-    Files are in the safetensors format. A version exists when its manifest does, which is written last, so
-    only complete versions are seen, whichever process is killed at whatever moment. A version is removed when
-    ``keep`` newer ones are complete and no process reads it. Readers and the writer may be on different
-    machines. All of them write to the directory (readers: leases). On NFS a new version is seen as late as
-    the client's attribute cache allows (mount option ``acdirmax``, 60 s unless set).
+    Files are in the safetensors format. The manifest of a version is written last, and a version exists only
+    with its manifest. Readers therefore see only complete versions, even if a process is killed. A version is
+    removed when ``keep`` newer ones are complete and no process reads it. Readers and the writer may be on
+    different machines. All of them write to the directory; readers write leases. On NFS, the client's
+    attribute cache may delay a new version (mount option ``acdirmax``, 60 s unless set).
 
     Args:
         directory: path of the directory. If it does not exist, it is created for this user only. In an
@@ -67,8 +67,7 @@ class CheckpointStore:
         """Write a version, and remove old ones. The version is on the disk when this returns.
 
         Args:
-            version: number that is not below the newest. An existing version is replaced, as a trainer that
-                starts again may have to do.
+            version: number that is not below the newest. An existing version is replaced.
             weights: tensors by name, of any device and dtype, and extra state of modules under names that end
                 in ``_extra_state``, as in a state dict. They must not change meanwhile. Tensors on a device
                 are copied to memory first.
@@ -173,10 +172,10 @@ class CheckpointStore:
     def reading(self, version: int) -> Iterator[dict[str, Any]]:
         """Yield the weights of a version: tensors on the CPU and extra state, by name.
 
-        Names that were one tensor are one tensor again. The tensors are the mapped file: the processes of a
-        machine share its memory. They may be kept and written to, which changes neither the file nor the
-        tensors of other readers. The version is not removed inside the ``with`` block, nor while one of its
-        tensors is kept.
+        Names that were one tensor are one tensor again. The tensors are views of the mapped file, whose
+        memory the processes of a machine share. You may keep them and write to them; this changes neither the
+        file nor the tensors of other readers. The version is not removed inside the ``with`` block, nor while
+        one of its tensors is kept.
 
         Raises:
             FileNotFoundError: there is no such version (any more).

@@ -36,7 +36,7 @@ class AnsCompression(BlockCompression):
     describes them (https://arxiv.org/abs/1402.3392).
 
     Args:
-        threads: most threads that compress, at most one for each core and for each 4 MiB.
+        threads: largest number of threads that compress, at most one for each core and for each 4 MiB.
     """
 
     name: ClassVar[str] = "ans/1"

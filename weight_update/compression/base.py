@@ -88,7 +88,7 @@ _C = TypeVar("_C", bound=type[Compression])
 
 
 def register_compression(cls: _C) -> _C:
-    """Register a compression class under its ``name``; a class decorator, needed on both ends."""
+    """Register a compression class under its ``name``; a class decorator, which both ends need."""
     _registry[cls.name] = cls
     return cls
 

@@ -31,9 +31,9 @@ class BlockCompression(Compression):
     """A compression of separate blocks; a subclass compresses and decompresses one block.
 
     Args:
-        threads: most threads that compress: at most one for each core and for each 4 MiB. The result does
-            not depend on it. Receivers decompress with one thread, because several of them may share a
-            machine with policies that compute.
+        threads: largest number of threads that compress, at most one for each core and for each 4 MiB. The
+            result does not depend on it. Receivers decompress with one thread, because several of them may
+            share a machine with policies that compute.
     """
 
     threads: int = field(default=4, kw_only=True)

@@ -17,7 +17,7 @@ class Lz4Compression(BlockCompression):
 
     Args:
         acceleration: at least 1; a larger value is faster and compresses less.
-        threads: most threads that compress, at most one for each core and for each 4 MiB.
+        threads: largest number of threads that compress, at most one for each core and for each 4 MiB.
 
     Raises:
         ImportError: the package ``lz4`` is not installed.

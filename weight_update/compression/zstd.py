@@ -19,7 +19,7 @@ class ZstdCompression(BlockCompression):
 
     Args:
         level: from -7 for the fastest to 22 for the smallest.
-        threads: most threads that compress, at most one for each core and for each 4 MiB.
+        threads: largest number of threads that compress, at most one for each core and for each 4 MiB.
 
     Raises:
         ImportError: the package ``zstandard`` is not installed.

@@ -11,10 +11,11 @@ from weight_update.convert.base import Choice, Converter, Item, Only, check_only
 
 
 def cast(dtype: torch.dtype, only: Only | None = None) -> Converter:
-    """Convert floating-point weights to ``dtype`` as ``Tensor.to`` does; all others pass.
+    """Convert floating-point weights to ``dtype`` as ``Tensor.to`` does; others pass unchanged.
 
-    Quantized weights and their scales (``*_scale``, ``*_scale_inv``) pass as well, unless ``only`` selects
-    them. Converted weights are no longer tied: give ``only`` if workers have tied weights.
+    Quantized weights and their scales (``*_scale``, ``*_scale_inv``) also pass unchanged, unless ``only``
+    selects them. Converted weights are no longer tied: use ``only`` to exclude weights that workers have
+    tied.
 
     Workers get weights in their own dtypes without this converter. Use it to send weights in a narrower
     dtype, or before another converter.

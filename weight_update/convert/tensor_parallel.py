@@ -81,8 +81,9 @@ def gather_tensor_parallel(
 ) -> Converter:
     """Join the shards of all ranks of ``group``, one weight at a time.
 
-    Every rank of the group must run this converter over the same names in the same order, to its end; each
-    gets the whole weights. Weights that match no pattern are taken to be equal on all ranks, and pass.
+    Every rank of the group must run this converter over the same names in the same order, to its end. Each
+    rank gets the whole weights. Weights that match no pattern are assumed to be equal on all ranks, and pass
+    unchanged.
 
     Args:
         group: group of the tensor-parallel ranks, with a backend that supports these tensors; None for all

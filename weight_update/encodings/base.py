@@ -23,9 +23,10 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(self, tensors: Sequence[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
-        """Write ``tensors`` (in schema order, live) into payloads from ``lend``; on a GPU, wait for that.
+        """Write ``tensors`` (in schema order, live) into payloads from ``lend``.
 
-        Return one payload or more, in the order in which they are to be decoded.
+        Return one payload or more, in the order in which they are to be decoded. On a GPU, this waits until
+        they are written.
         """
 
     def stream(self, tensors: Iterator[torch.Tensor], lend: Lend) -> Iterator[torch.Tensor]:
@@ -33,7 +34,7 @@ class Encoder(ABC):
 
         Used where :attr:`~weight_update.WholeEncoding.in_chunks` is True.
 
-        Take the tensors of a payload after ``lend`` gave its memory, and keep none of them.
+        Take the tensors of a payload only after ``lend`` returned its memory, and keep none of them.
         """
         raise NotImplementedError(f"{type(self).__name__} does not encode in chunks")
 
@@ -56,7 +57,8 @@ class Decoder(ABC):
         Args:
             index: position among the payloads of the update, from 0.
             payload: 1-D uint8 tensor.
-            allocate: function that returns memory without weights, reserved while it is a result.
+            allocate: function that returns memory that no weights use; it stays reserved as long as it is a
+                result.
         """
         del index, allocate
         return payload
@@ -260,7 +262,7 @@ _K = TypeVar("_K", bound=Encoding)
 
 
 def register_encoding(cls: _E) -> _E:
-    """Register an encoding class under its ``name``; a class decorator, needed on both ends.
+    """Register an encoding class under its ``name``. Use it as a class decorator; both ends need the class.
 
     Raises:
         ValueError: the class has no ``name``, or another class has the same one.
@@ -288,12 +290,12 @@ def resolve_encoding(encoding: object) -> Encoding:
 
 
 def decoder_for(wire_name: str, schema: WeightSchema) -> Decoder:
-    """Return the decoder for the whole encoding of a wire name; UnknownEncodingError if there is none."""
+    """Return the decoder for the whole encoding of a wire name; raise FormatError if there is none."""
     return _registered(wire_name, WholeEncoding).decoder(schema)  # type: ignore[type-abstract]
 
 
 def read_delta(wire_name: str, payload: torch.Tensor, schema: WeightSchema) -> Delta:
-    """Return the delta in a payload; UnknownEncodingError or, if it is not valid, FormatError."""
+    """Return the delta in a payload; raise FormatError if its encoding is unknown or it is not valid."""
     return _registered(wire_name, DeltaEncoding).read(payload, schema)  # type: ignore[type-abstract]
 
 

@@ -45,7 +45,7 @@ def require_bool(option: str, value: object) -> None:
 @register_encoding
 @dataclass(frozen=True)
 class BucketEncoding(WholeEncoding):
-    """All weights, in buckets that are sent one after the other.
+    """Encoding that sends all weights in buckets, one after the other.
 
     Args:
         bucket_size: largest number of bytes in a bucket, at least 64. A tensor that is larger is split.
@@ -54,9 +54,9 @@ class BucketEncoding(WholeEncoding):
             on arrival; other tensors keep their dtype. None keeps every dtype.
         bucket_device: device on which a bucket is assembled before it goes to the transport, e.g. ``"cuda"``
             to convert on the GPU and copy from it once. None writes directly into the transport's memory.
-        load_instant: whether a receiver copies each bucket into place when it arrives, which frees the
-            bucket's memory. If False, it keeps the buckets, and its weights are views into them. Either way
-            nothing is visible before all buckets have arrived.
+        load_instant: whether a receiver copies each bucket when it arrives, which frees the bucket's memory.
+            If False, it keeps the buckets, and its weights are views into them. In both cases, no update is
+            visible before all buckets have arrived.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message lists the allowed values.

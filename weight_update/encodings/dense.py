@@ -73,7 +73,7 @@ class ViewCache:
 @register_encoding
 @dataclass(frozen=True)
 class DenseEncoding(WholeEncoding):
-    """All weights in one payload: the flat buffer that the schema describes."""
+    """Encoding that sends all weights in one payload: the flat buffer that the schema describes."""
 
     name: ClassVar[str] = "dense/1"
     on_gpu: ClassVar[bool] = True

@@ -27,7 +27,7 @@ class WeightChange(NamedTuple):
 
 
 class InferenceEngine(ABC):
-    """Receives versions of weights in its own way: ``scheme.init_on_receiver(model=engine, worker_idx=...)``.
+    """Base class of engines that receive weights: ``scheme.init_on_receiver(model=engine, worker_idx=...)``.
 
     For each version the receiver calls :meth:`begin_update`, then :meth:`load_weights` or
     :meth:`load_changes`, then :meth:`finish_update`. If one of the last two raises, the receiver calls
@@ -37,8 +37,7 @@ class InferenceEngine(ABC):
 
     The calls for one version come one after the other, without gradients, from any thread. The tensors have
     the names, shapes and dtypes of the sender after ``convert``, and are on the CPU. They may be views into
-    memory that is used again: copy what is to be kept, as loaders do. Extra state of modules stays with the
-    sender.
+    memory that is used again: copy tensors that you keep, as loaders do. Extra state of modules is not sent.
     """
 
     loads_in_chunks: bool = False
@@ -61,7 +60,7 @@ class InferenceEngine(ABC):
     """
 
     keeps_tensors: bool = False
-    """Whether :meth:`load_weights` keeps the tensors, such as for ``data`` of parameters, and copies none.
+    """Whether :meth:`load_weights` keeps the tensors, for example as ``data`` of parameters, without a copy.
 
     They then stay valid, and nobody writes to them, until ``finish_update`` of the next version has returned.
     Generation waits only while parameters are set. With patches, the receiver has two copies of the weights,
@@ -112,10 +111,10 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def finish_update(self, version: int) -> None:
-        """Put ``version``, of which all weights were loaded, in force."""
+        """Put ``version`` in force, after all of its weights were loaded."""
 
     def expected_weights(self) -> Mapping[str, torch.Tensor] | None:
-        """Return the weights that the engine takes, for ``connect()`` to compare with the sender's.
+        """Return the weights that the engine expects; ``connect()`` compares them with the sender's.
 
         Returns:
             tensors by name, of the right shapes and dtypes, which may be on the meta device. The engine gets
@@ -124,5 +123,5 @@ class InferenceEngine(ABC):
         return None
 
     def abort_update(self, version: int) -> None:
-        """Give up ``version``, which will not be finished and of which some weights may be loaded already."""
+        """Abandon ``version``, which failed; some of its weights may be loaded already."""
         del version

@@ -52,7 +52,7 @@ class _Request(NamedTuple):
 
 
 class TransformersEngine(InferenceEngine):
-    """Generates with a ``transformers`` model, and receives its weights between two decoding steps.
+    """Engine that generates with a ``transformers`` model, and updates it between two decoding steps.
 
     Example::
 
@@ -67,8 +67,8 @@ class TransformersEngine(InferenceEngine):
     threads share one continuous-batching manager, which this engine owns: use neither
     ``model.generate_batch`` nor another manager of the same model meanwhile.
 
-    Each update drops the key-value cache of prefixes, which later requests would share. A running request
-    keeps its own key-value cache, with the values of former weights.
+    Each update drops the key-value cache of prefixes, which later requests would reuse. A running request
+    keeps its own key-value cache, with the values of previous weights.
 
     Source: ``ContinuousBatchingManager`` in ``generation/continuous_batching/continuous_api.py`` of
     transformers, whose ``pause()`` stops generation between two steps; the names of the pause modes are those
@@ -79,9 +79,9 @@ class TransformersEngine(InferenceEngine):
         generation_config: ``GenerationConfig`` of all requests; None for that of the model.
         continuous_batching_config: ``ContinuousBatchingConfig``; None for the defaults of transformers, which
             take most of the free memory for the cache.
-        pause: what an update does with running requests. ``"wait"`` finishes them first. ``"keep"`` continues
-            them afterwards, with the new weights. ``"abort"`` ends them; their answers have the tokens so
-            far, and ``finished=False``. Requests that arrive during an update begin after it.
+        pause: treatment of running requests during an update. ``"wait"`` finishes them first. ``"keep"``
+            continues them afterwards, with the new weights. ``"abort"`` ends them; their answers have the
+            tokens so far, and ``finished=False``. Requests that arrive during an update begin after it.
         loads_in_chunks: as :attr:`~weight_update.InferenceEngine.loads_in_chunks`.
         stable_addresses: whether weights are copied into the model's tensors. False makes the model's tensors
             refer to the received memory, which takes less than a millisecond; the model must be on the CPU.
@@ -147,7 +147,7 @@ class TransformersEngine(InferenceEngine):
     # -- generation --------------------------------------------------------------------------------
 
     def submit(self, prompt: Sequence[int], **options: Any) -> Future[Answer]:
-        """Begin to answer a prompt, after an update that is under way.
+        """Begin to answer a prompt; if an update is under way, begin after it.
 
         Args:
             prompt: token ids.
@@ -198,7 +198,7 @@ class TransformersEngine(InferenceEngine):
         return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def begin_update(self, version: int) -> None:
-        """Pause generation between two decoding steps, in the way of ``pause``; keep new requests waiting.
+        """Pause generation between two decoding steps, as ``pause`` states; new requests wait.
 
         Raises:
             SyncTimeoutError: generation did not pause within ``timeout`` seconds.

@@ -75,7 +75,7 @@ _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 
 
 class Gate:
-    """Admits forward passes at any time, and an update when no forward pass runs.
+    """Lock that admits forward passes at any time, and an update only when no forward pass runs.
 
     Threads that compute call :meth:`enter` and :meth:`leave`; nested calls are fine. An update goes through
     :meth:`run`. A forward pass that begins while an update waits is admitted after it, so a worker that
@@ -101,7 +101,7 @@ class Gate:
     # -- forward passes ----------------------------------------------------------------------------
 
     def enter(self, frame: types.FrameType | None = None) -> _Section:
-        """Begin a section in which no update lands, and return it for :meth:`leave`.
+        """Begin a section in which no update is applied, and return it for :meth:`leave`.
 
         The section does not outlast ``frame``, the frame of the caller, if there is one.
         """
@@ -121,7 +121,7 @@ class Gate:
             raise
 
     def leave(self, section: _Section | None = None) -> None:
-        """End a section, in any thread; an update that waited lands now.
+        """End a section, in any thread; an update that waited is applied now.
 
         Args:
             section: section that :meth:`enter` returned; None ends the last one that this context began.
@@ -303,7 +303,7 @@ class Gate:
         return guard(self, module)
 
     def guarded(self, function: _F) -> _F:
-        """Return ``function`` so that it holds the gate during each call.
+        """Return ``function``, changed to hold the gate during each call.
 
         A coroutine function holds until its await ends; a generator or an asynchronous generator holds from
         its first item until it ends or is closed.

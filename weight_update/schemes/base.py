@@ -42,7 +42,7 @@ Admit = Callable[[int], Any]
 
 
 class WeightSyncScheme(SchemeUpdates):
-    """Keeps one model of many workers equal to one model of a trainer.
+    """Base class of the schemes, which keep one model of many workers equal to one model of a trainer.
 
     The trainer is the *sender* and each worker is a *receiver*. Both sides go through the same steps:
 
@@ -56,6 +56,7 @@ class WeightSyncScheme(SchemeUpdates):
     ::
 
         # trainer
+        context = multiprocessing.get_context("spawn")
         scheme = SharedMemWeightSyncScheme()
         scheme.init_on_sender(model=policy, num_workers=2)
         for index in range(2):
@@ -78,21 +79,21 @@ class WeightSyncScheme(SchemeUpdates):
     Args:
         strategy: ``"tensordict"``, ``"state_dict"`` or a :class:`~weight_update.WeightStrategy`.
         sync: whether :meth:`send` waits until all workers have applied the update. If False, it returns at
-            once, a busy worker skips to the newest version, and a later call raises the error of an earlier
-            update.
+            once. A busy worker then skips to the newest version, and a later call raises the error of an
+            earlier update.
         timeout: seconds that :meth:`send` waits for workers, and a worker for its forward pass to end.
         connect_timeout: seconds that :meth:`connect` waits for the other side.
         stable_addresses: whether receivers copy into their tensors instead of pointing them at received
-            memory; needed where addresses were captured, as by CUDA graphs.
+            memory. CUDA graphs need this, because they capture addresses.
 
     Attributes:
         last_report: :class:`~weight_update.SyncReport` of the last update sent; None before.
-        worker_alive: processes of the workers, as a list in the order of their indices or as a dict by
-            index, or a function that returns whether the process of a worker index lives. Set it on the
-            sender, and :meth:`connect` does not wait for a worker that died.
-        group: name shared by schemes whose models one worker holds and that are updated together by
-            :func:`~weight_update.send_together`; set by :func:`~weight_update.group_schemes`.
-        token: secret that workers prove to know when they join; it travels with the scheme.
+        worker_alive: processes of the workers, as a list in the order of their indices or as a dict by index;
+            or a function that takes a worker's index and returns whether its process is alive. If it is set
+            on the sender, :meth:`connect` does not wait for a worker that died.
+        group: name that :func:`~weight_update.group_schemes` gives to schemes that
+            :func:`~weight_update.send_together` updates as one step; None without a group.
+        token: secret that workers must know to join; it is pickled with the scheme.
         listener: listener of a sender, which admits workers; :meth:`open_sender` may set it. ``connect()``
             starts it, and ``shutdown()`` closes it.
     """
@@ -156,9 +157,9 @@ class WeightSyncScheme(SchemeUpdates):
         """Return the sender's end of the link to each worker. The default calls :meth:`create_transport`.
 
         Override it where links share something, such as a :class:`~weight_update.JoinListener`: assign the
-        listener to :attr:`listener`. It asks :meth:`newcomers` for links of workers beyond ``workers``.
-        Assign whatever workers need to find the sender to attributes of the scheme, which travel when it is
-        pickled.
+        listener to :attr:`listener`. It asks :meth:`newcomers` for links of workers beyond ``workers``. Store
+        the address that workers need to find the sender in an attribute of the scheme, which is pickled with
+        it.
 
         Args:
             workers: indices of the workers.
@@ -254,8 +255,8 @@ class WeightSyncScheme(SchemeUpdates):
             devices: device of each worker.
             device_map_fn: called as ``device_map_fn(worker_idx, weights)`` for each worker and update; its
                 result is sent to that worker.
-            num_workers: number of workers that :meth:`connect` waits for. 0 waits for none: all workers join
-                when they like, in schemes that admit late joiners.
+            num_workers: number of workers that :meth:`connect` waits for. With 0, it waits for none, and all
+                workers are late joiners; the scheme must admit these.
             ctx: multiprocessing context that the workers are started with.
 
         Raises:
@@ -294,12 +295,12 @@ class WeightSyncScheme(SchemeUpdates):
         Args:
             model_id: name of the model in the context.
             context: collector that has the model, and its index as ``worker_idx``.
-            model: module, TensorDict, dict or :class:`~weight_update.InferenceEngine` to keep current; None
-                keeps weights for :meth:`receive` only.
+            model: module, TensorDict, dict or :class:`~weight_update.InferenceEngine` to update. None stores
+                the weights for :meth:`receive` only.
             worker_idx: index of this worker; may be given to :meth:`connect` instead.
 
         Raises:
-            LifecycleError: this very object is the sender, or is initialized already.
+            LifecycleError: this object is the sender, or is initialized already.
             ValueError: ``context`` was given without ``model_id``.
         """
         self._begin(

@@ -26,11 +26,13 @@ _GRACE_SECONDS = 0.2  # beyond the timeout, for the store's own answer
 
 
 class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed"):
-    """Scheme over torch.distributed, with or without a process group; a default group is left alone.
+    """Scheme for workers on any machine, over TCP.
 
-    Workers find the sender by the scheme that is pickled to them after ``init_on_sender``. A program whose
-    processes each make their own scheme (as under torchrun) gives all of them the same ``address``, ``port``
-    and ``token``; or it initializes torch.distributed first, and workers ask the store of the default group.
+    It needs no process group. If there is a default process group, no weights travel through it.
+
+    A worker finds the sender through the scheme that is pickled to it after ``init_on_sender``. If each
+    process creates its own scheme, as under torchrun, give all of them the same ``address``, ``port`` and
+    ``token``. Or initialize torch.distributed first; workers then ask the store of the default process group.
 
     The arguments are those of :class:`RemoteWeightSyncScheme`.
     """

@@ -17,8 +17,9 @@ from weight_update.sender.handle import SendHandle, failed
 def group_schemes(schemes: Iterable[WeightSyncScheme]) -> None:
     """Declare that each worker holds one model of each of these schemes. Call it before workers start.
 
-    The receivers of a group in one process then share one gate: ``hold()`` of one scheme, or a forward pass
-    of one model, keeps out updates of all, and :func:`send_together` can switch all models at one moment::
+    The receivers of a group in one process then share one gate. ``hold()`` of one scheme, or a forward pass
+    of one model, delays the updates of all models, and :func:`send_together` switches all models at the same
+    moment::
 
         actor, critic = SharedMemWeightSyncScheme(), SharedMemWeightSyncScheme()
         group_schemes([actor, critic])
@@ -35,9 +36,9 @@ def send_together(
 ) -> dict[WeightSyncScheme, SyncReport]:
     """Send several models as one atomic step: every worker applies all of them, or no worker applies any.
 
-    First every worker stages all models. When all workers have them, complete and checked, they are told to
-    apply them, and each worker switches all its models at one moment. If staging fails anywhere, nothing is
-    applied anywhere.
+    First, every worker stages all models: it receives and checks them. When all workers have done this, each
+    worker switches all its models at the same moment. If staging fails in any worker, no worker applies
+    anything.
 
     Args:
         weights: weights by scheme; as for :meth:`WeightSyncScheme.send`, None reads the scheme's source. All

@@ -142,14 +142,14 @@ class SchemeLifecycle(ABC):
         return self.strategy.extract_as
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
-        """Have a function called for every update and every change of a worker, from now on.
+        """Call a function for every later update and every later change of a worker.
 
-        A thread of its own calls it. It gets a :class:`SyncReport` for each update once all workers have
+        A separate thread calls it. It gets a :class:`SyncReport` for each update once all workers have
         applied it, failed or left, and a :class:`WorkerEvent` for each worker that joins, leaves, is lost, is
         late, or gets all weights instead of changes. An error that it raises is logged.
         :mod:`weight_update.observers` has observers that write logs, tables and traces.
 
-        On a sharded trainer, add observers on the rank that leads.
+        On a sharded trainer, add observers on the leader.
 
         Returns:
             a function that removes the observer.

@@ -59,7 +59,7 @@ _listeners: WeakValueDictionary[str, _Listener] = WeakValueDictionary()
 
 
 class MemoryWeightSyncScheme(WeightSyncScheme):
-    """Connects a sender and receivers that are threads of one process.
+    """Scheme whose sender and receivers are threads of one process.
 
     Give each receiver a copy of the scheme, ``copy.copy(scheme)``, after ``init_on_sender()``.
     """

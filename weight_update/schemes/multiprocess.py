@@ -20,10 +20,10 @@ from weight_update.transports.multiprocess import MPTransport
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
-    """Gives each worker a queue for weights and one for answers.
+    """Scheme whose workers get a queue for updates and a queue for answers.
 
-    An update is one item of the queue, however many tensors it carries: the item names a flat buffer that
-    the worker maps. The queues travel with the scheme when it is passed to a process that is being started.
+    An update is one item of the queue, whatever the number of tensors: the item names a flat buffer that the
+    worker maps. The queues are passed to a worker with the scheme, as an argument of its process.
 
     All other arguments are those of :class:`WeightSyncScheme`.
 

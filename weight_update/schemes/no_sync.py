@@ -13,7 +13,7 @@ from weight_update.transports.base import TransportBackend
 
 
 class NoWeightSyncScheme(WeightSyncScheme, backend="none"):
-    """Does nothing, for models that need no synchronization: every call succeeds at once."""
+    """Scheme for models that need no synchronization: every call does nothing and succeeds at once."""
 
     def __init__(self, strategy: str | WeightStrategy = "tensordict", sync: bool = True) -> None:
         super().__init__(strategy, sync)

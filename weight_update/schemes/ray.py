@@ -35,10 +35,10 @@ from weight_update.transports.ray.transport import RayListener, RayTransport
 class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
     """Scheme whose workers are Ray actors, on any node. Ray must run in each process.
 
-    Call ``ray.init()`` in a process that is not an actor. Both sides meet at a small named actor that the
-    sender starts; it needs no CPU slot, and ends with ``shutdown()`` or the sender's process. Pass the
-    scheme to actors before or after ``init_on_sender``, for example as an argument of their constructor. An
-    update calls no method of an actor: a busy actor takes it between its forward passes.
+    Call ``ray.init()`` in a process that is not an actor. Both sides find each other through a small named
+    actor that the sender starts. It reserves no CPU, and ends with ``shutdown()`` or the sender's process.
+    Pass the scheme to actors before or after ``init_on_sender``, for example as an argument of their
+    constructor. An update calls no method of an actor: a busy actor takes it between its forward passes.
 
     All other arguments are those of :class:`RemoteWeightSyncScheme`.
 
@@ -46,16 +46,16 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         data: ``"torch"``: weights travel as in :class:`DistributedWeightSyncScheme`, so workers on other
             nodes must reach ``address``; they can reach ``ray.util.get_node_ip_address()``.
             ``"object_store"``: no port is opened, for clusters whose actors cannot reach each other's ports.
-            Workers on the sender's host map its memory, as with ``"torch"``. To workers on other hosts,
-            everything travels through Ray. That costs one copy into the object store for each update, one
+            Workers on the sender's host map its memory, as with ``"torch"``. Everything for workers on other
+            hosts travels through Ray, which costs one copy into the object store for each update, one
             transfer to each node, and one copy out of the store for each worker.
-        name: name of the actor where both sides meet. Schemes made in different jobs need the same name, the
-            same ``namespace`` and the same ``token``.
+        name: name of that actor. Schemes created in different jobs need the same name, the same ``namespace``
+            and the same ``token``.
         namespace: Ray namespace of that actor; None is the namespace of the job.
 
     Attributes:
-        actors: handles of the actors by worker index, as far as they are known. Errors then say which actor
-            died, and why. Put the handle of an actor here that replaces another one.
+        actors: handles of the actors by worker index, if they are known. With them, errors name the actor
+            that died, and the cause. If an actor replaces another one, put its handle here.
 
     Raises:
         ValueError: the backend or ``data`` is unknown.

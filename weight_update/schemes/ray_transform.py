@@ -16,7 +16,7 @@ from weight_update.transports.ray.rendezvous import require_ray
 
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
-    """Keeps the module inside a TorchRL ``RayModuleTransform`` current; the sender drives both sides.
+    """Scheme that updates the module inside a TorchRL ``RayModuleTransform``; the sender drives both sides.
 
     ::
 

@@ -45,24 +45,23 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     Workers on the sender's host map its memory, so no weights cross a socket to them. Workers on other hosts
     connect over TCP, and each host gets the weights once.
 
-    Workers find the sender by the scheme that is pickled to them after ``init_on_sender``, or by the same
-    ``address``, ``port`` and ``token`` on both sides. Otherwise they ask: a subclass implements
+    A worker finds the sender through the scheme that is pickled to it after ``init_on_sender``, or by the
+    same ``address``, ``port`` and ``token`` on both sides. Otherwise it asks: a subclass implements
     :meth:`announce` and :meth:`look_up`.
 
     All other arguments are those of :class:`WeightSyncScheme`.
 
     Args:
-        backend: backend that carries weights to other hosts: ``"gloo"`` sends them from host memory over TCP,
-            ``"nccl"`` through NCCL. NCCL uses the CUDA device that is current in each process, which no other
-            process may use, and adds a copy to the device and a copy from it. A worker that uses CUDA cannot
-            be started by ``fork``.
-        address: address of the interface that the sender listens on, and where workers find it. The default,
-            loopback, reaches workers on this machine only.
+        backend: carrier of weights to other hosts: ``"gloo"`` (TCP, from host memory) or ``"nccl"``. NCCL
+            uses the current CUDA device of each process, which must differ between the processes, and adds a
+            copy to the device and a copy from it. A worker that uses CUDA cannot be started by ``fork``.
+        address: address of the network interface on which the sender listens, the same on both sides. The
+            default, loopback, can only be reached from this machine.
         port: port at which workers learn where the sender listens; 0 takes a free one.
         token: secret that workers must know; None takes the environment's ``WEIGHT_UPDATE_TOKEN``, or makes
             one.
-        host: name of the host of this process, if processes of one machine are not to share memory; None
-            takes the environment's ``WEIGHT_UPDATE_HOST``, or determines it.
+        host: host name of this process; processes with the same name share memory. None takes the
+            environment's ``WEIGHT_UPDATE_HOST``, or determines the name.
         directory: directory of buffers, as in :class:`SharedMemWeightSyncScheme`.
 
     Raises:
@@ -94,11 +93,11 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
 
     @abstractmethod
     def announce(self, where: Whereabouts) -> None:
-        """Sender: make ``where`` known to workers that ask; called once, by ``init_on_sender``."""
+        """Make ``where`` known to workers that ask; called once on the sender, by ``init_on_sender``."""
 
     @abstractmethod
     def look_up(self, timeout: float) -> Whereabouts:
-        """Receiver: return the whereabouts that the sender announced.
+        """Return the whereabouts that the sender announced; called on a receiver.
 
         Args:
             timeout: seconds to wait for the announcement.

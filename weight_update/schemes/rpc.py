@@ -36,9 +36,9 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     such a call ``receive()`` returns at once.
 
     A worker that does not know the sender's address asks the RPC worker ``sender``. A receiver with a
-    ``context`` connects in the background, because collectors make their receivers before there is a sender:
-    its ``connect()`` returns at once, and ``hold()``, ``receive()`` or a second ``connect()`` wait for the
-    first weights.
+    ``context`` connects in the background, because collectors create their receivers before there is a
+    sender. Its ``connect()`` returns at once, and ``hold()``, ``receive()`` or a second ``connect()`` wait
+    for the first weights.
 
     A process that cannot be in the RPC world, such as one that replaces a killed worker, joins with the
     ``address``, ``port`` and ``token`` that were given to the sender.
@@ -46,8 +46,8 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     All other arguments are those of :class:`RemoteWeightSyncScheme`.
 
     Args:
-        sender: name of the sender in the RPC world; None is the process that pickled the scheme to the
-            worker, and rank 0 for a scheme that was not pickled.
+        sender: name of the sender in the RPC world. None takes the process that pickled the scheme to the
+            worker, or rank 0 if the scheme was not pickled.
     """
 
     @takes_options_of(RemoteWeightSyncScheme.__init__)

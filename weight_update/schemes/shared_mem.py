@@ -18,7 +18,7 @@ from weight_update.transports.shared_memory.transport import SharedMemListener, 
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
-    """Points the parameters of workers on one machine at shared memory that the sender fills.
+    """Scheme that points the parameters of workers on one machine at shared memory that the sender fills.
 
     Two slots alternate. The sender copies the weights into the slot that no worker reads, then names it to
     the workers over a Unix socket. Each worker switches to it between two forward passes. The trainer's own

@@ -56,8 +56,9 @@ class SchemeUpdates(SchemeLifecycle):
             scheme.send({0: weights, 1: others})   # weights of its own for each worker
 
         Args:
-            weights: module, TensorDict, dict, callable or name of a model in the context; a dict of worker
-                indices for different weights each; None reads the source given to ``init_on_sender``.
+            weights: module, TensorDict, dict, callable or name of a model in the context; or a dict from
+                worker indices to the weights of each worker. None reads the source given to
+                ``init_on_sender``.
             worker_ids: index, device, or a list of them; None sends to all workers.
 
         Returns:
@@ -137,7 +138,7 @@ class SchemeUpdates(SchemeLifecycle):
     def receive(self, timeout: float | None = None) -> Any | None:
         """Wait for the next update to be applied, and return the weights.
 
-        Updates are applied without this call; use it to wait for one, or where the receiver has no model::
+        Updates are applied without this call. Use it to wait for an update, or if the receiver has no model::
 
             while (weights := scheme.receive(timeout=1.0)) is None:
                 print("still version", scheme.version)
@@ -147,8 +148,8 @@ class SchemeUpdates(SchemeLifecycle):
 
         Returns:
             the weights in force, in the format of the strategy, or None when no new version came in time.
-            They are live tensors of the model, copies where the receiver has no model, and empty where it
-            has an engine.
+            They are the live tensors of the model; copies if the receiver has no model; and empty if it has
+            an engine.
 
         Raises:
             LifecycleError: this is not a connected receiver, or it was shut down.
@@ -180,11 +181,11 @@ class SchemeUpdates(SchemeLifecycle):
             self._receiver.gate.run(apply, self.timeout)
 
     def hold(self) -> Hold:
-        """Return a context manager that keeps updates out. Updates that arrive wait for its end.
+        """Return a context manager inside which no update is applied; updates that arrive wait for its end.
 
-        Every forward pass of the model holds by itself. Use this around several forward passes that must
-        see one version, around a forward pass and its backward pass, and where parts of the model or
-        ``model.forward`` are called directly::
+        Every forward pass of the model holds by itself. Use ``hold()`` around several forward passes that
+        must see one version, around a forward pass and its backward pass, and around direct calls of
+        ``model.forward`` or of parts of the model::
 
             with scheme.hold():
                 rollout = [step(policy) for _ in range(100)]    # all with one version
@@ -193,16 +194,16 @@ class SchemeUpdates(SchemeLifecycle):
         the one it began in. After ``shutdown()`` there are no updates to keep out.
 
         Raises:
-            LifecycleError: this is no receiver, or ``connect()`` was not called; or, from ``with`` in a
-                coroutine, another coroutine of this thread holds as well.
+            LifecycleError: this is no receiver, or ``connect()`` was not called; or a ``with`` (not
+                ``async with``) in a coroutine finds another coroutine of this thread inside ``hold()``.
         """
         return self._require_receiver().gate.hold()
 
     def guarded(self, function: _F) -> _F:
-        """Return ``function`` so that it holds during each call, for policies whose own hooks cannot run.
+        """Return ``function``, changed to hold during each call, for models whose hooks cannot run.
 
-        The hooks that hold during forward passes are taken off the model, so compile or capture the model
-        after this::
+        This removes the hooks that hold during forward passes from the model. Compile or capture the model
+        afterwards::
 
             policy = scheme.guarded(torch.compile(model))
 

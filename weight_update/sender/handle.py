@@ -75,7 +75,8 @@ class SendHandle:
         """Wait until every worker has applied this update or a newer one.
 
         Args:
-            timeout: seconds; None takes the scheme's, counted from when all was sent.
+            timeout: seconds. None takes the scheme's ``timeout``, counted from the moment when everything was
+                sent.
 
         Raises:
             SyncFailedError: workers failed, died or were late; it names them, and all others have it.
@@ -96,11 +97,11 @@ class SendHandle:
         return self._sender.wait_staged(self.version, self.workers)
 
     def commit(self) -> None:
-        """Have the workers apply the staged update."""
+        """Make the workers apply the staged update."""
         self._sender.commit(self.version, self.workers)
 
     def abort(self) -> None:
-        """Have the workers forget the staged update."""
+        """Make the workers discard the staged update."""
         self._sender.abort(self.version, self.workers)
 
     def failures(self) -> dict[int, Exception]:

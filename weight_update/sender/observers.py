@@ -31,13 +31,13 @@ class PendingUpdate(Protocol):
 
 
 class Observers:
-    """Functions that are told of each update and event, in a thread of their own.
+    """Functions that one thread calls for each update and event.
 
-    Updates are told in their order, and events in theirs. An update that waits for workers does not delay
-    events. The thread starts with the first function. As long as there is none, nothing is kept or computed.
+    Updates come in their order, and events in theirs. An update that waits for workers does not delay events.
+    The thread starts with the first function. Without functions, nothing is kept or computed.
 
     Args:
-        sources: ``add_observer`` of each scheme whose updates and events the functions are told of, too.
+        sources: ``add_observer`` of each scheme whose updates and events are passed to the functions, too.
 
     Attributes:
         functions: the functions.
@@ -52,7 +52,7 @@ class Observers:
         self._closed = False
 
     def add(self, function: Observer) -> Callable[[], None]:
-        """Tell ``function`` of all later updates and events; return a function that ends this.
+        """Call ``function`` for all later updates and events; return a function that ends this.
 
         Raises:
             LifecycleError: this object, or a source, is closed.
@@ -82,12 +82,12 @@ class Observers:
         return remove
 
     def tell(self, event: Event | PendingUpdate) -> None:
-        """Tell all functions of an event, or of an update as soon as it is settled."""
+        """Call all functions for an event, or for an update as soon as it is settled."""
         if self.functions:
             self._items.put(event)
 
     def close(self) -> None:
-        """Tell the functions what is left to tell, and end the thread."""
+        """Deliver the remaining updates and events, and end the thread."""
         with self._starting:
             self._closed = True
             self._removes.close()

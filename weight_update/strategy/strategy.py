@@ -29,19 +29,18 @@ from weight_update.wire.schema import WeightSchema
 class GatherShards:
     """Options for gathering the weights of a sharded trainer on one rank, a few at a time.
 
-    Every rank makes the same scheme and calls ``init_on_sender``, ``connect``, ``send`` and ``shutdown``
-    alike. The first rank of ``group`` leads: it alone talks to the workers.
+    Every rank creates the same scheme, and makes the same calls of ``init_on_sender``, ``connect``, ``send``
+    and ``shutdown``. The first rank of ``group`` is the leader: only this rank communicates with the workers.
 
     Args:
-        group: process group of the trainer's ranks; None for the default process group. The messages that
-            keep the ranks in step, and shards in CPU memory, travel through another group with the same
-            ranks.
+        group: process group of the trainer's ranks; None for the default process group. The messages between
+            the ranks, and shards in CPU memory, travel through another group with the same ranks.
         gather: gather function for weights that are not DTensors. It takes an iterator of ``(name, tensor)``
             with the tensors of this rank, and yields names and whole tensors. It runs on every rank, and all
             ranks ask for the next item together, so it may use collectives; only its items on the leader are
             used. None gathers DTensors, and takes the leader's value of all other tensors.
-        batch_bytes: bytes of weights that are gathered at once, in two batches: one that is handed on, and
-            one on its way. A larger tensor is a batch by itself.
+        batch_bytes: bytes of weights that are gathered in one batch. Two batches exist at a time: one is
+            encoded while the ranks gather the next. A tensor that is larger is a batch by itself.
 
     Raises:
         ValueError: ``batch_bytes`` is not a positive number.
@@ -67,7 +66,7 @@ class GatherShards:
 
 
 class WeightStrategy(WeightReader):
-    """Extracts weights from a source, and applies them to a destination.
+    """Rules for reading weights from a source, encoding them, and writing them to a destination.
 
     A source or destination is an ``nn.Module``, a TensorDict or a (nested or dotted) dict of tensors. A
     source may also be a callable that returns one of these::
@@ -75,28 +74,27 @@ class WeightStrategy(WeightReader):
         WeightStrategy("state_dict", encoding="patch", select="trainable")
 
     Args:
-        extract_as: ``"tensordict"`` takes parameters and all buffers, and hands weights out as a nested
-            TensorDict; ``"state_dict"`` takes parameters and persistent buffers, and hands weights out
-            as a flat dict with dotted names.
-        encoding: how weights become chunks: ``"dense"``, ``"bucket"``, ``"patch"`` or an
+        extract_as: ``"tensordict"`` reads parameters and all buffers, and returns weights as a nested
+            TensorDict. ``"state_dict"`` reads parameters and persistent buffers, and returns weights as a
+            flat dict with dotted names.
+        encoding: form in which weights are sent: ``"dense"``, ``"bucket"``, ``"patch"`` or an
             :class:`~weight_update.Encoding`.
         select: weights that updates carry. None: all; ``"trainable"``: parameters that require a gradient,
             and persistent buffers; a list of prefixes (``"head"`` chooses ``head`` and ``head.*``); or a
-            function of name and tensor. Receivers may have more weights, which are left alone, except that
-            a :class:`~weight_update.PatchEncoding` first makes all of them equal.
-        convert: function for a receiver that holds the model in another format. It takes an iterator of
-            ``(name, tensor)``, and returns one of the names and tensors that the receiver has. It runs on
-            the sender, at each update, and must yield the same names in the same order each time. Extra
-            state, which has the names of the sender's modules, is not sent then.
-        max_in_flight: None builds each version in the sender's memory, and serves workers that join or are
-            late from there. A number sends each version in chunks while it is still being converted and
-            encoded: at most so many chunks (buckets) are in memory, one of them being filled while the
-            others travel. 1 is strictly serial, 2 lets conversion and transfer overlap. A worker that joins,
-            or missed a version, then gets weights with the next ``send``. Needs an encoding in chunks, such
-            as ``BucketEncoding``.
-        gather: :class:`~weight_update.GatherShards` for a trainer whose ranks hold parts of the weights.
-            None gathers DTensors, as of FSDP2, over the default process group, and takes all other tensors
-            to be whole. Give ``max_in_flight`` too, and no rank ever holds the whole model.
+            function of name and tensor. Receivers may have more weights, which do not change. A
+            :class:`~weight_update.PatchEncoding` also sends all weights once, in ``connect()``.
+        convert: function for receivers that hold the model in another format. It takes an iterator of
+            ``(name, tensor)``, and returns an iterator of the receiver's names and tensors. It runs on the
+            sender, at each update, and must yield the same names in the same order each time. With
+            ``convert``, extra state is not sent.
+        max_in_flight: largest number of chunks (buckets) in the sender's memory. A version is then sent in
+            chunks while it is still being converted and encoded. With 1, the stages are strictly serial; with
+            2, conversion and transfer overlap. A worker that joins, or missed a version, gets weights with
+            the next ``send``. It needs an encoding in chunks, such as ``BucketEncoding``. None builds each
+            version in the sender's memory, and keeps it for workers that join or are late.
+        gather: :class:`~weight_update.GatherShards` for a trainer whose ranks hold parts of the weights. None
+            gathers DTensors, such as those of FSDP2, over the default process group, and treats all other
+            tensors as whole. With ``max_in_flight``, no rank holds the whole model.
 
     Raises:
         ValueError: ``extract_as``, the encoding or the selection is unknown; the message lists the known
@@ -138,9 +136,9 @@ class WeightStrategy(WeightReader):
     def from_config(cls, config: Mapping[str, Any], **options: Any) -> WeightStrategy:
         """Return a strategy for the tree that RLinf's YAML files have below ``weight_syncer``.
 
-        The tree is ``{"type": "patch", "patch": {...}}`` or ``{"type": "bucket", "bucket": {...}}``, also
-        with ``weight_syncer`` around it. As in RLinf, weights leave as a state dict, and updates carry the
-        trainable ones.
+        The tree is ``{"type": "patch", "patch": {...}}`` or ``{"type": "bucket", "bucket": {...}}``. It may
+        be nested in a key ``weight_syncer``. As in RLinf, weights are read as a state dict, and updates carry
+        the trainable weights.
 
         Args:
             config: the tree, as a dict.
@@ -174,8 +172,8 @@ class WeightStrategy(WeightReader):
         """Write ``weights`` into ``destination``: all of them, or none if an error is raised.
 
         Args:
-            destination: module, TensorDict or dict. With ``select`` it may have more weights, which are left
-                alone.
+            destination: module, TensorDict or dict. With ``select`` it may have more weights, which do not
+                change.
             weights: any source that :meth:`extract_weights` takes.
             inplace: True copies values into the destination's tensors; False points them at the memory of
                 ``weights`` instead (nothing is copied where device and dtype agree).

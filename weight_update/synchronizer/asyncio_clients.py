@@ -32,7 +32,7 @@ class _AsyncClient(Generic[_P]):
 
     @property
     def step(self) -> int:
-        """Number of steps done so far; assign to it, or ``client.step += 1``. The plan counts by it."""
+        """Number of steps done so far; write ``client.step += 1`` after each step."""
         return int(self.blocking.step)
 
     @step.setter
@@ -41,7 +41,7 @@ class _AsyncClient(Generic[_P]):
 
     @property
     def version(self) -> int | None:
-        """The version in force of an explorer, as far as it knows; the newest that a trainer published."""
+        """Version in force in an explorer, as far as it knows; newest version that a trainer published."""
         return self.blocking.version
 
     @property
@@ -58,14 +58,14 @@ class _AsyncClient(Generic[_P]):
         return await self._run(self.blocking.need_sync)
 
     async def sync_weight(self) -> Metrics:
-        """Synchronize, and wait until that is done or cannot be.
+        """Synchronize; return when that is done, or has failed.
 
-        If the task is cancelled, the wait is taken back.
+        If the task is cancelled, the client stops waiting.
 
         Returns:
-            the metrics. There is a ``reason`` only if the version is the one before; after that everything is
-            as before, and the next step may try again. In FULLY_ASYNC with NCCL a trainer's version is on its
-            way, and counts as published when the first explorer has it.
+            the metrics. They have a ``reason`` only if the version did not change; the next step may then try
+            again. In FULLY_ASYNC with NCCL, the trainer's version may still be on its way; it counts as
+            published when the first explorer has it.
 
         Raises:
             SchemaMismatchError: the model is not the trainer's (explorer), or the weights have other names,
@@ -80,10 +80,11 @@ class _AsyncClient(Generic[_P]):
             raise
 
     async def notify(self, status: RunningStatus | str) -> None:
-        """Tell the synchronizer what this side is doing.
+        """Set the status of this client in the synchronizer.
 
-        REQUIRE_SYNC announces that this side wants to synchronize, without waiting. RUNNING takes that back.
-        STOPPED wakes all that wait for this side; the next ``need_sync`` or ``sync_weight`` brings it back.
+        REQUIRE_SYNC announces that this client wants to synchronize, without waiting. RUNNING withdraws the
+        announcement. STOPPED wakes all clients that wait for this one; the next ``need_sync`` or
+        ``sync_weight`` ends this status.
         """
         await self._run(lambda: self.blocking.notify(status))
 
@@ -91,9 +92,9 @@ class _AsyncClient(Generic[_P]):
         """Return the state of the trainer and of all explorers.
 
         Returns:
-            ``"trainer"``: a :class:`RunningStatus`; ``"explorers"``: one for each id; ``"versions"``: version
-            in force in each explorer, by id; ``"version"`` and ``"step"``: the newest published version and
-            the trainer step at which it was made.
+            ``"trainer"``: a :class:`RunningStatus`; ``"explorers"``: a :class:`RunningStatus` by explorer id;
+            ``"versions"``: version in force by explorer id; ``"version"`` and ``"step"``: the newest
+            published version, and the trainer step at which it was made.
         """
         return await self._run(self.blocking.status)
 
@@ -102,7 +103,7 @@ class _AsyncClient(Generic[_P]):
         return await self._run(self.blocking.latest_version)
 
     def close(self) -> None:
-        """Leave, and wake all that wait for this side. Calling it twice is fine."""
+        """Leave, and wake all clients that wait for this one. It may be called twice."""
         self.blocking.close()
         self._threads.shutdown(wait=False)
 
@@ -126,14 +127,13 @@ class TrainerClient(_AsyncClient[BlockingTrainer]):
     Call ``if await trainer.need_sync(): await trainer.sync_weight()`` after each step and while waiting for
     samples, as Trinity-RFT's trainer does. Without asyncio: ``trainer.blocking.need_sync()``, and so on.
 
-    Call ``blocking`` from long-lived threads. ``lease`` seconds (see :class:`Synchronizer`) after the thread
-    that last used the client has ended, the client counts as gone until its next call. If each
-    ``blocking.sync_weight()`` runs in a new, short thread, that happens between calls. Calls with ``await``
+    Call ``blocking`` from long-lived threads: ``lease`` seconds (see :class:`Synchronizer`) after the end of
+    the thread that last used the client, the client counts as gone until its next call. Calls with ``await``
     run in threads of the client, which live until it is closed.
 
     Args:
-        where: a :class:`Synchronizer` of this process; a server or its address, ``"host:port"``; or an actor
-            or its address, ``"ray:<name>"``.
+        where: synchronizer to use: a :class:`Synchronizer` of this process; a server or its address,
+            ``"host:port"``; or an actor or its address, ``"ray:<name>"``.
         model: module, TensorDict, dict or callable that weights are read from.
         token: token of the server; None takes the environment's ``WEIGHT_UPDATE_TOKEN``.
         address: address at which explorers or the synchronizer reach this process; None for the address of
@@ -141,12 +141,12 @@ class TrainerClient(_AsyncClient[BlockingTrainer]):
         backend: backend that carries weights to explorers on other hosts, with NCCL as the method: ``"gloo"``
             (TCP), or ``"nccl"``, which needs a different CUDA device for each process. On one host, processes
             share memory.
-        strategy: how weights leave the model and travel; see :class:`~weight_update.WeightSyncScheme`.
-        timeout: seconds that ``sync_weight`` waits for explorers, and any call for a synchronizer that is
-            away.
+        strategy: strategy of the weights; see :class:`~weight_update.WeightStrategy`.
+        timeout: seconds that ``sync_weight`` waits for explorers, and every call for a synchronizer that does
+            not answer.
         transfer_timeout: seconds that a transfer may take.
-        step: number of steps done already. None for 0; but where a FIXED plan has published versions, for the
-            step of the newest one, on which explorers count.
+        step: number of steps done already. None for 0 or, if a FIXED plan has published versions, for the
+            step of the newest version, because explorers depend on it.
 
     Raises:
         LinkClosedError: there is no synchronizer.
@@ -177,15 +177,17 @@ class ExplorerClient(_AsyncClient[BlockingExplorer]):
     """An explorer's side of a :class:`Synchronizer`.
 
     Call ``if await explorer.need_sync(): await explorer.sync_weight()`` after each step. Without asyncio:
-    ``explorer.blocking.need_sync()``, and so on; call ``blocking`` from threads that stay, see
-    :class:`TrainerClient`, also for ``where`` and ``token``.
+    ``explorer.blocking.need_sync()``, and so on. :class:`TrainerClient` describes ``where`` and ``token``,
+    and the threads from which ``blocking`` may be called.
 
     Args:
-        model: module, TensorDict or dict to keep current; updates land between its forward passes. With NCCL
-            and MEMORY, also an :class:`~weight_update.InferenceEngine`.
-        id: a number from 0 on, the same after a restart; None takes the first that is free.
-        strategy: how weights enter the model; the same as the trainer's.
-        timeout: seconds that ``sync_weight`` waits for weights, and any call for a synchronizer that is away.
+        model: module, TensorDict or dict to update, between its forward passes. With NCCL and MEMORY, also an
+            :class:`~weight_update.InferenceEngine`.
+        id: number of this explorer, at least 0, which stays the same after a restart. None takes the first
+            free number.
+        strategy: the same strategy as the trainer's.
+        timeout: seconds that ``sync_weight`` waits for weights, and every call for a synchronizer that does
+            not answer.
         transfer_timeout: seconds that a transfer may take.
         step: number of steps done already.
 
@@ -212,7 +214,7 @@ class ExplorerClient(_AsyncClient[BlockingExplorer]):
         super().__init__(BlockingExplorer(_channel_to(where, token), model, **options))
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context inside which no update lands, for several forward passes in FULLY_ASYNC."""
+        """Return a context manager inside which no update is applied, for use in FULLY_ASYNC."""
         return self.blocking.hold()
 
     @property

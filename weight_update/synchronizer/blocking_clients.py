@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class BlockingTrainer(ClientBase):
-    """A client that gives weights away when the plan says so; see :class:`~weight_update.TrainerClient`."""
+    """A trainer's client without asyncio; see :class:`~weight_update.TrainerClient`."""
 
     role = "trainer"
 
@@ -96,7 +96,7 @@ class BlockingTrainer(ClientBase):
         return bool(self.ask("trainer_needs", step=self.step)["need"])
 
     def sync_weight(self) -> Metrics:
-        """Give the weights of now away: publish them (MEMORY, CHECKPOINT), or meet explorers (NCCL)."""
+        """Publish the current weights (MEMORY, CHECKPOINT), or send them to the explorers (NCCL)."""
         assert self._method is not None
         with self._syncing:
             start, step = time.perf_counter(), self.step
@@ -125,7 +125,7 @@ class BlockingTrainer(ClientBase):
 
 
 class BlockingExplorer(ClientBase):
-    """A client that takes new weights when the plan says so; see :class:`~weight_update.ExplorerClient`."""
+    """An explorer's client without asyncio; see :class:`~weight_update.ExplorerClient`."""
 
     role = "explorer"
 
@@ -173,18 +173,18 @@ class BlockingExplorer(ClientBase):
             return Metrics(metrics)
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context inside which no update lands, for several forward passes in FULLY_ASYNC.
+        """Return a context manager inside which no update is applied, for use in FULLY_ASYNC.
 
-        In the other styles weights change in :meth:`sync_weight` only.
+        In the other styles, weights change only in :meth:`sync_weight`.
         """
         return self._method.hold()
 
     def give_up(self) -> None:
-        """End the wait of :meth:`sync_weight`, which another thread has called, with the version there is."""
+        """End the wait of :meth:`sync_weight` in another thread; the version does not change."""
         self.ask("explorer_gives_up", reason="it was cancelled")
 
     def close(self) -> None:
-        """Leave, and wake all that wait for this side. The model keeps its weights, also those of now.
+        """Leave, and wake all clients that wait for this one. The model keeps its weights.
 
         With CHECKPOINT, this waits up to ``transfer_timeout`` seconds for the end of a read.
         """

@@ -26,7 +26,7 @@ from weight_update.synchronizer.transfer import is_loopback, require_reachable
 
 
 class Synchronizer:
-    """The one object of a run that decides when a trainer and its explorers synchronize.
+    """Object that decides when a trainer and its explorers synchronize; one for each run.
 
     Threads of this process create their clients with it: ``TrainerClient(synchronizer, model)``,
     ``ExplorerClient(synchronizer, model)``. :meth:`serve` admits clients of other processes. With Ray, the
@@ -39,9 +39,10 @@ class Synchronizer:
     Args:
         plan: a :class:`SyncPlan`; or a :class:`SyncMethod` (or its name), with the other fields of the plan
             as ``style``, ``sync_interval``, ``sync_offset`` and ``max_staleness``.
-        directory: where the number of the newest version is kept. CHECKPOINT needs a directory that all
-            share, and keeps its files there.
-        strategy: MEMORY: how weights travel to explorers; see :class:`~weight_update.WeightSyncScheme`.
+        directory: directory in which the number of the newest version is stored. CHECKPOINT needs a directory
+            that trainer and explorers share, and stores its files there.
+        strategy: MEMORY: the strategy with which the synchronizer sends weights to explorers; the same as the
+            trainer's. See :class:`~weight_update.WeightStrategy`.
         lease: seconds without a message after which a client counts as gone: its process or machine has
             stopped, or the thread that last used the client has ended without closing it.
         transfer_timeout: seconds that a transfer may take.
@@ -116,7 +117,7 @@ class Synchronizer:
                 processes of this machine.
             port: port to listen on; 0 takes a free one.
             token: secret that clients must show; None takes the environment's ``WEIGHT_UPDATE_TOKEN``, or
-                makes one. To start a synchronizer again, give port and token.
+                makes one. To restart a synchronizer, pass the same port and token.
 
         Returns:
             the server; its ``address`` and ``token`` are for clients:
@@ -138,9 +139,9 @@ class Synchronizer:
         return server
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
-        """Have a function called for every published version and every change of an explorer, from now on.
+        """Call a function for every later published version and every later change of an explorer.
 
-        A thread of its own calls it. It gets a :class:`~weight_update.SyncReport` for each version that the
+        A separate thread calls it. It gets a :class:`~weight_update.SyncReport` for each version that the
         trainer publishes, and a :class:`~weight_update.WorkerEvent` for each explorer that joins, leaves, is
         lost, is late, is sent all weights instead of a patch, or applies a version. An explorer's id is the
         index of the worker, and versions are those of the clients. An error that the function raises is
@@ -160,7 +161,7 @@ class Synchronizer:
         return self._observers.add(observer)
 
     def as_ray_actor(self, name: str, namespace: str | None = None, **options: Any) -> RayHost:
-        """Start an actor that is this synchronizer; this object itself then serves no clients.
+        """Start an actor that runs this synchronizer; this object then serves no clients itself.
 
         Args:
             name: name of the actor.
@@ -191,7 +192,7 @@ class Synchronizer:
             service.reach_by(address)
 
     def close(self) -> None:
-        """Wake all clients that wait, and end. Calling it twice is fine."""
+        """Wake all clients that wait, and end. It may be called twice."""
         with self._making:
             self._closed = True
         with contextlib.ExitStack() as stack:  # all of it, also where a step raises

@@ -10,7 +10,7 @@ from weight_update.transports import TransportBackend
 
 
 class Apart(DistributedWeightSyncScheme):
-    """A scheme whose workers take themselves for separate hosts, so that weights cross sockets.
+    """A scheme whose workers have host names of their own, so that weights cross sockets.
 
     Attributes:
         per_host: number of workers, by index, on one host.

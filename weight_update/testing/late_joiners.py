@@ -23,7 +23,7 @@ from weight_update.testing.workers import Worker
 
 
 class LateJoinerContract(SchemeCase):
-    """Workers that ``init_on_sender`` was not told of join, leave and come back.
+    """Tests of late joiners, which join, leave and come back.
 
     Attributes:
         returns: whether a worker that left may come back under its index.

@@ -180,10 +180,9 @@ def scramble(module: nn.Module, seed: int, *, finite: bool = False) -> None:
 
 
 def fingerprint(weights: Any, strategy: WeightStrategy | None = None) -> dict[str, str]:
-    """Dtype, shape and SHA-256 of the bytes of every tensor, by name, and the extra state as text.
+    """Return dtype, shape and SHA-256 of every tensor's bytes, by name, and the extra state as text.
 
-    Two fingerprints are equal exactly when the weights are equal bit for bit, and their difference names
-    the tensors that are not.
+    Two fingerprints are equal if and only if the weights are equal bit for bit.
     """
     named = (strategy or WeightStrategy()).named(weights)
     found = {name: _describe(tensor) for name, tensor in named.tensors.items()}

@@ -37,9 +37,10 @@ class TransportContract(TransportFailureTests):
     one, such as a network file system or an object store.
 
     Attributes:
-        moment: seconds for which a test waits while nothing is to happen, and timeout of calls that run out.
-        slack: seconds that a call may take beyond its timeout, and a small chunk on its way.
-        limit: seconds after which whatever did not happen counts as a failure.
+        moment: seconds that a test waits to see that nothing happens, and the timeout of calls that are to
+            time out.
+        slack: seconds that a call may take beyond its timeout, and that a small chunk may take to arrive.
+        limit: seconds after which a missing event counts as a failure.
         unread: number of chunks that are sent while the other end does not read.
         token: token that workers show in their HELLO.
     """

@@ -49,8 +49,9 @@ class Capabilities:
         payloads_die_with_sender: whether received payloads are lost when the sender's process ends. Receivers
             then copy their weights before they disconnect, and the sender waits for that.
         pid_is_visible: whether the process id in the worker's HELLO is valid in the sender's pid namespace.
-            If so, memory that a worker read is written again once its process has ended. If not, it is never
-            written again after the link was lost. Once false it stays false.
+            If so, the sender writes again into memory that the worker read, once the worker's process has
+            ended. If not, it never writes there again after the link was lost. Once False, the value stays
+            False.
         allows_rejoin: whether a worker may come back on the same link after the link was lost.
     """
 
@@ -108,15 +109,16 @@ class TransportBackend(ABC):
     :attr:`capabilities`. Where workers may come back, derive from :class:`~weight_update.ReconnectingLink`,
     which implements all of this on top of connections.
 
-    **Lifecycle.** Making an end does not communicate.
+    **Lifecycle.** Creating an end does not communicate.
 
     1. The receiver calls ``restart`` and sends a HELLO. The sender, which waits in ``recv_chunk``, answers.
     2. Both ends send and receive chunks until a call raises or an end is closed.
     3. After an error the receiver calls ``disconnect``, and begins again with ``restart`` and a HELLO, on the
-       same end. The sender calls ``disconnect`` if the error is not one of the link: the worker sent a chunk
-       that makes no sense, or did not take one in time. It then waits in ``recv_chunk`` for the next HELLO if
-       the link :attr:`allows rejoining <Capabilities.allows_rejoin>`, and has no more use for its end if not.
-    4. Each side calls ``close`` when it is shut down, or no longer needs the end.
+       same end. The sender calls ``disconnect`` if the link itself did not fail: the worker sent an invalid
+       chunk, or did not accept one in time. If the link
+       :attr:`allows rejoining <Capabilities.allows_rejoin>`, it then waits in ``recv_chunk`` for the next
+       HELLO; otherwise it no longer uses its end.
+    4. Each side calls ``close`` when it is shut down, or no longer needs its end.
 
     **When the other end leaves**, by ``disconnect``, by ``close`` or because its process ends, ``recv_chunk``
     returns the chunks that were sent before, and then raises LinkClosedError. After that, the sender's end
@@ -124,12 +126,12 @@ class TransportBackend(ABC):
     nothing of the earlier connection is returned any more. The receiver's end raises until ``restart``. Any
     end raises after its own ``close``, at once.
 
-    **Threads.** One thread at a time calls ``send_chunk`` and one ``recv_chunk``, both perhaps at once.
-    ``disconnect`` and ``close`` may be called from any thread at any time, and make a ``send_chunk`` or
-    ``recv_chunk`` that waits in another thread raise LinkClosedError. After ``disconnect``, the sender's
-    ``recv_chunk`` may also go on waiting, for the worker's next connection. The receiver calls ``restart``
-    while no other thread sends or receives. Any thread may read ``capabilities`` and call ``screen``,
-    ``allocate``, ``expect`` and ``release``.
+    **Threads.** At most one thread at a time calls ``send_chunk``, and at most one calls ``recv_chunk``; the
+    two may overlap. ``disconnect`` and ``close`` may be called from any thread at any time, and make a
+    ``send_chunk`` or ``recv_chunk`` that waits in another thread raise LinkClosedError. After ``disconnect``,
+    the sender's ``recv_chunk`` may also go on waiting, for the worker's next connection. The receiver calls
+    ``restart`` while no other thread sends or receives. Any thread may read ``capabilities`` and call
+    ``screen``, ``allocate``, ``expect`` and ``release``.
     """
 
     capabilities: Capabilities = Capabilities()
@@ -139,7 +141,7 @@ class TransportBackend(ABC):
     """Set by the sender on its end, called by :meth:`screen`."""
 
     def screen(self, hello: WeightChunk) -> None:
-        """Sender's end: check a join request before its connection replaces the one that this link has.
+        """Check a join request, at the sender's end, before its connection replaces the present one.
 
         A listener calls this with the HELLO of a worker that has proved to know the token.
 
@@ -187,20 +189,20 @@ class TransportBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything; calling it twice is fine."""
+        """Release everything. It may be called twice."""
 
     def disconnect(self) -> None:
-        """Leave the other end, which notices after it has read the earlier chunks.
+        """End the connection; the other end notices this after it has read the earlier chunks.
 
-        The worker may come back where the link allows rejoining; elsewhere this closes the end.
+        If the link allows rejoining, the worker may come back; otherwise this closes the end.
         """
         self.close()
 
     def restart(self, timeout: float | None = None) -> None:  # noqa: B027 - it need not be overridden
-        """Receiver's end: start again; the worker joins now, perhaps in place of one that died.
+        """Start again, at the receiver's end: the worker joins now, perhaps in place of one that died.
 
         Args:
-            timeout: seconds to find the other end, where it has to be found.
+            timeout: seconds to find the other end, if the transport has to find it.
 
         Raises:
             LinkClosedError: the other end was not found, or this end was closed.
@@ -208,7 +210,7 @@ class TransportBackend(ABC):
         """
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Sender's end: return memory for a payload, such that sending it costs as little as possible.
+        """Return memory for a payload, at the sender's end, from which it can be sent with the fewest copies.
 
         Raises:
             NotEnoughMemoryError: this machine has no room for it.
@@ -218,13 +220,14 @@ class TransportBackend(ABC):
     def expect(  # noqa: B027 - it need not be overridden
         self, payload: torch.Tensor, links: Sequence[TransportBackend]
     ) -> None:
-        """Sender's end: announce that ``payload`` is about to be sent through ``links``, including this one.
+        """Announce, at the sender's end, that ``payload`` will be sent through ``links``, including this one.
 
-        A transport may choose its route by that. Some of the links may not be used in the end. Does not wait.
+        A transport may choose its route accordingly. Some of the links may not be used after all. This does
+        not wait.
         """
 
     def release(self, payload: torch.Tensor) -> None:  # noqa: B027 - it need not be overridden
-        """Receiver's end: note that the weights in ``payload`` are no longer in use here."""
+        """Note, at the receiver's end, that the weights in ``payload`` are no longer in use."""
 
     # -- whole sets of weights, without a scheme -----------------------------------------------------
 

@@ -25,8 +25,8 @@ class JoinListener(ABC, Generic[_L]):
     """A thread that admits workers at any time, until it is closed, and gives each connection to its link.
 
     A subclass implements :meth:`accept` and :meth:`wake`. A scheme makes its listener in
-    :meth:`~weight_update.WeightSyncScheme.open_sender`. No error stops the thread; errors are noted as
-    refusals.
+    :meth:`~weight_update.WeightSyncScheme.open_sender`. No error stops the thread; each error is recorded as
+    a refusal.
 
     Args:
         token: secret that workers must know.
@@ -49,7 +49,7 @@ class JoinListener(ABC, Generic[_L]):
         """Wait for the next worker; return its connection and the first chunk received from it.
 
         Workers join one after the other, so the wait for the first chunk needs a limit. Return None to be
-        called again, for example when nobody came; return soon after :meth:`wake`.
+        called again, for example when no worker came. Return soon after :meth:`wake`.
         """
 
     @abstractmethod

@@ -74,7 +74,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         return self._closed
 
     def connect(self, timeout: float | None) -> _C:
-        """Receiver's end: return a new connection to the sender.
+        """Return a new connection to the sender; called at the receiver's end.
 
         ``close`` does not wait for this method; a connection that comes later is closed.
 
@@ -89,10 +89,10 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         raise NotImplementedError(f"{type(self).__name__} cannot connect")
 
     def accept(self, timeout: float | None) -> _C | None:
-        """Sender's end: wait for the worker's next connection and return it, or None if none came in time.
+        """Return the worker's next connection, or None if none came in time; called at the sender's end.
 
-        The default waits for :meth:`take_over`, and returns None. Override it where no listener calls that;
-        return soon after this end was :attr:`closed`.
+        The default waits for :meth:`take_over`, and returns None. Override this method if there is no
+        listener, and return soon after this end was :attr:`closed`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._connection is not None or self._closed, timeout)

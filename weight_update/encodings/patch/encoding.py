@@ -37,10 +37,11 @@ Values = Literal["raw", "relative"]
 @register_encoding
 @dataclass(frozen=True)
 class PatchEncoding(DeltaEncoding):
-    """Positions and values of changed elements; whole weights for receivers that join or miss a version.
+    """Encoding that sends positions and values of changed elements; receivers that join get all weights.
 
-    Weights are compared as bits, in the receivers' dtypes, with a snapshot of the last version. If so many
-    elements changed that a patch would not be smaller, the update is sent whole, and its report says so.
+    Weights are compared as bits, in the receivers' dtypes, with a snapshot of the last version. If more than
+    90 % of the elements changed, or the patch would be larger than 90 % of the weights, the update carries
+    all weights in buckets, and its report states this.
 
     Args:
         snapshot_device: device of the snapshot: ``"cpu"`` (pinned if weights are on a GPU) or ``"cuda"``. The
@@ -52,7 +53,7 @@ class PatchEncoding(DeltaEncoding):
             ``"zstd"``, ``"nvcomp_lz4"`` (on the GPU) or a :class:`~weight_update.Compression`. Data that
             would not shrink is sent as it is.
         init_sync: whether to send receivers their initial weights. If False, they must have the weights
-            already; this is checked by digests, and differences are an error.
+            already: digests are compared, and a difference is an error.
         init_sync_prefixes: prefixes of the initial weights to send (``"head"`` means ``head`` and
             ``head.*``); all others are checked as with ``init_sync=False``. None for all.
         init_sync_bucket_size: largest number of bytes of a bucket of whole weights.

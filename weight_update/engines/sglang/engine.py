@@ -13,7 +13,7 @@ from weight_update.engines.sglang.session import LOADER, Session, SGLangCalls
 
 
 class SGLangEngine(ExclusiveEngine):
-    """Loads weights into an ``sglang.Engine`` of this process, under Hugging Face's names.
+    """Engine that loads weights into an ``sglang.Engine`` of this process, under Hugging Face's names.
 
     Generate through :meth:`generate`, so that generation and updates take turns: several threads must not
     call the methods of an ``Engine`` at once::

@@ -39,20 +39,20 @@ _places: weakref.WeakKeyDictionary[nn.Module, dict[str, Place | None]] = weakref
 
 @torch.no_grad()
 def load(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load what an engine of this package sent; SGLang calls this in each of its scheduler processes.
+    """Load weights that an engine of this package sent; SGLang calls this in each of its scheduler processes.
 
     Start SGLang with ``--custom-weight-loader weight_update.engines.sglang.load``, or with the argument
     ``custom_weight_loader=["weight_update.engines.sglang.load"]`` of ``sglang.Engine``. The weights are in
-    memory of the sending process; ``named_tensors`` only says where. This never raises, because SGLang would
-    end the server; errors go to the sender with the answer.
+    memory of the sending process; ``named_tensors`` only states where. This function never raises, because
+    SGLang would end the server. It returns errors to the sender with the answer.
 
     Weights are loaded by ``model.load_weights``, which splits and fuses them. After the first load of a
-    weight, its bits are looked for in the parameters of its layer. Elements that change later are written in
-    place if the weight was found exactly once, as consecutive elements of one parameter: so also in
-    parameters that SGLang fuses. Of other weights, such as those of which a process has only a part, the
-    answer gives the names, and the sender sends them as a whole; so it does with all weights of a model that
-    has ``post_load_weights``, which computes from them. Before the first patch, all parameters must
-    still have the bits that they had when they were loaded, which is not so if SGLang transforms them.
+    weight, this function looks for its bits in the parameters of its layer. If they are there exactly once,
+    as consecutive elements of one parameter, later changes are written in place, also in parameters that
+    SGLang fuses. The answer names all other weights, such as those of which a process has only a part, and
+    the sender sends them as a whole. It does the same with all weights of a model that has
+    ``post_load_weights``, which computes from them. Before the first patch, all parameters must still have
+    the bits with which they were loaded; if SGLang transforms them, the update fails.
 
     Args:
         model: the model of the process.

@@ -17,7 +17,7 @@ from weight_update.errors import WeightSyncError
 
 
 class SGLangServer(InferenceEngine):
-    """Loads weights into a server of SGLang on this host, under Hugging Face's names.
+    """Engine that loads weights into an SGLang server on this host, under Hugging Face's names.
 
     Run it in a process beside the server, as the same user and in the same container; clients go on sending
     requests to the server itself::
@@ -35,8 +35,8 @@ class SGLangServer(InferenceEngine):
         url: address of the server.
         api_key: the server's ``--api-key``, if it has one.
         admin_api_key: the server's ``--admin-api-key``, if it has one.
-        pause: what happens to requests that are running: ``"retract"`` computes their prefix again with the
-            new weights and goes on, so one answer may come from several versions; ``"abort"`` ends them.
+        pause: treatment of running requests. ``"retract"`` computes their prefix again with the new weights
+            and continues, so one answer may come from several versions. ``"abort"`` ends them.
         batch_bytes: bytes of shared memory, unless a single weight is larger.
         loads_changes: as :attr:`~weight_update.InferenceEngine.loads_changes`.
         loads_in_chunks: as :attr:`~weight_update.InferenceEngine.loads_in_chunks`.

@@ -13,10 +13,10 @@ from weight_update.serving.vllm.joining import PauseMode, connect_with, init_inf
 
 
 class VLLMServer:
-    """Calls the routes of a ``vllm serve`` that was started with ``VLLM_SERVER_DEV_MODE=1``.
+    """Client for the routes of a ``vllm serve`` that was started with ``VLLM_SERVER_DEV_MODE=1``.
 
-    It has the methods of vLLM's ``VLLMWeightSyncClient``, so a ``TrainerWeightTransferEngine`` takes it, and
-    needs no vLLM in the trainer's environment. Source: ``vllm/entrypoints/rl/online/api_router.py`` and
+    It has the methods of vLLM's ``VLLMWeightSyncClient``, so vLLM's ``TrainerWeightTransferEngine`` accepts
+    it. The trainer's environment needs no vLLM. Source: ``vllm/entrypoints/rl/online/api_router.py`` and
     ``vllm/entrypoints/serve/dev/cache/api_router.py`` of vLLM 0.33.
 
     Args:
@@ -53,11 +53,11 @@ class VLLMServer:
         return bool(self._call("POST", "reset_prefix_cache")["success"])
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have the server's workers join a sender."""
+        """Make the server's workers join a sender."""
         self._call("POST", "init_weight_transfer_engine", {"init_info": init_info})
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Have the server's workers leave their sender."""
+        """Make the server's workers leave their sender."""
         self._call("POST", "shutdown_weight_transfer_engine")
 
     def start_weight_update(self) -> None:
@@ -65,7 +65,7 @@ class VLLMServer:
         self._call("POST", "start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Have all workers load the version of ``update_info``, between two steps."""
+        """Make all workers load the version of ``update_info``, between two steps."""
         self._call("POST", "update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -82,7 +82,7 @@ def _remedy(status: int) -> str:
 
 
 class LocalLLM:
-    """Calls a ``vllm.LLM`` of this process, as :class:`VLLMServer` calls a server.
+    """Adapter that calls a ``vllm.LLM`` of this process as :class:`VLLMServer` calls a server.
 
     Call it from the thread that calls ``generate``, and not during ``generate``. Source:
     ``vllm/entrypoints/rl/offline.py`` of vLLM 0.33.
@@ -95,7 +95,7 @@ class LocalLLM:
         self.llm = llm
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have the workers join a sender, and load its weights."""
+        """Make the workers join a sender, and load its weights."""
         self.llm.init_weight_transfer_engine({"init_info": init_info})
         self.llm.reset_prefix_cache()
 
@@ -104,7 +104,7 @@ class LocalLLM:
         self.llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Have all workers load the version of ``update_info``."""
+        """Make all workers load the version of ``update_info``."""
         self.llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -168,11 +168,12 @@ def connect_servers(
         scheme.send()
 
     For each update, the worker of rank 0 of each server calls its server: ``/pause``, the three calls of an
-    update, and ``/resume``. If an update fails, the server stays paused until one succeeds. So does a server
-    whose workers could not join; call this again, or ``server.resume()`` if its weights may be used.
+    update, and ``/resume``. If an update fails, the server stays paused until an update succeeds. If its
+    workers cannot join, the server also stays paused: call this function again, or ``server.resume()`` if the
+    server's weights may be used.
 
-    If a server was started again, or is added, call this on the connected ``scheme`` with that server alone,
-    and the ``first_worker`` of its workers.
+    If a server was restarted, or is added, call this function on the connected ``scheme`` with only that
+    server, and with the ``first_worker`` of its workers.
 
     Args:
         scheme: the sender, after ``init_on_sender``.

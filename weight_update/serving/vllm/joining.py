@@ -27,7 +27,7 @@ def init_info(
 ) -> dict[str, Any]:
     """Return the ``init_info`` with which vLLM's workers join ``scheme``.
 
-    It has only values that JSON has. It contains the token of the scheme in clear text: send it only over
+    The dict can be sent as JSON. It contains the token of the scheme in clear text, so send it only over
     connections that you trust.
 
     Args:
@@ -35,8 +35,8 @@ def init_info(
         first_worker: index of vLLM's worker of rank 0; the others follow in the order of their ranks.
         in_chunks: whether weights are loaded while their version arrives, as
             :attr:`~weight_update.InferenceEngine.loads_in_chunks`.
-        control: URL of vLLM's server. The worker of rank 0 then calls that server for each update, so that
-            the trainer calls ``scheme.send()`` and nothing else. None leaves the calls to the trainer.
+        control: URL of vLLM's server. The worker of rank 0 then calls that server for each update, and the
+            trainer only calls ``scheme.send()``. With None, the trainer makes these calls.
         pause: mode of ``/pause``, with ``control``.
 
     Raises:
