@@ -236,11 +236,14 @@ def test_an_explorer_that_is_lost(tmp_path: Path) -> None:
     assert [kind for kind, *_ in told.events] == ["joined", "lost", "joined", "left"]
 
 
-def test_an_explorer_whose_connection_ends_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last_call", ["as it is", "status"])
+def test_an_explorer_whose_connection_ends_is_lost(last_call: str, tmp_path: Path) -> None:
     told = Told()
     with synchronizer(SyncMethod.CHECKPOINT, SyncStyle.FIXED, tmp_path) as where:
         where.add_observer(told)
         with ExplorerClient(where.serve(), model_at(-1)) as explorer:
+            if last_call == "status":  # a call that does not say who calls
+                explorer.blocking.status()
             explorer.blocking.channel.close()  # as when its process is killed
             wait_until(lambda: [kind for kind, *_ in told.events] == ["joined", "lost"])
         assert told[-1].reason == "its connection ended"

@@ -34,7 +34,7 @@ _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 SERIAL = 32736
 """Elements that torch copies on one thread; whole vectors, because a remainder converts NaNs differently."""
 
-# Bytes from which the compiled loop is faster than torch. That is sooner where torch uses several threads: they
+# Bytes from which the compiled loop is faster than torch. With several threads of torch that is sooner: they
 # spin for a while after a copy, so workers on the same processors wait.
 _LARGE, _LARGE_ON_ONE = 1 << 20, 8 << 20
 _FOR_ONE = 32 << 20  # bytes for each further thread; with fewer, two threads were no faster than one

@@ -75,7 +75,8 @@ class Server:
                 name, args = request.get("call"), request.get("args")
                 if not isinstance(name, str) or not isinstance(args, dict):
                     raise FormatError("the message is not a call")
-                session = args["session"] if isinstance(args.get("session"), str) else None
+                if isinstance(args.get("session"), str):  # else the call does not depend on who calls
+                    session = args["session"]
                 connection.send_json(self._service.call(name, args), _SEND_SECONDS)
                 if name == "bye":
                     session = None
