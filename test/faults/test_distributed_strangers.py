@@ -237,7 +237,9 @@ FIRST_FRAMES = {
 
 
 @pytest.mark.parametrize(
-    "frame", quick_for(FIRST_FRAMES.values(), FIRST_FRAMES["no_frame"]), ids=FIRST_FRAMES
+    "frame",
+    quick_for(FIRST_FRAMES.values(), FIRST_FRAMES["no_frame"], FIRST_FRAMES["a_slot"]),
+    ids=FIRST_FRAMES,
 )
 def test_a_first_frame_that_is_none(busy, caplog: pytest.LogCaptureFixture, frame: bytes) -> None:
     with caplog.at_level(logging.WARNING), closing(knowing(busy)) as signed:

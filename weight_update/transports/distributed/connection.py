@@ -79,6 +79,8 @@ class Connection:
         if where_size:
             prelude, header = Prelude.decode(frame[:PRELUDE_BYTES]), bytes(frame[PRELUDE_BYTES:size])
             pid, fd, key = json.loads(bytes(frame[size : size + where_size]))
+            if not prelude.payload_bytes:
+                raise FormatError("the frame has no payload, but the location of one")
             chunk = prelude.complete(header, lambda nbytes: self.map_slot(pid, fd, key, nbytes))
         else:
             chunk = WeightChunk.decode(frame, allocate)
