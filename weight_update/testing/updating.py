@@ -42,6 +42,17 @@ class UpdatingTests(SchemeCase):
             assert procs.scheme.version == version
             assert procs.scheme.worker_versions == {0: version, 1: version}
 
+    def test_continue_from(self, assemble: Assemble) -> None:
+        """A trainer that was restarted goes on counting, and never goes back."""
+        source = mlp(1)
+        procs = assemble(source)
+        for number, version in ((41, 42), (7, 43)):
+            procs.scheme.continue_from(number)
+            scramble(source, version)
+            assert procs.scheme.send().version == version
+            assert procs.ask("version") == [version, version]
+            assert_equal(procs, source)
+
     def test_report(self, assemble: Assemble) -> None:
         """The report says what was sent, in which form, and how long each stage took."""
         source = mlp(1)
