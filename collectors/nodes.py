@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -19,6 +21,7 @@ from weight_update import SyncTimeoutError, WorkerError
 _READY = "ready"
 _LOOK_SECONDS = 0.2
 _JOIN_SECONDS, _KILL_SECONDS = 5.0, 2.0
+_PORTS, _TRIES = 20_000, 100  # the first port to try, above those of known services; and how many
 
 
 @dataclass
@@ -145,7 +148,17 @@ def _run(pipe: Connection, target: Callable[..., None], by_value: bytes, argumen
 
 
 def free_port() -> int:
-    """Return a free port of this machine."""
+    """Return a port of this machine that is free.
+
+    It is below the ports that the kernel gives to connections, if these leave enough: a connection could take
+    one of them before its user listens there.
+    """
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])  # the first of them
+    tries = random.SystemRandom().sample(range(_PORTS, given), _TRIES) if given >= _PORTS + _TRIES else []
+    for port in tries:
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("localhost", port))
+            return port
     with socket.socket() as sock:
         sock.bind(("localhost", 0))
         return int(sock.getsockname()[1])

@@ -110,6 +110,39 @@ def test_calls_after_shutdown(scheme: type[WeightSyncScheme]) -> None:
             call()
 
 
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1, "1"])
+def test_a_timeout_that_nobody_can_wait(timeout: Any) -> None:
+    sender = SharedMemWeightSyncScheme()
+    with sender, connect_pair(sender, nn.Linear(2, 2), nn.Linear(2, 2)) as receiver:
+        handle = sender.send_async()
+        for wait in (handle.wait, receiver.receive):
+            with pytest.raises((TypeError, ValueError), match="timeout is a number of seconds"):
+                wait(timeout)
+        assert handle.wait(10.0).version == 1
+
+
+@pytest.mark.parametrize("option", ["lease", "transfer_timeout"])
+@pytest.mark.parametrize("seconds", [0, -5, None])
+def test_a_synchronizer_that_cannot_wait(option: str, seconds: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{option} is a (positive )?number of seconds"):
+        Synchronizer("memory", **{option: seconds})
+
+
+@pytest.mark.parametrize("token", ["", 5, b"x"])
+def test_a_token_that_is_none(token: Any) -> None:
+    for make in (SharedMemWeightSyncScheme, DistributedWeightSyncScheme, Synchronizer("memory").serve):
+        with pytest.raises((TypeError, ValueError), match=r"token is (empty|a string)"):
+            make(token=token)
+
+
+def test_a_scheme_that_was_shut_down_is_not_used_again() -> None:
+    scheme = SharedMemWeightSyncScheme()
+    scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+    scheme.shutdown()
+    with pytest.raises(LifecycleError, match="was shut down; make a new scheme"):
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+
+
 def test_an_encoding_whose_name_is_taken() -> None:
     class Another(WholeEncoding):
         name = "dense/1"

@@ -45,7 +45,7 @@ FLOORS: list[set[str]] = [
     {"encodings"},  # tensors to payloads and back
     {"compression"},  # bytes to fewer bytes and back
     {"convert", "wire", "observers"},  # tensors in another format; schemas, frames, checks; logs and traces
-    {"errors", "report", "progress", "text", "threads"},  # exceptions; facts on updates; bars; messages; exit
+    {"arguments", "errors", "report", "progress", "text", "threads"},  # checks; errors; reports; bars; texts
 ]
 # [end of floors]
 

@@ -1,7 +1,6 @@
 """DistributedCollector and DistributedSyncCollector: what they collect, and with which weights."""
 
 import multiprocessing
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -36,6 +35,7 @@ from collectors import (
     MultiAsyncCollector,
     MultiSyncCollector,
 )
+from collectors.nodes import free_port
 from collectors.remote import inner_class
 from weight_update import (
     DistributedWeightSyncScheme,
@@ -370,9 +370,7 @@ def test_refusals(kind, made):
 def test_torchrls_own_collector_with_our_scheme():
     """Its workers go by their rank, from 1; the indices of our scheme begin with 0."""
     policy, scheme = make_policy(), DistributedWeightSyncScheme()
-    with socket.socket() as sock:
-        sock.bind(("localhost", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     collector = torchrl.collectors.distributed.DistributedCollector(
         [Env] * 2,
         policy,

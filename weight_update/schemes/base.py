@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import numbers
 import secrets
-import threading
 import time
 import weakref
 from abc import abstractmethod
@@ -14,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from weight_update.arguments import require_seconds
 from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError
 from weight_update.receiver.forked_threads import warn_if_forked
 from weight_update.receiver.gate import shared_gate
@@ -109,8 +108,8 @@ class WeightSyncScheme(SchemeUpdates):
     ) -> None:
         self.strategy: WeightStrategy = resolve_strategy(strategy)
         self.sync = sync
-        self.timeout: float = _require_seconds("timeout", timeout)
-        self.connect_timeout: float = _require_seconds("connect_timeout", connect_timeout)
+        self.timeout: float = require_seconds("timeout", timeout)
+        self.connect_timeout: float = require_seconds("connect_timeout", connect_timeout)
         self.stable_addresses = stable_addresses
         self.model_id: str | None = None
         self.group: str | None = None
@@ -375,7 +374,7 @@ class WeightSyncScheme(SchemeUpdates):
         return None if context is None else ContextObserver(context, name, self.strategy.export)
 
     def _connect_limit(self, timeout: float | None) -> float:
-        return self.connect_timeout if timeout is None else _require_seconds("timeout", timeout)
+        return self.connect_timeout if timeout is None else require_seconds("timeout", timeout)
 
     def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
         if worker_idx is not None:
@@ -423,14 +422,3 @@ class WeightSyncScheme(SchemeUpdates):
 
 _BACKENDS: dict[str, type[WeightSyncScheme]] = {}
 """Schemes by the name of their backend; each class registers itself."""
-
-
-def _require_seconds(option: str, given: Any) -> float:
-    """Return ``given``; raise TypeError or ValueError unless it is a time that the system can wait."""
-    if isinstance(given, bool) or not issubclass(type(given), numbers.Real):
-        raise TypeError(f"{option} is a number of seconds, got {given!r}; give a large number to wait long")
-    if not 0 < given <= threading.TIMEOUT_MAX:
-        raise ValueError(
-            f"{option} is a positive number of seconds, at most {threading.TIMEOUT_MAX:.0f}, got {given!r}"
-        )
-    return float(given)  # locks and sockets take no other kind of number

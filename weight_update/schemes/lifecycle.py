@@ -65,6 +65,7 @@ class SchemeLifecycle(ABC):
         Raise LifecycleError, with ``cure``, if this object is initialized already.
         """
         self._drop_parent()
+        self._require_open()
         if self.initialized_on_sender or self.initialized_on_receiver:
             raise LifecycleError(f"this scheme is initialized already; {cure}")
 

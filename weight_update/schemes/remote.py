@@ -10,6 +10,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from weight_update.arguments import require_token
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.options import SchemeOptions, takes_options_of
 from weight_update.schemes.sources import port_number
@@ -89,7 +90,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         self.port: int = port_number(port)
         self.host: str | None = host
         self.directory = directory
-        self.token = token or os.environ.get(_TOKEN) or self.token
+        self.token = require_token(token) or os.environ.get(_TOKEN) or self.token
 
     @abstractmethod
     def announce(self, where: Whereabouts) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
+from weight_update.arguments import require_token
 from weight_update.errors import LifecycleError
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.options import SchemeOptions, takes_options_of
@@ -61,7 +62,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
         **options: Unpack[SchemeOptions],
     ) -> None:
         super().__init__(strategy, sync, **options)
-        self.token = token or self.token
+        self.token = require_token(token) or self.token
         self.per_worker_weights = per_worker_weights
         self.directory = directory
         self.slot_device = None if slot_device is None else str(slot_device)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from weight_update.arguments import require_seconds
 from weight_update.errors import LifecycleError
 from weight_update.receiver.gate import Hold
 from weight_update.receiver.receiver import Receiver
@@ -157,6 +158,8 @@ class SchemeUpdates(SchemeLifecycle):
         """
         receiver = self._require_receiver()
         self._require_open()
+        if timeout is not None:
+            timeout = require_seconds("timeout", timeout, zero=True)
         return receiver.receive(timeout)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+from weight_update.arguments import require_seconds
 from weight_update.errors import FormatError, LinkClosedError, SyncFailedError, SyncTimeoutError
 from weight_update.report import SyncReport
 from weight_update.sender.groups.base import FullGroup
@@ -81,6 +82,8 @@ class SendHandle:
         Raises:
             SyncFailedError: workers failed, died or were late; it names them, and all others have it.
         """
+        if timeout is not None:
+            timeout = require_seconds("timeout", timeout, zero=True)
         start = time.perf_counter()
         failures = self._sender.wait(self.report, self.workers, timeout)
         self.report.seconds["ack"] = time.perf_counter() - start

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
+from weight_update.arguments import require_token
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.blocking_clients import BlockingExplorer, BlockingTrainer
 from weight_update.synchronizer.metrics import Metrics
@@ -232,7 +233,7 @@ def _channel_to(where: Where, token: str | None) -> Channel:
     address = where.address if isinstance(where, RayHost) else where
     if address.startswith("ray:"):
         return RayChannel(address)
-    token = token or os.environ.get(TOKEN)
+    token = require_token(token) or os.environ.get(TOKEN)
     if token is None:
         raise ValueError(f"give the server's token, or set {TOKEN} in the environment")
     return SocketChannel(address, token)

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+from weight_update.arguments import require_token
 from weight_update.errors import (
     FormatError,
     JoinRefusedError,
@@ -52,7 +53,7 @@ class Server:
     def __init__(
         self, service: Service, address: str = "127.0.0.1", port: int = 0, token: str | None = None
     ) -> None:
-        self.token: str = token or os.environ.get(TOKEN) or secrets.token_hex(16)
+        self.token: str = require_token(token) or os.environ.get(TOKEN) or secrets.token_hex(16)
         self._service, self._closed = service, False
         self._log = RateLimitedLog(_log)
         sock = signed_stream.listen(address, port_number(port))

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
+from weight_update.arguments import require_seconds
 from weight_update.errors import LifecycleError
 from weight_update.report import Observer
 from weight_update.sender.observers import Observers
@@ -77,7 +78,10 @@ class Synchronizer:
             plan if isinstance(plan, SyncPlan) else SyncPlan(cast("SyncMethod", plan), **given)
         )
         self._directory = None if directory is None else os.fspath(directory)
-        self._options: dict[str, Any] = {"lease": lease, "transfer_timeout": transfer_timeout}
+        self._options: dict[str, Any] = {
+            "lease": require_seconds("lease", lease),
+            "transfer_timeout": require_seconds("transfer_timeout", transfer_timeout),
+        }
         self._options["strategy"] = resolve_strategy(strategy)
         if self.plan.method is SyncMethod.CHECKPOINT and directory is None:
             raise ValueError("SyncMethod.CHECKPOINT needs directory=, one that trainer and explorers share")

@@ -1,0 +1,29 @@
+"""Checks of arguments that several packages take."""
+
+from __future__ import annotations
+
+import numbers
+import threading
+from typing import Any
+
+
+def require_seconds(option: str, given: Any, *, zero: bool = False) -> float:
+    """Return ``given``; raise TypeError or ValueError unless it is a time that the system can wait.
+
+    ``zero`` allows 0, which does not wait.
+    """
+    if isinstance(given, bool) or not issubclass(type(given), numbers.Real):
+        raise TypeError(f"{option} is a number of seconds, got {given!r}; give a large number to wait long")
+    if not (0 < given <= threading.TIMEOUT_MAX or (zero and given == 0)):
+        kind = "number of seconds from 0 on" if zero else "positive number of seconds"
+        raise ValueError(f"{option} is a {kind}, at most {threading.TIMEOUT_MAX:.0f}, got {given!r}")
+    return float(given)  # locks and sockets take no other kind of number
+
+
+def require_token(token: Any) -> str | None:
+    """Return ``token``; raise TypeError or ValueError unless it is None or a string that is not empty."""
+    if token is not None and not isinstance(token, str):
+        raise TypeError(f"token is a string that both ends share, got a {type(token).__name__}")
+    if token == "":
+        raise ValueError("token is empty: give both ends the same secret, or None")
+    return token
