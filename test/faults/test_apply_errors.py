@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import pickle
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -219,6 +220,29 @@ def test_a_late_goodbye_does_not_fail_the_next_connect(kind, procs: Processes) -
     scheme.connect(timeout=10.0)
     assert worker.result() == 1
     assert worker.call(weights_only) == {3.0}
+
+
+def test_a_refused_worker_that_ends_late_does_not_fail_the_next_connect(kind, procs: Processes) -> None:
+    """A worker that was refused keeps its connection until its process ends, and another takes its place."""
+    scheme = procs.scheme(kind, timeout=10.0)
+    scheme.init_on_sender(model=Fussy(), num_workers=1)
+    refused = procs.start(scheme, 0, lambda: nn.Linear(3, 5))
+    refused.begin(join)
+    with pytest.raises(SchemaMismatchError):
+        scheme.connect(timeout=10.0)
+    successor = procs.start(scheme, 0, Fussy)
+
+    def replace() -> None:
+        time.sleep(0.3)
+        refused.kill()
+        time.sleep(0.3)
+        successor.begin(join)
+
+    replacing = threading.Thread(target=replace)
+    replacing.start()
+    scheme.connect(timeout=20.0)
+    replacing.join()
+    assert successor.result() == scheme.version
 
 
 def _leave_late_and_join_again(me: Worker) -> int | None:

@@ -135,7 +135,9 @@ class Delivery:
                 return
             departed = worker.joined and not worker.replaced and not self._closed
             pid, version, left = worker.pid, worker.version, worker.left
-            if worker.joined or worker.lost is None:
+            if worker.leaving:  # an earlier connect() has raised the error; this one waits for the worker
+                worker.lost = None
+            elif worker.joined or worker.lost is None:
                 worker.lost = without_frames(error)
             worker.mark_disconnected()
             self.changed.notify_all()
@@ -320,8 +322,6 @@ class AnswerThreads:
                 worker.left = failed is None
                 reason = "" if failed is None else f" after an error: {failed}"
                 self._delivery.lose(worker, LinkClosedError(f"it left{reason}"))
-                if worker.leaving:  # an earlier connect() has raised the error; this one waits for the worker
-                    worker.lost = None
         else:
             raise FormatError(f"unexpected {chunk.kind.name} frame")
 

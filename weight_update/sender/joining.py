@@ -166,7 +166,7 @@ class Admission:
             with worker.sending:
                 worker.link.send_chunk(refused, self._delivery.timeout)
         with self._table.lock:
-            worker.joined, worker.lost = False, without_frames(error)
+            worker.joined, worker.leaving, worker.lost = False, False, without_frames(error)
             self._table.changed.notify_all()
 
 

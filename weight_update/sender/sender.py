@@ -144,7 +144,8 @@ class Sender(Outcomes):
         """
         with self.table.lock:
             for worker in self.table:
-                worker.leaving = worker.joined and worker.has is None and bool(worker.failures)
+                failed = worker.has is None and bool(worker.failures)
+                worker.leaving = failed if worker.joined else worker.lost is not None
                 worker.lost, worker.failures = None, {}
         deadline = time.monotonic() + timeout
         if self._strategy.max_in_flight is not None:

@@ -99,7 +99,7 @@ class WorkerState:
         failures: errors of the last few versions that it did not apply, by version.
         late: whether it is a late joiner; nobody waits for it once it has left.
         left: whether it said goodbye.
-        leaving: whether it is about to say goodbye, because its own ``connect()`` failed.
+        leaving: whether an earlier ``connect()`` has raised its error, so that its end is no other error.
         lost: error by which its link ended.
         absence_told: whether observers were told, since it was last connected, of an update that it missed.
         late_told: the ``sent_at`` of the update that observers were told it is late with.
