@@ -64,9 +64,9 @@ class _AsyncClient(Generic[_P]):
         If the task is cancelled, the client stops waiting.
 
         Returns:
-            the metrics. They have a ``reason`` only if no version that is new enough came; the next step may then try
-            again. In FULLY_ASYNC with NCCL, the trainer's version may still be on its way; it counts as
-            published when the first explorer has it.
+            the metrics. They have a ``reason`` only if no version came that is new enough; the next step may
+            then try again. In FULLY_ASYNC with NCCL, the trainer's version may still be on its way; it counts
+            as published when the first explorer has it.
 
         Raises:
             SchemaMismatchError: the model is not the trainer's (explorer), or the weights have other names,
