@@ -15,12 +15,18 @@
 This package needs pytest, which the extra ``test`` installs; nothing else of ``weight_update`` imports it.
 """
 
+import pkgutil
+
 try:
-    import pytest  # noqa: F401
+    import pytest
 except ImportError as _error:
     raise ImportError(
         f'cannot import pytest ({_error}): pip install "weight-update[test]"', name="pytest"
     ) from _error
+else:  # a failed assertion then shows its values
+    pytest.register_assert_rewrite(
+        *(f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__))
+    )
 
 from weight_update.testing.apart import Apart, ApartInTwos
 from weight_update.testing.chunks import Ends, greet
