@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent import futures
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -70,6 +72,29 @@ class Nodes:
             wait([self._nodes[idx].pipe for idx in late], _LOOK_SECONDS)
             for idx in late:
                 self._nodes[idx].listen()
+
+    def attend(self, action: Callable[[], None], timeout: float) -> None:
+        """Run ``action``, which waits for all processes, in a thread; return when it has ended.
+
+        The thread is left behind if a process ends (WorkerError), or if it takes longer than ``timeout``
+        seconds (SyncTimeoutError): it waits in C++ and cannot be interrupted. Processes that a batch system
+        starts have no limit.
+        """
+        done: futures.Future[None] = futures.Future()
+
+        def run() -> None:
+            try:
+                done.set_result(action())
+            except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+                done.set_exception(error)
+
+        threading.Thread(target=run, name="weight_update-group", daemon=True).start()
+        deadline = time.monotonic() + timeout
+        while not futures.wait([done], _LOOK_SECONDS).done:
+            self.require_alive()
+            if self._nodes and time.monotonic() > deadline:
+                raise SyncTimeoutError(f"workers did not form a process group in {timeout:g} s")
+        done.result()
 
     def alive(self, idx: int) -> bool:
         """Whether the process of worker ``idx`` is alive; True for a process that was not started here."""

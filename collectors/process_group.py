@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import queue
 import threading
@@ -88,7 +89,8 @@ class ProcessGroupCollector(Launched):
     def _init_master_dist(self, world_size: int, backend: str) -> None:
         self._nodes.await_ready(START_SECONDS)
         self._in_group = True
-        super()._init_master_dist(world_size, backend)
+        form_group = functools.partial(super()._init_master_dist, world_size, backend)
+        self._nodes.attend(form_group, START_SECONDS)  # by itself it waits for 1,000 days
 
     def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arguments of a worker's program: those by value, and the others."""

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from marks import slow
 from test_collectors_distributed import make, used
 from test_collectors_end import Dies, Fails, ours
 
+from collectors.nodes import Nodes
 from weight_update import (
     LifecycleError,
     SharedMemWeightSyncScheme,
@@ -27,6 +29,10 @@ from weight_update import (
 from weight_update.testing.processes import eventually, freeze, wait_until
 
 ROOT = Path(__file__).parents[2]
+
+
+def pause(seconds):
+    time.sleep(seconds)
 
 
 def nothing_is_left():
@@ -167,6 +173,27 @@ def test_a_worker_that_hangs_is_killed_at_the_end():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seconds", "error", "text"),
+    [
+        (0.5, WorkerError, "worker 0 has ended"),
+        (30.0, SyncTimeoutError, "not form a process group in 1 s"),
+    ],
+)
+def test_a_group_that_is_not_formed(seconds, error, text):
+    nodes, given_up = Nodes(), threading.Event()
+    nodes.start(pause, {}, seconds=seconds)
+    nodes.await_ready(60.0)
+    start = time.monotonic()
+    try:
+        with pytest.raises(error, match=text):
+            nodes.attend(given_up.wait, 1.0 if error is SyncTimeoutError else 60.0)
+    finally:
+        given_up.set()
+        nodes.kill()
+    assert time.monotonic() - start < 20.0
+
+
 def test_a_collector_after_a_collector():
     for value in (1.0, 2.0):
         collector = make("sync", make_policy(value))
