@@ -84,7 +84,8 @@ class Nodes:
 
         def run() -> None:
             try:
-                done.set_result(action())
+                action()
+                done.set_result(None)
             except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
                 done.set_exception(error)
 
