@@ -172,7 +172,6 @@ def test_a_worker_that_hangs_is_killed_at_the_end():
     assert nothing_is_left()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seconds", "error", "text"),
     [
@@ -194,6 +193,7 @@ def test_a_group_that_is_not_formed(seconds, error, text):
     assert time.monotonic() - start < 20.0
 
 
+@pytest.mark.slow
 def test_a_collector_after_a_collector():
     for value in (1.0, 2.0):
         collector = make("sync", make_policy(value))
