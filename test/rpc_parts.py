@@ -11,7 +11,6 @@ import functools
 import inspect
 import multiprocessing
 import os
-import socket
 import threading
 import time
 import traceback
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed import rpc
 
+from collectors.nodes import free_port
 from weight_update import RPCWeightSyncScheme
 from weight_update.testing import Worker, fingerprint
 
@@ -31,12 +31,6 @@ LIMITS = {"timeout": 20.0, "connect_timeout": 30.0}
 RPC_SECONDS = 30
 TRAINER = "trainer"
 TEST_SECONDS = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def enter(name: str, rank: int, port: int, size: int | None) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import pickle
 import signal
-import socket
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -30,6 +29,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from collectors.nodes import free_port
 from weight_update import (
     BucketEncoding,
     DistributedWeightSyncScheme,
@@ -283,12 +283,6 @@ def added(ranks: Ranks, index: int) -> Iterator[Worker]:
         yield worker
     finally:
         worker.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 BUCKETS: dict[str, Any] = {"encoding": BucketEncoding(bucket_size=256), "max_in_flight": 2}
