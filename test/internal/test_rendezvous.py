@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 
 import psutil
 import pytest
+from marks import slow
 from torch.distributed import DistError, TCPStore
 
 from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
@@ -265,7 +266,8 @@ def test_a_stranger_changes_the_announcement(store: SenderStore, way: str) -> No
     assert find(store.port) == WHERE
 
 
-@pytest.mark.parametrize("way", ["overwrites", "deletes", "overwrites with much", "appends much"])
+# with much, the stranger wins on a busy machine: docs/cluster.rst says so
+@pytest.mark.parametrize("way", ["overwrites", "deletes", slow("overwrites with much"), slow("appends much")])
 def test_a_stranger_goes_on_and_on(store: SenderStore, way: str) -> None:
     stranger, much = stranger_of(store), "x" * 4_000_000
     key = key_of(stranger)
