@@ -26,7 +26,7 @@ _ANSWER = 1  # byte
 class _Tcp:
     """One end of a TCP connection without delays.
 
-    It does not block, but polls: over loopback, 1 GB then takes about two thirds of the time.
+    It does not block, but polls, which takes less time over loopback.
     """
 
     def __init__(self, sock: socket.socket) -> None:

@@ -13,13 +13,13 @@ import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
 
 from collectors.closing import close_all
+from collectors.frames import FRAMES_TIMEOUT
 from collectors.ray_learner import LearnerSender, hand_over
 from collectors.remote import Remote
 from collectors.requests import Request
 from weight_update import LifecycleError, RayWeightSyncScheme, SyncReport, SyncTimeoutError, WeightSyncScheme
 
 _LOOK_SECONDS = 0.5
-_START_SECONDS = 1800.0
 
 
 class RayCollector(Remote, torchrl_distributed.RayCollector):
@@ -66,7 +66,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         import ray
 
         super().add_collectors(*args)
-        limit = max(_START_SECONDS, self._waits.limit)
+        limit = max(FRAMES_TIMEOUT, self._waits.limit)
         deadline = time.monotonic() + limit
         starting = {actor.__ray_ready__.remote(): idx for idx, actor in enumerate(self.remote_collectors)}
         while starting:

@@ -129,7 +129,7 @@ def test_a_synchronizer_that_cannot_wait(option: str, seconds: Any) -> None:
 
 
 @pytest.mark.parametrize("token", ["", 5, b"x"])
-def test_a_token_that_is_none(token: Any) -> None:
+def test_a_token_that_is_no_secret(token: Any) -> None:
     for make in (SharedMemWeightSyncScheme, DistributedWeightSyncScheme, Synchronizer("memory").serve):
         with pytest.raises((TypeError, ValueError), match=r"token is (empty|a string)"):
             make(token=token)

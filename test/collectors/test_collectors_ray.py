@@ -114,7 +114,7 @@ def test_every_way_to_update() -> None:
 
 
 def test_actors_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectors.ray._START_SECONDS", 1.0)
+    monkeypatch.setattr("collectors.ray.FRAMES_TIMEOUT", 1.0)
     started = time.monotonic()
     with pytest.raises(
         SyncTimeoutError, match=r"actors of workers \[0, 1\] did not start in 2 s.*remote_configs"
