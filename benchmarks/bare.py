@@ -19,6 +19,8 @@ import torch.distributed as dist
 from benchmarks.processes import Process
 
 LOOPBACK = "127.0.0.1"
+TCP, SMALL_BUFFER, GLOO = BARE = ("tcp", "tcp-small-buffer", "gloo")
+"""Bytes without a library, to one process; the second with the send buffer that this library sets."""
 _PATIENCE = 60.0  # seconds to connect, or for one transfer
 _ANSWER = 1  # byte
 
@@ -29,8 +31,12 @@ class _Tcp:
     It does not block, but polls, which takes less time over loopback.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, kind: str) -> None:
         sock.setblocking(False)
+        if kind == SMALL_BUFFER:
+            from weight_update.transports.distributed.relay.payload_stream import SEND_BUFFER
+
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
 
@@ -98,10 +104,10 @@ class _Peer:
     def connect(self, kind: str, address: str, port: int) -> None:
         """Connect to the sender, and receive from now on, in a thread."""
         end: _Tcp | _Gloo
-        if kind == "tcp":
-            end = _Tcp(socket.create_connection((address, port), _PATIENCE))
-        else:
+        if kind == GLOO:
             end = _Gloo(1, address, port)
+        else:
+            end = _Tcp(socket.create_connection((address, port), _PATIENCE), kind)
         threading.Thread(target=self._serve, args=(end,), daemon=True).start()
 
     def _serve(self, end: _Tcp | _Gloo) -> None:
@@ -122,7 +128,7 @@ class Bare:
     """A sender of bytes to one process, with the methods of a trainer.
 
     Args:
-        kind: ``"tcp"`` or ``"gloo"``.
+        kind: one of :data:`BARE`.
         nbytes: size of a transfer.
         address: address of this process.
         enter: function that moves the other process to its host; None if there is no such network.
@@ -136,11 +142,11 @@ class Bare:
         self._peer.answer()
         with socket.create_server((address, 0)) as listener:
             port = listener.getsockname()[1]
-            if kind == "tcp":
+            if kind != GLOO:
                 self._peer.send("connect", kind, address, port)
                 listener.settimeout(_PATIENCE)
-                self._end: Any = _Tcp(listener.accept()[0])
-        if kind == "gloo":
+                self._end: Any = _Tcp(listener.accept()[0], kind)
+        if kind == GLOO:
             self._peer.send("connect", kind, address, port)
             self._end = _Gloo(0, address, port)
         self._peer.answer()

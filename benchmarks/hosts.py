@@ -17,11 +17,12 @@ import torch
 import torch.multiprocessing as mp
 
 from benchmarks import links
+from benchmarks.bare import GLOO, SMALL_BUFFER, TCP
 from benchmarks.network import Network, why_not
 from benchmarks.processes import in_turns
 from benchmarks.report import Cell, Figure, Table, chosen, machine, ratio, say, show_ratio, sizes
 from benchmarks.targets import Target, target, targets_table
-from benchmarks.trainers import BARE, COPY, Case, rival, trainers
+from benchmarks.trainers import COPY, Case, rival, trainers
 from weight_update import SyncReport
 from weight_update.transports.distributed.checksum import Checksum
 from weight_update.transports.distributed.relay.payload_stream import pieces_of
@@ -29,7 +30,6 @@ from weight_update.transports.distributed.relay.payload_stream import pieces_of
 QUICK = "1 MB, 2 turns; 4 MB over shaped links"
 
 OURS = "distributed-sockets"
-TCP, GLOO = BARE
 STAGES = ("encode", "send", "ack")
 _SHAPED = "1gbit"
 _FOUR = 4
@@ -56,7 +56,7 @@ class Plan:
     @property
     def variants(self) -> tuple[str, ...]:
         """The candidates, in the order of their turns."""
-        return (COPY, TCP, GLOO, rival(OURS), OURS) if self.beside else (OURS,)
+        return (COPY, TCP, SMALL_BUFFER, GLOO, rival(OURS), OURS) if self.beside else (OURS,)
 
     def turns_for(self, megabytes: float) -> int:
         """Return the number of turns at this size."""
@@ -135,13 +135,14 @@ def times_table(found: Found, reason: str | None) -> Table:
     """Return the table of all candidates; ``reason`` says why there is no veth."""
     rows: list[list[str | Cell]] = []
     for (route, megabytes), one in found.items():
-        ours, others = one.of(OURS), [one.of(name) for name in (TCP, GLOO, rival(OURS), COPY)]
-        ratios = [show_ratio(ours, other) for other in (others[0], others[2])]
+        ours, others = one.of(OURS), [one.of(name) for name in (TCP, SMALL_BUFFER, GLOO, rival(OURS), COPY)]
+        ratios = [show_ratio(ours, other) for other in (others[0], others[3])]
         rows.append([route, f"{megabytes:g}", ours.cell(1e3), *(x.show(1e3) for x in others), *ratios])
     note = (
         "Milliseconds, median (min .. max). Ours and torchrl: from the call of send() to its return, when\n"
         "the worker has applied the update. TCP and gloo: until the answer of one byte has come back, which\n"
-        "the worker sends when it has all bytes. *plain copy*: in one process."
+        "the worker sends when it has all bytes. *small buffer*: bare TCP with our size of send buffer.\n"
+        "*plain copy*: in one process."
     )
     if reason is not None:
         note += f"\nVeth was not measured: {reason}."
@@ -150,6 +151,7 @@ def times_table(found: Found, reason: str | None) -> Table:
         "MB",
         "ours",
         "bare TCP",
+        "small buffer",
         "bare gloo",
         "torchrl",
         "plain copy",

@@ -20,7 +20,7 @@ import torch
 import torch.multiprocessing as mp
 from tensordict import TensorDictBase
 
-from benchmarks.bare import LOOPBACK, Bare, BareRay, Floor
+from benchmarks.bare import BARE, LOOPBACK, Bare, BareRay, Floor
 from benchmarks.network import INTERFACE, Network
 from benchmarks.processes import Failed, Process
 from benchmarks.workers import Actors, ForkedWorkers, Model, Passes, SpawnedWorker, Workers, World, fill, mark
@@ -30,8 +30,6 @@ if TYPE_CHECKING:  # processes of TorchRL do without it
 
 COPY = "copy"
 FLOOR = "floor"
-BARE = ("tcp", "gloo")
-"""Bytes without a library, to one process."""
 RAY_ALONE = "ray-alone"
 """Bytes through Ray's object store without a library."""
 

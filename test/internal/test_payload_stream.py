@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.transports.distributed.checksum import BLOCK
-from weight_update.transports.distributed.relay import nccl
+from weight_update.transports.distributed.relay import nccl, payload_stream
 from weight_update.transports.distributed.relay.payload_stream import (
     PIECE,
+    SEND_BUFFER,
     Forwarder,
     PayloadStream,
     discarded_pieces,
@@ -54,6 +56,30 @@ def in_thread(function: Callable[..., Any], *arguments: Any) -> threading.Thread
 
 def random_bytes(count: int) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8)
+
+
+def connected_by_tcp() -> Pair:
+    """Return the two ends of a connection over loopback; the first one sends payloads."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    return (
+        PayloadStream(SignedStream(SocketStream(ours), bytes(32), listener=True)),
+        PayloadStream(SignedStream(SocketStream(theirs), bytes(32), listener=False)),
+    )
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_the_send_buffer_is_small_only_if_the_other_machine_is_near(
+    monkeypatch: pytest.MonkeyPatch, near: bool
+) -> None:
+    if not near:
+        monkeypatch.setattr(payload_stream, "_NEAR", -1)
+    sender, receiver = connected_by_tcp()
+    with closing(sender), closing(receiver):
+        size = sender.signed.stream.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    largest = int(Path("/proc/sys/net/core/wmem_max").read_text())
+    assert (size == 2 * min(SEND_BUFFER, largest)) is near
 
 
 @pytest.mark.parametrize("size", [0, 1, 2047, PIECE - 1, PIECE, PIECE + 1, 3 * BLOCK + 77])
