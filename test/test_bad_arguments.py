@@ -24,6 +24,7 @@ from weight_update import (
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     PatchEncoding,
+    RayWeightSyncScheme,
     SharedMemWeightSyncScheme,
     SyncFailedError,
     Synchronizer,
@@ -133,6 +134,14 @@ def test_a_token_that_is_no_secret(token: Any) -> None:
     for make in (SharedMemWeightSyncScheme, DistributedWeightSyncScheme, Synchronizer("memory").serve):
         with pytest.raises((TypeError, ValueError), match=r"token is (empty|a string)"):
             make(token=token)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "", None, 5])
+@pytest.mark.parametrize("kind", [DistributedWeightSyncScheme, RayWeightSyncScheme])
+def test_an_address_that_no_worker_can_connect_to(kind: type[WeightSyncScheme], address: Any) -> None:
+    options: dict[str, Any] = {"address": address}
+    with pytest.raises((TypeError, ValueError), match=r"address=.* all interfaces.*; give|address is a string"):
+        kind(**options)
 
 
 def test_a_scheme_that_was_shut_down_is_not_used_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import numbers
 import threading
 from typing import Any
@@ -27,3 +28,22 @@ def require_token(token: Any) -> str | None:
     if token == "":
         raise ValueError("token is empty: give both ends the same secret, or None")
     return token
+
+
+def require_reachable(address: Any) -> str:
+    """Return ``address``; raise TypeError or ValueError unless other machines can connect to it.
+
+    They cannot connect to an address that stands for all interfaces, such as 0.0.0.0.
+    """
+    if not isinstance(address, str):
+        raise TypeError(f"address is a string, such as '10.0.0.5', got {address!r}")
+    try:
+        wildcard = address == "" or ipaddress.ip_address(address).is_unspecified
+    except ValueError:
+        return address  # a name
+    if wildcard:
+        raise ValueError(
+            f"address={address!r} stands for all interfaces, and other machines cannot connect to it; give "
+            "the address by which they reach this machine, such as '10.0.0.5'"
+        )
+    return address

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from weight_update.arguments import require_reachable
 from weight_update.engines.base import InferenceEngine
 from weight_update.errors import TransportError
 from weight_update.synchronizer.checkpoint import CheckpointExplorer, CheckpointTrainer
@@ -21,7 +22,7 @@ from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
 from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import TRAINER_STOPPED
-from weight_update.synchronizer.transfer import Endpoint, require_reachable
+from weight_update.synchronizer.transfer import Endpoint
 from weight_update.transports.distributed.relay.nccl import require_known
 
 _log = logging.getLogger(__name__)
