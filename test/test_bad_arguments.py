@@ -144,6 +144,14 @@ def test_an_address_that_no_worker_can_connect_to(kind: type[WeightSyncScheme], 
         kind(**options)
 
 
+@pytest.mark.parametrize("option", ["sync", "stable_addresses"])
+@pytest.mark.parametrize("given", ["no", None, 1])
+def test_an_option_that_is_neither_true_nor_false(option: str, given: Any) -> None:
+    options: dict[str, Any] = {option: given}
+    with pytest.raises(ValueError, match=f"{option} is True or False, got {given!r}"):
+        SharedMemWeightSyncScheme(**options)
+
+
 def test_a_scheme_that_was_shut_down_is_not_used_again() -> None:
     scheme = SharedMemWeightSyncScheme()
     scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)

@@ -21,6 +21,13 @@ def require_seconds(option: str, given: Any, *, zero: bool = False) -> float:
     return float(given)  # locks and sockets take no other kind of number
 
 
+def require_bool(option: str, given: Any) -> bool:
+    """Return ``given``; raise ValueError unless it is True or False."""
+    if not isinstance(given, bool):
+        raise ValueError(f"{option} is True or False, got {given!r}")
+    return given
+
+
 def require_token(token: Any) -> str | None:
     """Return ``token``; raise TypeError or ValueError unless it is None or a string that is not empty."""
     if token is not None and not isinstance(token, str):

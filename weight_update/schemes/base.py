@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from weight_update.arguments import require_seconds
+from weight_update.arguments import require_bool, require_seconds
 from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError
 from weight_update.receiver.forked_threads import warn_if_forked
 from weight_update.receiver.gate import shared_gate
@@ -107,10 +107,10 @@ class WeightSyncScheme(SchemeUpdates):
         stable_addresses: bool = False,
     ) -> None:
         self.strategy: WeightStrategy = resolve_strategy(strategy)
-        self.sync = sync
+        self.sync: bool = require_bool("sync", sync)
         self.timeout: float = require_seconds("timeout", timeout)
         self.connect_timeout: float = require_seconds("connect_timeout", connect_timeout)
-        self.stable_addresses = stable_addresses
+        self.stable_addresses: bool = require_bool("stable_addresses", stable_addresses)
         self.model_id: str | None = None
         self.group: str | None = None
         self.token: str = secrets.token_hex(16)
