@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from weight_update import (
     BucketEncoding,
     DenseEncoding,
     DistributedWeightSyncScheme,
+    ExplorerClient,
     JoinRefusedError,
     LifecycleError,
     MemoryWeightSyncScheme,
@@ -92,10 +94,11 @@ def test_number_of_workers_beside_devices() -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 1.0, "0"])
-def test_index_of_a_worker(index: Any) -> None:
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, DistributedWeightSyncScheme])
+def test_index_of_a_worker(kind: type[WeightSyncScheme], index: Any) -> None:
     with pytest.raises(ValueError, match=rf"worker_idx is an integer of at least 0, not {index!r}"):
-        SharedMemWeightSyncScheme().init_on_receiver(model=nn.Linear(2, 2), worker_idx=index)
-    receiver = SharedMemWeightSyncScheme()
+        kind().init_on_receiver(model=nn.Linear(2, 2), worker_idx=index)
+    receiver = kind()
     receiver.init_on_receiver(model=nn.Linear(2, 2))
     with pytest.raises(ValueError, match="worker_idx is an integer"):
         receiver.connect(worker_idx=index)
@@ -127,6 +130,40 @@ def test_a_timeout_that_nobody_can_wait(timeout: Any) -> None:
 def test_a_synchronizer_that_cannot_wait(option: str, seconds: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=f"{option} is a (positive )?number of seconds"):
         Synchronizer("memory", **{option: seconds})
+
+
+@pytest.mark.parametrize("client", [TrainerClient, ExplorerClient])
+@pytest.mark.parametrize("option", ["timeout", "transfer_timeout"])
+@pytest.mark.parametrize("seconds", [0, float("nan"), None, "1"])
+def test_a_client_that_cannot_wait(client: Any, option: str, seconds: Any) -> None:
+    with (
+        Synchronizer("memory") as where,
+        pytest.raises((TypeError, ValueError), match=f"{option} is a (positive )?number of seconds"),
+    ):
+        client(where, nn.Linear(2, 2), **{option: seconds})
+
+
+@pytest.mark.parametrize("client", [TrainerClient, ExplorerClient])
+@pytest.mark.parametrize("where", [5, None, nn.Linear(2, 2)])
+def test_a_client_of_something_that_is_no_synchronizer(client: Any, where: Any) -> None:
+    with pytest.raises(TypeError, match=r"a client takes a Synchronizer, .*'host:port', .*, got "):
+        client(where, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("number", [-1, 1.0, "a"])
+def test_the_id_of_an_explorer(number: Any) -> None:
+    message = f"id is an integer of at least 0, not {number!r}"
+    with Synchronizer("memory") as where, pytest.raises(ValueError, match=message):
+        ExplorerClient(where, nn.Linear(2, 2), id=number)
+
+
+@pytest.mark.parametrize("workers", [5, object(), threading.current_thread()])
+def test_worker_alive_without_processes(workers: Any) -> None:
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        scheme.worker_alive = workers
+        with pytest.raises(TypeError, match="worker_alive takes a list or dict of processes, or a function"):
+            scheme.connect(timeout=1.0)
 
 
 @pytest.mark.parametrize("token", ["", 5, b"x"])

@@ -251,10 +251,14 @@ def liveness(workers: WorkerAlive | None) -> Callable[[int], bool] | None:
     """Return a function that tells whether the process of a worker index lives; None if that is not known.
 
     Raises:
-        TypeError: an entry is no process.
+        TypeError: there are no processes, or an entry is no process.
     """
     if workers is None or callable(workers):
         return workers
+    if not isinstance(workers, Iterable):
+        raise TypeError(
+            f"worker_alive takes a list or dict of processes, or a function of the worker index, not {workers!r}"
+        )
     processes = dict(workers if isinstance(workers, Mapping) else enumerate(workers))
     for process in processes.values():
         _lives(process)

@@ -12,6 +12,7 @@ from torch import nn
 from weight_update.arguments import require_reachable
 from weight_update.engines.base import InferenceEngine
 from weight_update.errors import TransportError
+from weight_update.schemes.sources import whole_number
 from weight_update.synchronizer.checkpoint import CheckpointExplorer, CheckpointTrainer
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.direct import DirectTrainer
@@ -132,9 +133,7 @@ class BlockingExplorer(ClientBase):
 
     def __init__(self, channel: Channel, model: Any, *, id: int | None = None, **options: Any) -> None:
         super().__init__(channel, **options)
-        if id is not None and id < 0:
-            raise ValueError(f"id must be 0 or greater, got {id}")
-        self.id: int | None = id
+        self.id: int | None = None if id is None else whole_number(id, "id", least=0)
         self._model = model
         self._method: ExplorerMethod = SubscribingExplorer(model)
         reply = self._introduce()
