@@ -475,7 +475,12 @@ def test_arguments() -> None:
 def test_remote_collectors_that_are_no_list_of_actors() -> None:
     kind: Any = ray.remote(num_cpus=0)(Owner)
     actor = ray.remote(num_cpus=0)(type("Idle", (), {})).remote()
-    for given, problem in (([1], "got 1 in it"), ([kind], "got .* in it"), (actor, "got Actor.Idle"), (1, "got 1$")):
+    for given, problem in (
+        ([1], "got 1 in it"),
+        ([kind], "got .* in it"),
+        (actor, "got Actor.Idle"),
+        (1, "got 1$"),
+    ):
         with (
             RayWeightSyncScheme() as scheme,
             pytest.raises(TypeError, match=f"remote_collectors is a list of handles of actors.*{problem}"),

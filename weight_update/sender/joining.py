@@ -257,7 +257,8 @@ def liveness(workers: WorkerAlive | None) -> Callable[[int], bool] | None:
         return workers
     if not isinstance(workers, Iterable):
         raise TypeError(
-            f"worker_alive takes a list or dict of processes, or a function of the worker index, not {workers!r}"
+            "worker_alive takes a list or dict of processes, or a function of the worker index, not "
+            f"{workers!r}"
         )
     processes = dict(workers if isinstance(workers, Mapping) else enumerate(workers))
     for process in processes.values():
