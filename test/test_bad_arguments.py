@@ -177,7 +177,9 @@ def test_a_token_that_is_no_secret(token: Any) -> None:
 @pytest.mark.parametrize("kind", [DistributedWeightSyncScheme, RayWeightSyncScheme])
 def test_an_address_that_no_worker_can_connect_to(kind: type[WeightSyncScheme], address: Any) -> None:
     options: dict[str, Any] = {"address": address}
-    with pytest.raises((TypeError, ValueError), match=r"address=.* all interfaces.*; give|address is a string"):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"address=.* all interfaces.*; give|address is a string"
+    ):
         kind(**options)
 
 
@@ -316,6 +318,46 @@ def test_workers_that_lack_weights_of_their_own() -> None:
         pytest.raises(UnknownWorkerError, match=message),
     ):
         sender.send({1: nn.Linear(2, 2)}, worker_ids=0)
+
+
+ODD_TENSORS = {
+    "sparse_coo": lambda: torch.eye(2).to_sparse(),
+    "sparse_csr": lambda: torch.eye(2).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("encoding", ["dense", "patch"])
+@pytest.mark.parametrize("kind", ODD_TENSORS)
+def test_a_tensor_that_is_not_plain(kind: str, encoding: str) -> None:
+    scheme = SharedMemWeightSyncScheme(WeightStrategy(encoding=encoding))
+    message = (
+        rf"'a\.b' is a .*{kind} tensor .*, such as the result of (to_dense|to_padded_tensor|dequantize)\(\)"
+    )
+    with pytest.raises(UnsupportedSourceError, match=message):
+        scheme.init_on_sender(weights={"a": {"b": ODD_TENSORS[kind]()}}, num_workers=1)
+
+
+def test_a_sparse_tensor_that_convert_makes_plain() -> None:
+    strategy = WeightStrategy(convert=lambda items: ((name, one.to_dense()) for name, one in items))
+    with SharedMemWeightSyncScheme(strategy) as scheme:
+        scheme.init_on_sender(weights={"a": ODD_TENSORS["sparse_coo"]()}, num_workers=1)
+
+
+@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("options", [{}, {"encoding": "patch", "select": "trainable"}, {"convert": iter}])
+def test_a_model_without_values(extract_as: Any, options: dict[str, Any]) -> None:
+    lazy, meta = nn.Sequential(nn.LazyLinear(2)), nn.Sequential(nn.Linear(2, 2, device="meta"))
+    reasons = {
+        lazy: r"not initialized, .*: 0.weight, 0.bias; call",
+        meta: r"on the meta device, .*: 0.weight, 0",
+    }
+    for model, reason in reasons.items():
+        scheme = SharedMemWeightSyncScheme(WeightStrategy(extract_as, **options))
+        with pytest.raises(UnsupportedSourceError, match=reason):
+            scheme.init_on_sender(model=model, num_workers=1)
 
 
 class Forgetful(MemoryWeightSyncScheme):
