@@ -20,6 +20,7 @@ from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.sources import whole_number
 from weight_update.strategy.named_weights import ExtractAs
 from weight_update.strategy.strategy import WeightStrategy
+from weight_update.text import format_seconds
 from weight_update.threads import leave_in_order
 from weight_update.transports.base import TransportBackend
 
@@ -83,7 +84,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         if isinstance(answer, Exception):
             raise SyncTimeoutError(
                 f"no sender of {self._notice!r} announced itself in the store of the default process group "
-                f"within {round(timeout, 1):g} s ({str(answer).partition(chr(10))[0]})"
+                f"within {format_seconds(timeout)} ({str(answer).partition(chr(10))[0]})"
             ) from None
         return Whereabouts(*json.loads(answer))
 
