@@ -153,7 +153,7 @@ class BlockingExplorer(ClientBase):
     def sync_weight(self) -> Metrics:
         """Wait for new weights; when this returns they are in force."""
         with self._syncing:
-            start, step = time.perf_counter(), self.step
+            start, step, before = time.perf_counter(), self.step, self.version
             metrics: dict[str, Any] = {"waited": 0.0}
             try:
                 reply = self._method.sync(self, step, metrics)
@@ -165,7 +165,8 @@ class BlockingExplorer(ClientBase):
                 metrics["reason"] = reply["reason"]
                 expected = self.closed.is_set() or reply["reason"] == TRAINER_STOPPED
                 level = logging.INFO if expected else logging.WARNING
-                _log.log(level, "explorer %s keeps version %s: %s", self.id, self.version, reply["reason"])
+                held = "keeps" if self.version == before else "now has"  # that of the sender that it joined
+                _log.log(level, "explorer %s %s version %s: %s", self.id, held, self.version, reply["reason"])
                 self._method.check_link()
             else:
                 self._synced_at = step
