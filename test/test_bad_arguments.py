@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,11 +20,13 @@ from weight_update import (
     BucketEncoding,
     DenseEncoding,
     DistributedWeightSyncScheme,
+    ExplorerClient,
     JoinRefusedError,
     LifecycleError,
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     PatchEncoding,
+    RayWeightSyncScheme,
     SharedMemWeightSyncScheme,
     SyncFailedError,
     Synchronizer,
@@ -91,10 +94,11 @@ def test_number_of_workers_beside_devices() -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 1.0, "0"])
-def test_index_of_a_worker(index: Any) -> None:
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, DistributedWeightSyncScheme])
+def test_index_of_a_worker(kind: type[WeightSyncScheme], index: Any) -> None:
     with pytest.raises(ValueError, match=rf"worker_idx is an integer of at least 0, not {index!r}"):
-        SharedMemWeightSyncScheme().init_on_receiver(model=nn.Linear(2, 2), worker_idx=index)
-    receiver = SharedMemWeightSyncScheme()
+        kind().init_on_receiver(model=nn.Linear(2, 2), worker_idx=index)
+    receiver = kind()
     receiver.init_on_receiver(model=nn.Linear(2, 2))
     with pytest.raises(ValueError, match="worker_idx is an integer"):
         receiver.connect(worker_idx=index)
@@ -128,11 +132,63 @@ def test_a_synchronizer_that_cannot_wait(option: str, seconds: Any) -> None:
         Synchronizer("memory", **{option: seconds})
 
 
+@pytest.mark.parametrize("client", [TrainerClient, ExplorerClient])
+@pytest.mark.parametrize("option", ["timeout", "transfer_timeout"])
+@pytest.mark.parametrize("seconds", [0, float("nan"), None, "1"])
+def test_a_client_that_cannot_wait(client: Any, option: str, seconds: Any) -> None:
+    with (
+        Synchronizer("memory") as where,
+        pytest.raises((TypeError, ValueError), match=f"{option} is a (positive )?number of seconds"),
+    ):
+        client(where, nn.Linear(2, 2), **{option: seconds})
+
+
+@pytest.mark.parametrize("client", [TrainerClient, ExplorerClient])
+@pytest.mark.parametrize("where", [5, None, nn.Linear(2, 2)])
+def test_a_client_of_something_that_is_no_synchronizer(client: Any, where: Any) -> None:
+    with pytest.raises(TypeError, match=r"a client takes a Synchronizer, .*'host:port', .*, got "):
+        client(where, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("number", [-1, 1.0, "a"])
+def test_the_id_of_an_explorer(number: Any) -> None:
+    message = f"id is an integer of at least 0, not {number!r}"
+    with Synchronizer("memory") as where, pytest.raises(ValueError, match=message):
+        ExplorerClient(where, nn.Linear(2, 2), id=number)
+
+
+@pytest.mark.parametrize("workers", [5, object(), threading.current_thread()])
+def test_worker_alive_without_processes(workers: Any) -> None:
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        scheme.worker_alive = workers
+        with pytest.raises(TypeError, match="worker_alive takes a list or dict of processes, or a function"):
+            scheme.connect(timeout=1.0)
+
+
 @pytest.mark.parametrize("token", ["", 5, b"x"])
 def test_a_token_that_is_no_secret(token: Any) -> None:
     for make in (SharedMemWeightSyncScheme, DistributedWeightSyncScheme, Synchronizer("memory").serve):
         with pytest.raises((TypeError, ValueError), match=r"token is (empty|a string)"):
             make(token=token)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "", None, 5])
+@pytest.mark.parametrize("kind", [DistributedWeightSyncScheme, RayWeightSyncScheme])
+def test_an_address_that_no_worker_can_connect_to(kind: type[WeightSyncScheme], address: Any) -> None:
+    options: dict[str, Any] = {"address": address}
+    with pytest.raises(
+        (TypeError, ValueError), match=r"address=.* all interfaces.*; give|address is a string"
+    ):
+        kind(**options)
+
+
+@pytest.mark.parametrize("option", ["sync", "stable_addresses"])
+@pytest.mark.parametrize("given", ["no", None, 1])
+def test_an_option_that_is_neither_true_nor_false(option: str, given: Any) -> None:
+    options: dict[str, Any] = {option: given}
+    with pytest.raises(ValueError, match=f"{option} is True or False, got {given!r}"):
+        SharedMemWeightSyncScheme(**options)
 
 
 def test_a_scheme_that_was_shut_down_is_not_used_again() -> None:
@@ -262,6 +318,46 @@ def test_workers_that_lack_weights_of_their_own() -> None:
         pytest.raises(UnknownWorkerError, match=message),
     ):
         sender.send({1: nn.Linear(2, 2)}, worker_ids=0)
+
+
+ODD_TENSORS = {
+    "sparse_coo": lambda: torch.eye(2).to_sparse(),
+    "sparse_csr": lambda: torch.eye(2).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("encoding", ["dense", "patch"])
+@pytest.mark.parametrize("kind", ODD_TENSORS)
+def test_a_tensor_that_is_not_plain(kind: str, encoding: str) -> None:
+    scheme = SharedMemWeightSyncScheme(WeightStrategy(encoding=encoding))
+    message = (
+        rf"'a\.b' is a .*{kind} tensor .*, such as the result of (to_dense|to_padded_tensor|dequantize)\(\)"
+    )
+    with pytest.raises(UnsupportedSourceError, match=message):
+        scheme.init_on_sender(weights={"a": {"b": ODD_TENSORS[kind]()}}, num_workers=1)
+
+
+def test_a_sparse_tensor_that_convert_makes_plain() -> None:
+    strategy = WeightStrategy(convert=lambda items: ((name, one.to_dense()) for name, one in items))
+    with SharedMemWeightSyncScheme(strategy) as scheme:
+        scheme.init_on_sender(weights={"a": ODD_TENSORS["sparse_coo"]()}, num_workers=1)
+
+
+@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("options", [{}, {"encoding": "patch", "select": "trainable"}, {"convert": iter}])
+def test_a_model_without_values(extract_as: Any, options: dict[str, Any]) -> None:
+    lazy, meta = nn.Sequential(nn.LazyLinear(2)), nn.Sequential(nn.Linear(2, 2, device="meta"))
+    reasons = {
+        lazy: r"not initialized, .*: 0.weight, 0.bias; call",
+        meta: r"on the meta device, .*: 0.weight, 0",
+    }
+    for model, reason in reasons.items():
+        scheme = SharedMemWeightSyncScheme(WeightStrategy(extract_as, **options))
+        with pytest.raises(UnsupportedSourceError, match=reason):
+            scheme.init_on_sender(model=model, num_workers=1)
 
 
 class Forgetful(MemoryWeightSyncScheme):

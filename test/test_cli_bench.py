@@ -85,6 +85,13 @@ def test_bench_refuses_a_path_that_leads_to_no_module(path: str, words: str) -> 
     assert "Invalid value for --model: " in shown
 
 
+def test_bench_refuses_a_size_for_a_model_of_the_user() -> None:
+    result = call("bench", "--model", "no_such_module:net", "--size", "5")
+    assert result.exit_code == 2
+    words = " ".join(result.stderr.replace("│", " ").split())
+    assert "leave it out, or leave out --model" in words
+
+
 def test_bench_refuses_a_picture_that_it_could_not_write(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     result = call("bench", "--png", tmp_path / "nowhere" / "bench.png")

@@ -139,6 +139,9 @@ def same(procs: WorkerProcesses, *expected: Any) -> None:
 def test_a_small_change_is_a_small_patch(yard: Yard) -> None:
     source = net(1)
     procs = yard.procs(source, [net(2)])
+    first = procs.scheme.last_report
+    assert first is not None
+    assert (first.version, first.encoding) == (0, "bucket")  # all weights
     poke(source, 3)
     report = procs.scheme.send()
     assert report.encoding == "patch"

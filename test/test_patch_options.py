@@ -105,6 +105,8 @@ def test_only_prefixes_travel(yard: Yard) -> None:  # noqa: F811
     sent = sum(chunk.payload_bytes for chunk in group.kept[0].chunks)  # type: ignore[union-attr]
     head = sum(4 * one.numel() for one in source.head.parameters())
     assert head < sent < head + 500
+    assert procs.scheme.last_report is not None
+    assert procs.scheme.last_report.encoding == "patch"  # not all weights
     same(procs, source)
     poke(source, 3)
     procs.scheme.send()

@@ -472,6 +472,22 @@ def test_arguments() -> None:
         scheme.init_on_sender(model=mlp(1), num_workers=2, remote_collectors=["an actor"])
 
 
+def test_remote_collectors_that_are_no_list_of_actors() -> None:
+    kind: Any = ray.remote(num_cpus=0)(Owner)
+    actor = ray.remote(num_cpus=0)(type("Idle", (), {})).remote()
+    for given, problem in (
+        ([1], "got 1 in it"),
+        ([kind], "got .* in it"),
+        (actor, "got Actor.Idle"),
+        (1, "got 1$"),
+    ):
+        with (
+            RayWeightSyncScheme() as scheme,
+            pytest.raises(TypeError, match=f"remote_collectors is a list of handles of actors.*{problem}"),
+        ):
+            scheme.init_on_sender(model=mlp(1), remote_collectors=given)
+
+
 def test_no_thread_waits_in_ray_at_the_end(troupe: Troupe) -> None:
     before = set(threading.enumerate())
 

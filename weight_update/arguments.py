@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import numbers
 import threading
 from typing import Any
@@ -20,6 +21,13 @@ def require_seconds(option: str, given: Any, *, zero: bool = False) -> float:
     return float(given)  # locks and sockets take no other kind of number
 
 
+def require_bool(option: str, given: Any) -> bool:
+    """Return ``given``; raise ValueError unless it is True or False."""
+    if not isinstance(given, bool):
+        raise ValueError(f"{option} is True or False, got {given!r}")
+    return given
+
+
 def require_token(token: Any) -> str | None:
     """Return ``token``; raise TypeError or ValueError unless it is None or a string that is not empty."""
     if token is not None and not isinstance(token, str):
@@ -27,3 +35,22 @@ def require_token(token: Any) -> str | None:
     if token == "":
         raise ValueError("token is empty: give both ends the same secret, or None")
     return token
+
+
+def require_reachable(address: Any) -> str:
+    """Return ``address``; raise TypeError or ValueError unless other machines can connect to it.
+
+    They cannot connect to an address that stands for all interfaces, such as 0.0.0.0.
+    """
+    if not isinstance(address, str):
+        raise TypeError(f"address is a string, such as '10.0.0.5', got {address!r}")
+    try:
+        wildcard = address == "" or ipaddress.ip_address(address).is_unspecified
+    except ValueError:
+        return address  # a name
+    if wildcard:
+        raise ValueError(
+            f"address={address!r} stands for all interfaces, and other machines cannot connect to it; give "
+            "the address by which they reach this machine, such as '10.0.0.5'"
+        )
+    return address

@@ -19,7 +19,8 @@ class SyncReport:
 
     Attributes:
         version: number of the update.
-        encoding: name of the encoding, e.g. ``"dense"``.
+        encoding: name of the encoding that was used, e.g. ``"dense"``. It is ``"bucket"`` where a
+            :class:`~weight_update.PatchEncoding` sends all weights.
         dense_bytes: size in bytes of all weights, sent once.
         wire_bytes: bytes passed to the transport, for all workers together. A shared buffer that all workers
             read counts once. Bytes for a busy worker count when they are sent.

@@ -15,6 +15,11 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def format_seconds(seconds: float) -> str:
+    """Return a time as a user would give it, such as ``"3 s"`` for 2.99999 and ``"0.25 s"``."""
+    return f"{round(seconds, 1):g} s" if seconds >= 1 else f"{seconds:.2g} s"
+
+
 def plural(number: int, noun: str) -> str:
     """Return a number and a noun, such as ``"1 worker"`` and ``"2 workers"``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -7,7 +7,7 @@ import torch
 
 from weight_update import SchemaMismatchError, SyncReport, WeightSchema
 from weight_update.strategy.named_weights import NamedWeights
-from weight_update.text import brief, format_size, plural
+from weight_update.text import brief, format_seconds, format_size, plural
 
 ONE = {"weight": torch.zeros(2)}
 OTHER = {"weight": torch.zeros(3)}
@@ -26,6 +26,21 @@ OTHER = {"weight": torch.zeros(3)}
 )
 def test_a_size_has_three_digits_and_a_unit(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (2.99999, "3 s"),
+        (0.2499, "0.25 s"),
+        (1.26, "1.3 s"),
+        (0.0, "0 s"),
+        (119.96, "120 s"),
+        (1800.0, "1800 s"),
+    ],
+)
+def test_a_time_is_rounded(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
 
 
 def test_one_thing_is_singular() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from weight_update.cli.measuring.advice import case_row, network_advice, recommendation
 from weight_update.cli.measuring.chart import draw, require_matplotlib
@@ -44,7 +45,7 @@ def _picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> 
     type=click.FloatRange(min=0, min_open=True),
     default=50.0,
     show_default=True,
-    help="Size of the model in MB, in bfloat16.",
+    help="Size of the model in MB, in bfloat16; not with --model.",
 )
 @click.option(
     "--model",
@@ -112,6 +113,8 @@ def command(
     time from send() until all workers have applied the update. The exit status is 1 if anything could not be
     measured.
     """
+    if path is not None and ctx.get_parameter_source("size") is not ParameterSource.DEFAULT:
+        raise click.UsageError("--size is for a model that bench makes; leave it out, or leave out --model")
     sys.path.insert(0, os.getcwd())  # for the module of the user, also in workers
     schemes, encodings = _in_order(SCHEMES, schemes), _in_order(ENCODINGS, encodings)
     left = max(_LEAST_SECONDS, seconds - (ctx.obj or 0.0))

@@ -25,7 +25,9 @@ def _peers(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
     for value in values:
         host, _, port = value.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise click.BadParameter(f"{value!r} is not HOST:PORT, such as 10.0.0.5:29650")
+            raise click.BadParameter(
+                f"{value!r} is not HOST:PORT, such as 10.0.0.5:29650; a port is a number from 1 to 65535"
+            )
         peers.append((host.strip("[]"), int(port)))
     return peers
 

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
+from weight_update.arguments import require_bool
 from weight_update.encodings import dense
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
 from weight_update.encodings.dense import ViewCache, copy_tensors
@@ -34,12 +35,6 @@ def require_size(option: str, value: object) -> None:
     """Raise ValueError unless ``value`` can be the size of a bucket."""
     if not isinstance(value, int) or value < ALIGNMENT:
         raise ValueError(f"{option} is a number of bytes, at least {ALIGNMENT}: {value!r}")
-
-
-def require_bool(option: str, value: object) -> None:
-    """Raise ValueError unless ``value`` is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{option} is true or false: {value!r}")
 
 
 @register_encoding

@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from weight_update.arguments import require_bool
 from weight_update.encodings.base import Encoding
-from weight_update.encodings.bucket import BucketEncoding, require_bool
+from weight_update.encodings.bucket import BucketEncoding
 from weight_update.encodings.patch.encoding import PatchEncoding
 
 _INIT_SYNC = {

@@ -269,7 +269,7 @@ class Gate:
                 raise LinkClosedError("the receiver was shut down while an update waited")
             left = _LOOK_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
-                raise SyncTimeoutError(f"hold() or a forward pass took longer than {timeout} s")
+                raise SyncTimeoutError(f"hold() or a forward pass took longer than {timeout:g} s")
             self._changed.wait(min(left, _LOOK_SECONDS))
 
     def _admit_waiting(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from weight_update.arguments import require_seconds
+from weight_update.arguments import require_bool, require_seconds
 from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError
 from weight_update.receiver.forked_threads import warn_if_forked
 from weight_update.receiver.gate import shared_gate
@@ -107,10 +107,10 @@ class WeightSyncScheme(SchemeUpdates):
         stable_addresses: bool = False,
     ) -> None:
         self.strategy: WeightStrategy = resolve_strategy(strategy)
-        self.sync = sync
+        self.sync: bool = require_bool("sync", sync)
         self.timeout: float = require_seconds("timeout", timeout)
         self.connect_timeout: float = require_seconds("connect_timeout", connect_timeout)
-        self.stable_addresses = stable_addresses
+        self.stable_addresses: bool = require_bool("stable_addresses", stable_addresses)
         self.model_id: str | None = None
         self.group: str | None = None
         self.token: str = secrets.token_hex(16)
@@ -263,6 +263,8 @@ class WeightSyncScheme(SchemeUpdates):
                 that this machine lacks.
             LifecycleError: this scheme is initialized already.
             TypeError: the model of the context has no weights.
+            UnsupportedSourceError: weights are sparse, nested, quantized, on the meta device, or not
+                initialized yet (lazy modules).
             NotEnoughMemoryError: shared memory for the model does not fit on this machine.
         """
         self._begin("use one scheme for each model")

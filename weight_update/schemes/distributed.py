@@ -17,8 +17,10 @@ from weight_update.errors import LifecycleError, SyncTimeoutError
 from weight_update.schemes.collector import first_worker_of
 from weight_update.schemes.options import RemoteOptions, takes_options_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
+from weight_update.schemes.sources import whole_number
 from weight_update.strategy.named_weights import ExtractAs
 from weight_update.strategy.strategy import WeightStrategy
+from weight_update.text import format_seconds
 from weight_update.threads import leave_in_order
 from weight_update.transports.base import TransportBackend
 
@@ -62,7 +64,8 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         return super().open_sender(workers, ctx)
 
     def _index_of(self, worker: int) -> int:
-        return worker - self._first_worker  # a worker of TorchRL passes its rank
+        first = self._first_worker  # a worker of TorchRL passes its rank
+        return whole_number(worker, "worker_idx", least=first) - first
 
     def announce(self, where: Whereabouts) -> None:
         """Announce the sender in the store of the default group."""
@@ -81,7 +84,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         if isinstance(answer, Exception):
             raise SyncTimeoutError(
                 f"no sender of {self._notice!r} announced itself in the store of the default process group "
-                f"within {round(timeout, 1):g} s ({str(answer).partition(chr(10))[0]})"
+                f"within {format_seconds(timeout)} ({str(answer).partition(chr(10))[0]})"
             ) from None
         return Whereabouts(*json.loads(answer))
 

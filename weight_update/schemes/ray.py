@@ -99,14 +99,13 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
 
         Raises:
             ImportError: Ray is not installed.
+            TypeError: ``remote_collectors`` is not a list of handles of actors.
             LifecycleError: Ray does not run in this process, or the scheme is initialized already.
             ValueError: see :class:`WeightSyncScheme`.
         """
         require_ray()
         if remote_collectors is not None:
-            num_workers = options.get("num_workers")
-            if num_workers not in (None, len(remote_collectors)):
-                raise ValueError(f"{num_workers=}, but {len(remote_collectors)} remote_collectors")
+            _require_actors(remote_collectors, options.get("num_workers"))
             options["num_workers"] = len(remote_collectors)
             self.actors.update(enumerate(remote_collectors))
         context = options.get("context")
@@ -173,6 +172,19 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
             super()._connect_sender(side, worker_idx, weights, limit)
         except SyncFailedError as error:
             raise self._watch.all_named(error) from None
+
+
+def _require_actors(given: Any, num_workers: int | None) -> None:
+    """Raise TypeError unless ``given`` is a list of handles of actors; ValueError for another number."""
+    listed = isinstance(given, Sequence)
+    if listed and num_workers not in (None, len(given)):
+        raise ValueError(f"{num_workers=}, but {len(given)} remote_collectors")
+    odd = [one for one in given if not hasattr(one, "_actor_id")] if listed else [given]
+    if odd:
+        raise TypeError(
+            "remote_collectors is a list of handles of actors, [MyActor.remote(), ...], got "
+            f"{odd[0]!r:.60}{' in it' if listed else ''}"
+        )
 
 
 class _TorchLink(ActorLink, DistributedTransport):

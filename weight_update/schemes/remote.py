@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from weight_update.arguments import require_token
+from weight_update.arguments import require_reachable, require_token
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.options import SchemeOptions, takes_options_of
 from weight_update.schemes.sources import port_number
@@ -66,7 +66,8 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         directory: directory of buffers, as in :class:`SharedMemWeightSyncScheme`.
 
     Raises:
-        ValueError: the backend is unknown, or is NCCL without CUDA; or the port is not valid.
+        ValueError: the backend is unknown, or is NCCL without CUDA; or the port is not valid; or the address
+            stands for all interfaces, as 0.0.0.0 does.
     """
 
     @takes_options_of(WeightSyncScheme.__init__)
@@ -86,7 +87,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         require_backend(backend)
         super().__init__(strategy, sync, **options)
         self.backend: str = backend
-        self.address: str = address
+        self.address: str = require_reachable(address)
         self.port: int = port_number(port)
         self.host: str | None = host
         self.directory = directory

@@ -12,6 +12,7 @@ from torch.distributed import rpc
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.schemes.remote import Whereabouts
+from weight_update.text import format_seconds
 
 _LEAST_SECONDS = 0.001  # RPC waits for ever with 0
 
@@ -73,7 +74,7 @@ class Question:
         except queue.Empty:
             raise SyncTimeoutError(
                 f"RPC worker {sender!r} announced no sender of {self._key!r} within "
-                f"{round(timeout, 1):g} s; if the sender is another worker, give its name: sender=..."
+                f"{format_seconds(timeout)}; if the sender is another worker, give its name: sender=..."
             ) from None
         finally:
             _questions.pop(self._name, None)

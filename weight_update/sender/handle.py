@@ -16,6 +16,7 @@ from weight_update.errors import FormatError, LinkClosedError, SyncFailedError, 
 from weight_update.report import SyncReport
 from weight_update.sender.groups.base import FullGroup
 from weight_update.sender.workers import WorkerState, WorkerTable, WorkerTest
+from weight_update.text import format_seconds
 from weight_update.transports.base import Arrivals
 from weight_update.wire.frames import Kind, WeightChunk
 
@@ -398,6 +399,6 @@ def reason_of(worker: WorkerState, version: int, timeout: float) -> Exception:
             "it joined while this version was being sent; it gets weights with the next send()"
         )
     return SyncTimeoutError(
-        f"did not apply it within {timeout:g} s: it is stopped, or in hold() or a long forward pass; it gets "
-        "the newest version when it goes on (or raise timeout=)"
+        f"did not apply it within {format_seconds(timeout)}: it is stopped, or in hold() or a long forward "
+        "pass; it gets the newest version when it goes on (or raise timeout=)"
     )

@@ -27,6 +27,7 @@ from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import SendGroup
 from weight_update.sender.workers import ReceiverId, WorkerState, WorkerTable
 from weight_update.strategy.strategy import WeightStrategy
+from weight_update.text import format_seconds
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.schema import WeightSchema
 
@@ -231,14 +232,16 @@ def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str] 
         problems = tuple(line for error in mismatches for line in error.problems)
         raise SchemaMismatchError(str(mismatches[0]).partition("\n")[0], problems)
     if failures:
-        silent = {idx: SyncTimeoutError(f"did not connect within {timeout:g} s") for idx in overdue}
+        silent = {
+            idx: SyncTimeoutError(f"did not connect within {format_seconds(timeout)}") for idx in overdue
+        }
         failures = {**failures, **silent}
         lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
         raise SyncFailedError(f"workers could not connect:{lines}{refused}", failures)
     if overdue:
         joined = f" (others did: {others}; do the indices match?)" if others else ""
         raise SyncTimeoutError(
-            f"workers {overdue} did not connect within {timeout:g} s{joined}"
+            f"workers {overdue} did not connect within {format_seconds(timeout)}{joined}"
             f"{refused or '; have they called connect()?'}"
         )
 
@@ -251,10 +254,15 @@ def liveness(workers: WorkerAlive | None) -> Callable[[int], bool] | None:
     """Return a function that tells whether the process of a worker index lives; None if that is not known.
 
     Raises:
-        TypeError: an entry is no process.
+        TypeError: there are no processes, or an entry is no process.
     """
     if workers is None or callable(workers):
         return workers
+    if not isinstance(workers, Iterable):
+        raise TypeError(
+            "worker_alive takes a list or dict of processes, or a function of the worker index, not "
+            f"{workers!r}"
+        )
     processes = dict(workers if isinstance(workers, Mapping) else enumerate(workers))
     for process in processes.values():
         _lives(process)

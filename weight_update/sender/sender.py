@@ -61,6 +61,7 @@ class Sender(Outcomes):
         self._strategy = strategy
         self._number = -1  # of the last version
         self._first_weights: Mapping[int, NamedWeights] = {}  # for workers that join while connect() waits
+        self._first_label = strategy.encoding.whole.label  # of the weights that a worker gets when it joins
         self._publishing = threading.Lock()
         self._pid = os.getpid()
         first = next(iter(links.values()))
@@ -94,7 +95,8 @@ class Sender(Outcomes):
         encoding.whole.encoder(schema)
         if isinstance(encoding, DeltaEncoding):
             encoding.tracker(schema, None)
-            encoding.bootstraps(schema)
+            if len(encoding.bootstraps(schema)) < len(schema.tensors):
+                self._first_label = encoding.label
         sizes = Counter(encoding.whole.payload_sizes(schema))
         if limit is not None:
             sizes = Counter({max(sizes): min(limit, sizes.total())})
@@ -284,7 +286,7 @@ class Sender(Outcomes):
             _enter(report, groups, staged)
             self._trim_to(groups)
         else:
-            report.encoding = self._strategy.encoding.label
+            report.encoding = self._first_label
         report.seconds["encode"] = time.perf_counter() - start
         return report
 

@@ -11,6 +11,7 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from weight_update.encodings import Encoding
 from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError
@@ -35,6 +36,7 @@ Gather = Callable[[Mapping[str, torch.Tensor]], Generator[tuple[str, torch.Tenso
 # these run for thousands of tensors in each update, so without interpreted code for each tensor
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _LAYOUT, _IS_META = operator.attrgetter("layout"), operator.attrgetter("is_meta")
+_LAZY = {UninitializedParameter, UninitializedBuffer}
 
 
 @dataclass
@@ -112,6 +114,14 @@ class NamedWeights:
         """Whether other processes hold parts of some of the tensors."""
         return any(issubclass(kind, DTensor) for kind in set(map(type, self.tensors.values())))
 
+    def require_values(self) -> None:
+        """Raise UnsupportedSourceError if tensors are on the meta device."""
+        if any(map(_IS_META, self.tensors.values())):
+            hollow = ", ".join([name for name, tensor in self.tensors.items() if tensor.is_meta][:10])
+            raise UnsupportedSourceError(
+                f"on the meta device, without values to send: {hollow}; load the model first"
+            )
+
     def require_agreed(self, schema: WeightSchema, *, more: bool) -> None:
         """Check that the tensors fit ``schema``, on which both sides agreed; ``more`` allows further names.
 
@@ -123,9 +133,7 @@ class NamedWeights:
         agreed = "agreed", id(schema), more
         if fixed is not None and agreed in fixed.memo:
             return
-        if any(map(_IS_META, tensors.values())):
-            hollow = ", ".join([name for name, tensor in tensors.items() if tensor.is_meta][:10])
-            raise UnsupportedSourceError(f"on the meta device, without values to send: {hollow}")
+        self.require_values()
         if _exact(schema, tensors, more=more):
             if fixed is not None:
                 fixed.memo[agreed] = schema  # which keeps its id
@@ -207,9 +215,16 @@ class WeightReader:
         With ``max_in_flight`` or ``later``, each weight is converted when it is taken from the items.
 
         Raises:
-            UnsupportedSourceError: as :meth:`named`, or ``convert`` gave a name twice.
+            UnsupportedSourceError: as :meth:`named`; or a lazy module was not run yet, or ``convert`` gave a
+                name twice.
         """
         named = self.named(source)
+        if not _LAZY.isdisjoint(map(type, named.tensors.values())):
+            lazy = ", ".join([name for name, tensor in named.tensors.items() if is_lazy(tensor)][:10])
+            raise UnsupportedSourceError(
+                f"not initialized, as parameters of a LazyLinear are at first: {lazy}; call the model once "
+                "with a batch first"
+            )
         if chosen is not None:
             kept = {name: value for name, value in named.tensors.items() if name in chosen}
             named = NamedWeights(kept, named.extra)

@@ -152,6 +152,7 @@ class TrainerClient(_AsyncClient[BlockingTrainer]):
     Raises:
         LinkClosedError: there is no synchronizer.
         JoinRefusedError: it has another token.
+        TypeError: ``where`` is no synchronizer, or a timeout is no number.
         ValueError: the backend is unknown, or cannot be used here or with this method; or the address stands
             for all interfaces, as 0.0.0.0 does.
     """
@@ -195,6 +196,8 @@ class ExplorerClient(_AsyncClient[BlockingExplorer]):
     Raises:
         LinkClosedError: there is no synchronizer.
         JoinRefusedError: it has another token.
+        TypeError: ``where`` is no synchronizer, or a timeout is no number.
+        ValueError: ``id`` is not an integer of at least 0, or a timeout is not above 0.
         UnsupportedSourceError: the model is an engine, and the method is CHECKPOINT.
     """
 
@@ -230,7 +233,12 @@ def _channel_to(where: Where, token: str | None) -> Channel:
         return LocalChannel(where.service)
     if isinstance(where, Server):
         return SocketChannel(where.address, where.token)
-    address = where.address if isinstance(where, RayHost) else where
+    address: object = where.address if isinstance(where, RayHost) else where
+    if not isinstance(address, str):
+        raise TypeError(
+            "a client takes a Synchronizer, a server or its address 'host:port', or an actor or its address "
+            f"'ray:<name>', got {where!r:.60}"
+        )
     if address.startswith("ray:"):
         return RayChannel(address)
     token = require_token(token) or os.environ.get(TOKEN)

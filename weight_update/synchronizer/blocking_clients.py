@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from weight_update.arguments import require_reachable
 from weight_update.engines.base import InferenceEngine
 from weight_update.errors import TransportError
+from weight_update.schemes.sources import whole_number
 from weight_update.synchronizer.checkpoint import CheckpointExplorer, CheckpointTrainer
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.direct import DirectTrainer
@@ -21,7 +23,7 @@ from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
 from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import TRAINER_STOPPED
-from weight_update.synchronizer.transfer import Endpoint, require_reachable
+from weight_update.synchronizer.transfer import Endpoint
 from weight_update.transports.distributed.relay.nccl import require_known
 
 _log = logging.getLogger(__name__)
@@ -131,9 +133,7 @@ class BlockingExplorer(ClientBase):
 
     def __init__(self, channel: Channel, model: Any, *, id: int | None = None, **options: Any) -> None:
         super().__init__(channel, **options)
-        if id is not None and id < 0:
-            raise ValueError(f"id must be 0 or greater, got {id}")
-        self.id: int | None = id
+        self.id: int | None = None if id is None else whole_number(id, "id", least=0)
         self._model = model
         self._method: ExplorerMethod = SubscribingExplorer(model)
         reply = self._introduce()
@@ -153,7 +153,7 @@ class BlockingExplorer(ClientBase):
     def sync_weight(self) -> Metrics:
         """Wait for new weights; when this returns they are in force."""
         with self._syncing:
-            start, step = time.perf_counter(), self.step
+            start, step, before = time.perf_counter(), self.step, self.version
             metrics: dict[str, Any] = {"waited": 0.0}
             try:
                 reply = self._method.sync(self, step, metrics)
@@ -165,7 +165,8 @@ class BlockingExplorer(ClientBase):
                 metrics["reason"] = reply["reason"]
                 expected = self.closed.is_set() or reply["reason"] == TRAINER_STOPPED
                 level = logging.INFO if expected else logging.WARNING
-                _log.log(level, "explorer %s keeps version %s: %s", self.id, self.version, reply["reason"])
+                held = "keeps" if self.version == before else "now has"  # that of the sender that it joined
+                _log.log(level, "explorer %s %s version %s: %s", self.id, held, self.version, reply["reason"])
                 self._method.check_link()
             else:
                 self._synced_at = step

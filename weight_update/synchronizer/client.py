@@ -10,6 +10,7 @@ import time
 import weakref
 from typing import Any, ClassVar
 
+from weight_update.arguments import require_seconds
 from weight_update.errors import LifecycleError, LinkClosedError, TransportError
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
@@ -45,12 +46,9 @@ class ClientBase:
         transfer_timeout: float = 60.0,
         step: int = 0,
     ) -> None:
-        for name, seconds in (("timeout", timeout), ("transfer_timeout", transfer_timeout)):
-            if not seconds > 0:
-                raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
         self.strategy: WeightStrategy = resolve_strategy(strategy)
-        self.timeout: float = float(timeout)
-        self.transfer_timeout: float = float(transfer_timeout)
+        self.timeout: float = require_seconds("timeout", timeout)
+        self.transfer_timeout: float = require_seconds("transfer_timeout", transfer_timeout)
         self.step = step
         self.version: int | None = None
         self.id: int | None = None

@@ -19,6 +19,7 @@ from weight_update.synchronizer.service import Service, has_ended, outcome_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Transfer, is_loopback, key_of
+from weight_update.text import format_seconds
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 _log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class DirectService(Service):
                 self.wait_for(lambda: bool(machine.may_transfer()) or has_ended(trainer), deadline)
                 ids = () if has_ended(trainer) else machine.may_transfer(late=True)
                 if not ids and not has_ended(trainer):
-                    machine.trainer_gave_up(f"no explorer was ready within {timeout:g} s")
+                    machine.trainer_gave_up(f"no explorer was ready within {format_seconds(timeout)}")
                 if not ids and trainer.outcome is not None:
                     self.changed.notify_all()
                     return {"version": machine.newest, "reason": trainer.outcome.reason}

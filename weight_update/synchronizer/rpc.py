@@ -25,6 +25,7 @@ from weight_update.errors import (
 from weight_update.schemes.sources import port_number
 from weight_update.synchronizer.service import Service
 from weight_update.synchronizer.sessions import Reply
+from weight_update.text import format_seconds
 from weight_update.transports import signed_stream
 from weight_update.transports.listener import Listener
 from weight_update.transports.rate_limit import RateLimitedLog
@@ -181,7 +182,7 @@ class SocketChannel(Channel):
         last = deadline + longer
         while longer and not connection.wait_readable(max(deadline - time.monotonic(), 0.0) / 2):
             if time.monotonic() >= last or not self._is_alive(deadline):
-                raise SyncTimeoutError(f"the other end said nothing for {timeout:g} s")
+                raise SyncTimeoutError(f"the other end said nothing for {format_seconds(timeout)}")
             deadline = min(time.monotonic() + timeout, last)
         return connection.receive_json(seconds_left(deadline))
 

@@ -15,6 +15,7 @@ from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
 from weight_update.synchronizer.sessions import Closed, Refused, Reply, Session, SessionManager, VersionFile
 from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState
 from weight_update.synchronizer.transfer import Endpoint, key_of, remember
+from weight_update.text import format_seconds
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 _log = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ class Service(SessionManager, ABC):
         ``timeout`` is the number of seconds that it had, for the reason.
         """
         if not self.wait_for(lambda: has_ended(explorer) or ready(), deadline):
-            late = f"no new weights came within {timeout:g} s{self._lag(explorer)}"
+            late = f"no new weights came within {format_seconds(timeout)}{self._lag(explorer)}"
             busy = not self.machine.gave_up(explorer.id, late)
             if busy and not self.wait_for(lambda: has_ended(explorer), deadline_of(2 * self._timeout)):
                 self.machine.failed(explorer.id, "the transfer did not end")

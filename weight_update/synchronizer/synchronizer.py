@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
-from weight_update.arguments import require_seconds
+from weight_update.arguments import require_reachable, require_seconds
 from weight_update.errors import LifecycleError
 from weight_update.report import Observer
 from weight_update.sender.observers import Observers
@@ -23,7 +23,7 @@ from weight_update.synchronizer.ray_actor import RayHost
 from weight_update.synchronizer.rpc import Server
 from weight_update.synchronizer.service import Service
 from weight_update.synchronizer.sessions import VersionFile
-from weight_update.synchronizer.transfer import is_loopback, require_reachable
+from weight_update.synchronizer.transfer import is_loopback
 
 
 class Synchronizer:

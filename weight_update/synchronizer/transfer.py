@@ -221,19 +221,6 @@ def is_loopback(address: str | None) -> bool:
         return False  # a name
 
 
-def require_reachable(address: str) -> None:
-    """Raise ValueError for an address that stands for all interfaces: no other machine can connect to it."""
-    try:
-        wildcard = address == "" or ipaddress.ip_address(address).is_unspecified
-    except ValueError:
-        return  # a name
-    if wildcard:
-        raise ValueError(
-            f"address={address!r} stands for all interfaces, and other machines cannot connect to it; give "
-            "the address by which they reach this machine, such as '10.0.0.5'"
-        )
-
-
 def key_of(endpoint: Endpoint) -> str:
     """Return a key that tells publishers apart; it is no secret."""
     return hashlib.sha256(endpoint["token"].encode()).hexdigest()[:8]

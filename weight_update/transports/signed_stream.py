@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from weight_update.errors import FormatError, SyncTimeoutError
+from weight_update.text import format_seconds
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.shared_memory.unix_stream import (
     SocketStream,
@@ -90,7 +91,9 @@ class SignedStream:
         try:
             message = json.loads(self.receive(deadline_of(timeout), MAX_JSON_BYTES))
         except SyncTimeoutError:
-            raise SyncTimeoutError(f"the other end said nothing for {timeout:g} s") from None
+            raise SyncTimeoutError(
+                f"the other end said nothing for {format_seconds(timeout or 0.0)}"
+            ) from None
         except (ValueError, RecursionError) as error:
             raise FormatError(f"a message is not JSON: {error}") from None
         if not isinstance(message, dict):

@@ -29,12 +29,13 @@ def byte_view(flat: torch.Tensor) -> memoryview:
 def memory_identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Return a key that is equal for two tensors exactly if they are the same view of the same memory.
 
-    Tensors without memory have none: the key of an empty tensor is None, that of a meta tensor is its id.
+    The key of an empty tensor is None. The key of a tensor without memory of its own is its id; it is meta,
+    sparse or nested.
     """
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
+        return None if tensor.numel() == 0 else ("no memory", id(tensor))
     if tensor.numel() == 0:
         return None
-    if tensor.device.type == "meta":
-        return ("meta", id(tensor))
     return (
         tensor.data_ptr(),
         tensor.device,

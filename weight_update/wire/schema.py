@@ -97,13 +97,14 @@ class WeightSchema:
         """Lay out ``named`` tensors one after the other, each aligned to 64 bytes.
 
         Raises:
-            UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype.
+            UnsupportedSourceError: a tensor is sparse, nested, quantized or of an unknown dtype.
         """
         for name, tensor in named.items():
-            if tensor.layout is not torch.strided or tensor.is_quantized:
+            if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+                kind, plain = _kind_and_cure(tensor)
                 raise UnsupportedSourceError(
-                    f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}; "
-                    "only plain strided tensors can be synchronized"
+                    f"{name!r} is a {kind} tensor of {tensor.dtype}; only plain strided tensors can be "
+                    f"synchronized, such as the result of {plain}()"
                 )
             dtype_name(tensor.dtype)
         return cls._laid_out(
@@ -324,6 +325,13 @@ def untied(tied: WeightSchema, other: WeightSchema, where: str = "the workers") 
         a, b = tied.names[first], tied.names[second]
         if a in places and b in places and places[a] != places[b]:
             yield f"{a} and {b}: tied in {where}, two different tensors in the sender"
+
+
+def _kind_and_cure(tensor: torch.Tensor) -> tuple[object, str]:
+    """Return the kind of a tensor that is not plain, and the method that returns a plain one."""
+    if tensor.is_nested:
+        return "nested", "to_padded_tensor"
+    return ("quantized", "dequantize") if tensor.is_quantized else (tensor.layout, "to_dense")
 
 
 def _meta_from_row(row: Sequence[Any]) -> TensorMeta:

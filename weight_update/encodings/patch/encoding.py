@@ -13,9 +13,10 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
+from weight_update.arguments import require_bool
 from weight_update.compression import Compression, resolve_compression
 from weight_update.encodings.base import Delta, DeltaEncoding, Lend, Tracker, WholeEncoding, register_encoding
-from weight_update.encodings.bucket import BucketEncoding, require_bool, require_size
+from weight_update.encodings.bucket import BucketEncoding, require_size
 from weight_update.encodings.dense import copy_tensors
 from weight_update.encodings.patch.changes import ByteRange, Changes
 from weight_update.encodings.patch.diff_cpu import Scan, Scanner

@@ -17,6 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.text import format_seconds
 from weight_update.threads import leave_in_order
 from weight_update.transports.distributed.store import TCPStore, disown, own
 from weight_update.transports.handshake import PROOF_BYTES, proof
@@ -132,7 +133,7 @@ def find_sender(
                 return _read_announcement(stream, address, port, token, deadline)
             except SyncTimeoutError:
                 raise SyncTimeoutError(
-                    f"the sender at {address}:{port} did not answer within {round(limit, 1):g} s: it is "
+                    f"the sender at {address}:{port} did not answer within {format_seconds(limit)}: it is "
                     "stopped, something else listens there, or a network between the two drops what is sent"
                 ) from None
             except LinkClosedError as error:
@@ -147,8 +148,8 @@ def find_sender(
         if time.monotonic() + _RETRY_SECONDS > deadline:
             hint = "it may not have started, or may have shut down or died; " if refused else ""
             raise LinkClosedError(
-                f"no sender at {address}:{port} within {round(limit, 1):g} s ({problem}); {hint}if it is on "
-                "another machine, give it address= of a network interface that this one can reach"
+                f"no sender at {address}:{port} within {format_seconds(limit)} ({problem}); {hint}if it is "
+                "on another machine, give it address= of a network interface that this one can reach"
             )
         time.sleep(_RETRY_SECONDS)
 

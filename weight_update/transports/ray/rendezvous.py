@@ -13,6 +13,7 @@ from typing import Any
 
 from weight_update.compression.base import optional
 from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError
+from weight_update.text import format_seconds
 
 POLL_SECONDS = 20.0
 """Seconds after which a call that waits in the actor is made again."""
@@ -190,7 +191,7 @@ def find_rendezvous(name: str, namespace: str | None, timeout: float) -> Any:
                 place = namespace or ray.get_runtime_context().namespace
                 raise SyncTimeoutError(
                     f"no sender of scheme {name!r} in Ray namespace {place!r} within "
-                    f"{round(timeout, 1):g} s; has it called init_on_sender(), and is it in this namespace "
+                    f"{format_seconds(timeout)}; has it called init_on_sender(), and is it in this namespace "
                     "(namespace=...)?"
                 ) from None
             time.sleep(_LOOK_SECONDS)  # Ray has no event for the naming of an actor
