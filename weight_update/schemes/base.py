@@ -263,8 +263,8 @@ class WeightSyncScheme(SchemeUpdates):
                 that this machine lacks.
             LifecycleError: this scheme is initialized already.
             TypeError: the model of the context has no weights.
-            UnsupportedSourceError: weights are sparse, nested, quantized, on the meta device, or not
-                initialized yet (lazy modules).
+            UnsupportedSourceError: weights are sparse, nested, quantized, or not initialized yet (lazy
+                modules).
             NotEnoughMemoryError: shared memory for the model does not fit on this machine.
         """
         self._begin("use one scheme for each model")

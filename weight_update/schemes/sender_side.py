@@ -81,7 +81,7 @@ class SourceReader:
 
         Raises:
             ValueError: the strategy selects nothing.
-            NothingToSendError, UnsupportedSourceError: as :meth:`read`; or weights are on the meta device.
+            NothingToSendError, UnsupportedSourceError: as :meth:`read`.
         """
         strategy = self._strategy
         sources = self._sources_of(None, sorted(self._sources.by_worker))
@@ -94,8 +94,6 @@ class SourceReader:
             tracked = self._outgoing(source, names)
             one = names is None or strategy.partial
             found[id(source)] = (tracked, None) if one else (self._outgoing(source), tracked)
-            if self.gathering is None:  # ranks that do not lead may be without values
-                found[id(source)][0].require_values()
         self._chosen = {idx: chosen[id(source)] for idx, source in sources.items()}
         return {idx: found[id(source)] for idx, source in sources.items()}
 

@@ -114,14 +114,6 @@ class NamedWeights:
         """Whether other processes hold parts of some of the tensors."""
         return any(issubclass(kind, DTensor) for kind in set(map(type, self.tensors.values())))
 
-    def require_values(self) -> None:
-        """Raise UnsupportedSourceError if tensors are on the meta device."""
-        if any(map(_IS_META, self.tensors.values())):
-            hollow = ", ".join([name for name, tensor in self.tensors.items() if tensor.is_meta][:10])
-            raise UnsupportedSourceError(
-                f"on the meta device, without values to send: {hollow}; load the model first"
-            )
-
     def require_agreed(self, schema: WeightSchema, *, more: bool) -> None:
         """Check that the tensors fit ``schema``, on which both sides agreed; ``more`` allows further names.
 
@@ -133,7 +125,11 @@ class NamedWeights:
         agreed = "agreed", id(schema), more
         if fixed is not None and agreed in fixed.memo:
             return
-        self.require_values()
+        if any(map(_IS_META, tensors.values())):
+            hollow = ", ".join([name for name, tensor in tensors.items() if tensor.is_meta][:10])
+            raise UnsupportedSourceError(
+                f"on the meta device, without values to send: {hollow}; load the model first"
+            )
         if _exact(schema, tensors, more=more):
             if fixed is not None:
                 fixed.memo[agreed] = schema  # which keeps its id
