@@ -148,7 +148,7 @@ class _Metrics:
         self.events = counter("worker_events", "Events of workers", ("kind",))
         self.policy_lag_mean = gauge("policy_lag_mean", "Mean policy lag of the frames of the last batch")
         self.policy_lag_max = gauge("policy_lag_max", "Largest policy lag of a frame of the last batch")
-        self.frames = counter("frames", "Frames that collectors yielded")
+        self.frames = counter("frames", "Frames of the batches that had a policy lag")
         self.apply_seconds = gauge("apply_seconds", "Seconds from arrival of an update until visible", WORKER)
         self.stall_seconds = gauge("stall_seconds", "Seconds for which forward passes waited", WORKER)
         self.worker_version = gauge("worker_version", "Version of the weights of a worker", WORKER)

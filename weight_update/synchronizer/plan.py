@@ -27,10 +27,11 @@ class SyncMethod(_Name):
     trainer says ``backend="nccl"``."""
 
     MEMORY = "memory"
-    """The synchronizer holds the newest weights, and explorers fetch them there. The trainer never waits."""
+    """The synchronizer holds the newest weights, and explorers fetch them there. The trainer waits for no
+    explorer."""
 
     CHECKPOINT = "checkpoint"
-    """The trainer writes files, and explorers read them. The trainer never waits."""
+    """The trainer writes files, and explorers read them. The trainer waits for no explorer."""
 
 
 class SyncStyle(_Name):
