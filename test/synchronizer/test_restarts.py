@@ -27,8 +27,22 @@ from weight_update import (
 from weight_update.synchronizer import CheckpointStore
 from weight_update.synchronizer.direct import DirectService
 from weight_update.synchronizer.plan import SyncPlan
+from weight_update.synchronizer.transfer import Publisher
 
 EVERY = list(SyncMethod)
+
+
+def test_a_synchronizer_that_could_not_join_the_trainer_keeps_no_link_to_it() -> None:
+    gone = Publisher(model_at(0), None, "tensordict", 5.0)
+    gone.close()
+    with Synchronizer(SyncMethod.MEMORY, transfer_timeout=0.5) as where:
+        service = where.service
+        service.hello("trainer", "trainer")
+        reply = service.call("take_from", {"session": "trainer", "ticket": gone.endpoint})
+        assert "does not reach the trainer" in reply["error"]
+        reply = service.call("trainer_published", {"session": "trainer", "step": 0, "version": 0})
+        assert "no link to the trainer" in reply["error"]
+        assert service.status()["version"] is None
 
 
 @pytest.mark.parametrize("method", EVERY)

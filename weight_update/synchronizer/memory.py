@@ -98,13 +98,15 @@ class MemoryService(Service):
         with self.changed:
             self.table.of(session)
         with self._taking:
-            if self._subscriber is not None:
-                self._subscriber.close()
-            self._subscriber = Subscriber(ticket, _SYNCHRONIZER, None, self._strategy, self._timeout)
+            close_all(self._subscriber)
+            self._subscriber = None
+            made = Subscriber(ticket, _SYNCHRONIZER, None, self._strategy, self._timeout)
             try:
-                self._subscriber.join(self._timeout)
+                made.join(self._timeout)
             except (TransportError, SyncTimeoutError) as error:
+                made.close()
                 raise LinkClosedError(f"the synchronizer does not reach the trainer: {error}") from None
+            self._subscriber = made
         return {}
 
     def trainer_published(self, session: str, step: int, version: int, report: Reply | None = None) -> Reply:
