@@ -31,6 +31,8 @@ from weight_update import (
     UnsupportedSourceError,
     WeightStrategy,
 )
+from weight_update.synchronizer.direct import DirectService
+from weight_update.synchronizer.transfer import key_of
 
 EVERY = list(SyncMethod)
 HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
@@ -145,6 +147,22 @@ def test_directly_weights_sent_before_the_trainer_died_get_a_version_of_their_ow
         assert step_of(model) == 3
         assert not explorer.blocking.need_sync()
         assert explorer.version == explorer.blocking.latest_version() == 1, "not that of other weights"
+
+
+def test_directly_the_table_of_updates_stays_bounded_when_the_trainer_dies() -> None:
+    with Synchronizer(SyncMethod.NCCL) as where:
+        service = where.service
+        assert isinstance(service, DirectService)
+        endpoint = {"token": "a", "address": "127.0.0.1", "port": 1, "shared": False}
+        service.hello("trainer", "trainer", ticket=endpoint)
+        service.hello("explorer", "explorer")
+        for number in range(1, 300):
+            service._record(endpoint, number, number, number)
+        before = len(service._versions)
+        service.bye("trainer")
+        held = [key_of(endpoint), 300]  # an update that it could not report
+        assert service.explorer_needs("explorer", 1, held)["version"] == 300
+        assert len(service._versions) == before
 
 
 def test_a_full_disk_publishes_nothing_and_training_goes_on(tmp_path: Path) -> None:

@@ -18,7 +18,14 @@ from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
-from weight_update.synchronizer.transfer import Endpoint, Publisher, Transfer, is_loopback, key_of
+from weight_update.synchronizer.transfer import (
+    Endpoint,
+    Publisher,
+    Transfer,
+    is_loopback,
+    key_of,
+    remember,
+)
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 _log = logging.getLogger(__name__)
@@ -102,7 +109,7 @@ class DirectService(Service):
         if trainer is not None and trainer.status is RunningStatus.STOPPED:
             recorded = [other for publisher, other in self._versions if publisher == key]
             if recorded and number > max(recorded):  # the trainer died before it could report this update
-                self._versions[key, number] = self._next_version(), trainer.step
+                remember(self._versions, (key, number), (self._next_version(), trainer.step))
         return super()._version_of(key, number)
 
     def meet(self, session: str, step: int, timeout: float) -> Reply:
