@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 from marks import quick_for
-from sync_parts import ExplorerThread, Waiting, model_at, set_to, step_of, synchronizer, train, wait_until
+from sync_parts import (
+    ExplorerThread,
+    Waiting,
+    has_step,
+    model_at,
+    set_to,
+    step_of,
+    synchronizer,
+    train,
+    wait_until,
+)
 from torch import nn
 
 from weight_update import (
@@ -31,6 +41,7 @@ from weight_update import (
     UnsupportedSourceError,
     WeightStrategy,
 )
+from weight_update.synchronizer import CheckpointStore
 from weight_update.synchronizer.direct import DirectService
 from weight_update.synchronizer.transfer import key_of
 
@@ -213,6 +224,29 @@ def test_a_broken_checkpoint_is_skipped_with_a_warning_and_does_not_spin(
         assert explorer.blocking.need_sync()
         assert explorer.blocking.sync_weight()["version"] == 1
         assert step_of(model) == 2
+
+
+def test_the_step_of_a_version_is_that_of_the_file_that_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = CheckpointStore.reading
+
+    def replaced_first(store: CheckpointStore, version: int) -> Any:
+        monkeypatch.setattr(CheckpointStore, "reading", read)
+        store.publish(version, model_at(7).state_dict(), step=7)
+        return read(store, version)
+
+    model = model_at(-1)
+    with (
+        synchronizer(SyncMethod.CHECKPOINT, SyncStyle.TRAINER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, model_at(0)) as trainer,
+        ExplorerClient(where, model) as explorer,
+    ):
+        trainer.blocking.sync_weight()
+        monkeypatch.setattr(CheckpointStore, "reading", replaced_first)
+        explorer.step = 1
+        explorer.blocking.sync_weight()
+        assert step_of(model) == explorer.blocking._method._step == 7
 
 
 @pytest.mark.parametrize("method", EVERY)

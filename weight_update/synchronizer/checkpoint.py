@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from weight_update.checkpoints.manifest import Manifest
 from weight_update.checkpoints.store import CheckpointStore
 from weight_update.engines.base import InferenceEngine
 from weight_update.errors import CorruptCheckpointError, UnsupportedSourceError, WeightSyncError
@@ -122,26 +123,31 @@ class CheckpointExplorer(ExplorerMethod):
                 newest = self._store.latest()
                 for candidate in dict.fromkeys([version, -1 if newest is None else newest.version]):
                     if candidate > (-1 if client.version is None else client.version):
-                        manifest = self._store.manifest(candidate)
-                        if self._apply(candidate, client.closed):
+                        manifest = self._apply(candidate, client.closed)
+                        if manifest is not None:
                             client.advance_to(candidate)
-                            self._step = 0 if manifest is None else manifest.step
+                            self._step = manifest.step
                             return (candidate, self._step), ""
             except (OSError, CorruptCheckpointError) as error:
                 return None, str(error)
             return None, f"version {version} cannot be read, and there is no other that is newer"
 
-    def _apply(self, version: int, closed: threading.Event) -> bool:
-        """Put a version into the model between forward passes; return whether it could be read."""
+    def _apply(self, version: int, closed: threading.Event) -> Manifest | None:
+        """Put a version into the model between forward passes; return its manifest, or None if it is broken."""
+        manifest = self._store.manifest(version)
+        if manifest is None:
+            return None
         try:
             with self._store.reading(version) as found:
+                if self._store.manifest(version) != manifest:  # it was replaced meanwhile
+                    return self._apply(version, closed)
                 weights = from_items(iter(found.items()))
                 put = self._strategy.apply_weights
                 self._gate.run(lambda: put(self._model, weights), self._timeout, closed.is_set)
         except (CorruptCheckpointError, FileNotFoundError) as error:
             _log.warning("checkpoint %d is not used: %s", version, error)
-            return False
-        return True
+            return None
+        return manifest
 
     def _read_all(self, client: ClientBase) -> None:
         """Read new versions as they come, as a thread."""
