@@ -249,6 +249,25 @@ def test_the_step_of_a_version_is_that_of_the_file_that_was_read(
         assert step_of(model) == explorer.blocking._method._step == 7
 
 
+def test_files_of_versions_that_were_never_reported_are_not_replaced(tmp_path: Path) -> None:
+    source, model = model_at(0), model_at(-1)
+    with (
+        synchronizer(SyncMethod.CHECKPOINT, SyncStyle.FULLY_ASYNC, tmp_path, max_staleness=0) as where,
+        TrainerClient(where, source) as trainer,
+        ExplorerClient(where, model) as explorer,
+    ):
+        version = trainer.blocking.ask("trainer_version", step=0)["version"]
+        trainer.blocking._method.store(trainer.blocking, version, 0)  # and the trainer fails
+        wait_until(lambda: explorer.version == version)  # read in the background
+        trainer.step = 1
+        set_to(source, 1)
+        trainer.blocking.sync_weight()
+        if explorer.blocking.need_sync():
+            explorer.blocking.sync_weight()
+        wait_until(lambda: has_step(model, 1))
+        assert explorer.version == trainer.version > version
+
+
 @pytest.mark.parametrize("method", EVERY)
 def test_a_model_that_is_not_the_trainers_is_an_error_and_the_others_go_on(
     method: SyncMethod, tmp_path: Path

@@ -188,9 +188,9 @@ class CheckpointService(Service):
     def __init__(self, plan: SyncPlan, directory: str, **options: Any) -> None:
         super().__init__(plan, **options)
         self.directory = directory
-        store = CheckpointStore(directory)
-        self._reserved = store.last_number()
-        if (newest := store.latest()) is not None:
+        self._store = CheckpointStore(directory)
+        self._reserved = self._store.last_number()
+        if (newest := self._store.latest()) is not None:
             _log.info(
                 "continuing after version %d (step %d), which %s holds; use a new directory for a new run",
                 newest.version,
@@ -202,6 +202,13 @@ class CheckpointService(Service):
     def _version_of(self, key: str, number: int) -> tuple[int, int] | None:
         newest = self.machine.newest
         return None if newest is None or number > newest else (number, self.machine.newest_step)
+
+    def trainer_version(self, session: str, step: int) -> Reply:
+        with contextlib.suppress(OSError):  # the trainer, which cannot write either, will say so
+            written = self._store.last_number()  # perhaps never reported, and read by explorers all the same
+            with self.changed:
+                self._reserved = max(self._reserved, written)
+        return super().trainer_version(session, step)
 
     def trainer_published(self, session: str, step: int, version: int, report: Reply | None = None) -> Reply:
         """Note that the file of a version is complete."""
