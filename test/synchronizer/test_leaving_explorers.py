@@ -13,6 +13,7 @@ from torch import nn
 
 from weight_update import (
     ExplorerClient,
+    LifecycleError,
     RunningStatus,
     SchemaMismatchError,
     Synchronizer,
@@ -61,6 +62,35 @@ def test_directly_a_version_that_its_only_explorer_did_not_live_to_take_is_not_p
         assert "explorer 0" in said[0]["reason"]
         assert step_of(model) == 0
         assert trainer.blocking.latest_version() == said[0]["version"] == before
+
+
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_closed_while_another_thread_joins_it_keeps_no_link(
+    method: SyncMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def join_and_be_closed(subscriber: Subscriber, timeout: float) -> None:
+        join(subscriber, timeout)
+        explorer.close()
+
+    source, model = model_at(0), model_at(-1)
+    with (
+        synchronizer(method, SyncStyle.FULLY_ASYNC, tmp_path) as where,
+        TrainerClient(where, source) as trainer,
+    ):
+        if method is SyncMethod.MEMORY:
+            trainer.blocking.sync_weight()
+        explorer = ExplorerClient(where, model)
+        join = Subscriber.join
+        monkeypatch.setattr(Subscriber, "join", join_and_be_closed)
+        with pytest.raises(LifecycleError, match="closed"):
+            explorer.blocking.sync_weight()
+        before = step_of(model)
+        trainer.step = 7
+        set_to(source, 7)
+        trainer.blocking.sync_weight()
+        time.sleep(0.1)
+        assert step_of(model) == before
+        assert explorer.blocking._method.subscriber is None
 
 
 def test_one_that_leaves_between_the_look_and_the_sending_fails_alone(

@@ -101,7 +101,8 @@ class SubscribingExplorer(ExplorerMethod):
 
     def held(self, version: int | None) -> list[Any] | None:
         del version
-        return None if self.subscriber is None else self.subscriber.held
+        subscriber = self.subscriber  # another thread may close it
+        return None if subscriber is None else subscriber.held
 
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
         start = time.perf_counter()
@@ -124,7 +125,6 @@ class SubscribingExplorer(ExplorerMethod):
     def _join(self, client: ClientBase, endpoint: Endpoint) -> None:
         """Connect to a publisher; raise as :meth:`Subscriber.join`."""
         self.close()
-        self.subscriber = None
         assert client.id is not None
         made = Subscriber(endpoint, client.id, self._model, client.strategy, client.transfer_timeout)
         try:
@@ -133,15 +133,19 @@ class SubscribingExplorer(ExplorerMethod):
             made.close()
             raise
         self.subscriber = made
+        if client.closed.is_set():  # another thread closed it meanwhile
+            self.close()
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.subscriber is None else self.subscriber.scheme.hold()
+        subscriber = self.subscriber  # another thread may close it
+        return contextlib.nullcontext() if subscriber is None else subscriber.scheme.hold()
 
     def check_link(self) -> None:
-        if self.subscriber is not None and not self.subscriber.lives():
-            self.subscriber.close()
-            self.subscriber = None
+        subscriber = self.subscriber  # another thread may close it
+        if subscriber is not None and not subscriber.lives():
+            self.close()
 
     def close(self) -> None:
-        if self.subscriber is not None:
-            self.subscriber.close()
+        subscriber, self.subscriber = self.subscriber, None
+        if subscriber is not None:
+            subscriber.close()
