@@ -7,12 +7,14 @@ that a client which is dropped is freed at once.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict
 from typing import Any
 
 from weight_update.errors import SyncFailedError, SyncTimeoutError, TransportError, WeightSyncError
+from weight_update.receiver.gate import shared_gate
 from weight_update.report import SyncReport
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.sessions import Reply
@@ -98,6 +100,8 @@ class SubscribingExplorer(ExplorerMethod):
     def __init__(self, model: Any) -> None:
         self._model = model
         self.subscriber: Subscriber | None = None
+        self._group = secrets.token_hex(8)  # its gate is that of each subscriber
+        self._gate = shared_gate(self._group)
 
     def held(self, version: int | None) -> list[Any] | None:
         del version
@@ -127,6 +131,7 @@ class SubscribingExplorer(ExplorerMethod):
         self.close()
         assert client.id is not None
         made = Subscriber(endpoint, client.id, self._model, client.strategy, client.transfer_timeout)
+        made.scheme.group = self._group
         try:
             made.join(client.transfer_timeout)
         except BaseException:
@@ -137,8 +142,7 @@ class SubscribingExplorer(ExplorerMethod):
             self.close()
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
-        subscriber = self.subscriber  # another thread may close it
-        return contextlib.nullcontext() if subscriber is None else subscriber.scheme.hold()
+        return self._gate.hold()
 
     def check_link(self) -> None:
         subscriber = self.subscriber  # another thread may close it
