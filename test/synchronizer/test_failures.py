@@ -301,6 +301,21 @@ def test_a_model_that_is_not_the_trainers_is_an_error_and_the_others_go_on(
         assert not other.blocking.need_sync(), "it would spin"
 
 
+@pytest.mark.parametrize("style", [SyncStyle.TRAINER_DRIVEN, SyncStyle.EXPLORER_DRIVEN])
+def test_directly_the_trainer_is_told_which_models_do_not_fit(style: SyncStyle, tmp_path: Path) -> None:
+    with (
+        synchronizer(SyncMethod.NCCL, style, tmp_path) as where,
+        TrainerClient(where, model_at(3), timeout=0.3) as trainer,
+        ExplorerClient(where, nn.Linear(2, 2), id=7) as explorer,
+    ):
+        explorer.step = 1
+        with pytest.raises(SchemaMismatchError):
+            explorer.blocking.sync_weight()
+        reason = trainer.blocking.sync_weight()["reason"]
+        assert "explorer 7" in reason
+        assert "0.weight" in reason
+
+
 @pytest.mark.parametrize("method", EVERY)
 def test_the_synchronizer_restarts_from_the_last_published_version(
     method: SyncMethod, tmp_path: Path

@@ -132,10 +132,18 @@ class DirectService(Service):
                     machine.trainer_gave_up(f"no explorer was ready within {timeout:g} s")
                 if not ids and trainer.outcome is not None:
                     self.changed.notify_all()
-                    return {"version": machine.newest, "reason": trainer.outcome.reason}
+                    return {
+                        "version": machine.newest,
+                        "reason": f"{trainer.outcome.reason}{self._failures()}",
+                    }
             if ids:
                 machine.begin(ids)
             return {"ids": list(ids), "version": self._next_version(), "observed": self.observed}
+
+    def _failures(self) -> str:
+        """Return why explorers gave up, such as a model that is not the trainer's, to follow a reason."""
+        explorers = self.machine.explorers.values()
+        return "".join(f"; explorer {one.id}: {one.failure}" for one in explorers if one.failure is not None)
 
     def sent_all(self, session: str, id: int, version: int, reason: str, time: float) -> Reply:
         """Tell observers of an explorer that the trainer sends all weights instead of a patch."""
