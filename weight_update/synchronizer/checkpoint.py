@@ -133,7 +133,7 @@ class CheckpointExplorer(ExplorerMethod):
             return None, f"version {version} cannot be read, and there is no other that is newer"
 
     def _apply(self, version: int, closed: threading.Event) -> Manifest | None:
-        """Put a version into the model between forward passes; return its manifest, or None if it is broken."""
+        """Put a version into the model between forward passes; return its manifest, None if unreadable."""
         manifest = self._store.manifest(version)
         if manifest is None:
             return None
