@@ -21,6 +21,7 @@ from weight_update import (
     SyncStyle,
     TrainerClient,
 )
+from weight_update.synchronizer.memory import MemoryService
 from weight_update.synchronizer.sessions import SessionTable
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.synchronizer.transfer import Publisher, Subscriber
@@ -227,3 +228,32 @@ def test_an_explorer_is_named_by_its_own_id() -> None:
     finally:
         subscriber.close()
         publisher.close()
+
+
+def test_weights_that_are_sent_to_all_when_the_time_of_one_ends_reach_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_at(-1)
+    with (
+        synchronizer(SyncMethod.MEMORY, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, model_at(0)) as trainer,
+        ExplorerClient(where, model_at(-1)) as patient,
+        ExplorerClient(where, model, timeout=0.5) as hasty,
+    ):
+        service = where.service
+        assert isinstance(service, MemoryService)
+        trainer.blocking.sync_weight()
+        for explorer in (patient, hasty):
+            explorer.blocking.sync_weight()
+        for explorer in (patient, hasty):
+            explorer.step = 1
+        send, may_take = service._send, service._may_take
+        monkeypatch.setattr(service, "_send", lambda *args: (time.sleep(1.0), send(*args))[1])
+        # The other thread begins to send before this one looks.
+        monkeypatch.setattr(service, "_may_take", lambda one: may_take(one) and (one.id == 0 or one.busy))
+        waiting = [Waiting(patient), Waiting(hasty)]
+        wait_until(lambda: where.service.status()["explorers"] == {"0": "require_sync", "1": "require_sync"})
+        trainer.step = 1
+        trainer.blocking.sync_weight()
+        assert ["reason" in one.result(10.0) for one in waiting] == [False, False]
+        assert hasty.version == 1
