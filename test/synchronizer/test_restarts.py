@@ -235,3 +235,11 @@ def test_a_fifo_in_place_of_the_version_file_is_ignored(tmp_path: Path) -> None:
     starting.start()
     starting.join(10.0)
     assert made == [None]
+
+
+def test_an_explorer_that_says_hello_again_keeps_its_id() -> None:
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        service = where.service
+        first = service.hello("one", "explorer")["id"]
+        second = service.hello("two", "explorer")["id"]
+        assert service.hello("two", "explorer")["id"] == second != first, "the first answer was lost"

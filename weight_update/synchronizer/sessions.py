@@ -185,8 +185,11 @@ class SessionManager:
         with self.changed:
             self.table.require_not_replaced(session)
             if session in self.table.sessions:
-                if isinstance(self.table.of(session).member, TrainerState):
+                member = self.table.of(session).member
+                if isinstance(member, TrainerState):
                     self._take_endpoint(ticket, step)
+                elif isinstance(member, ExplorerState):
+                    id = member.id
             elif role == "trainer":
                 self.table.replace(self.machine.trainer)
                 self.table.add(session, self._admit_trainer(step, synced_at, version))
