@@ -164,7 +164,7 @@ def test_directly_the_table_of_updates_stays_bounded_when_the_trainer_dies() -> 
     with Synchronizer(SyncMethod.NCCL) as where:
         service = where.service
         assert isinstance(service, DirectService)
-        endpoint = {"token": "a", "address": "127.0.0.1", "port": 1, "shared": False}
+        endpoint = {"token": "a", "address": "127.0.0.1", "port": 1, "shared": False, "step": 0}
         service.hello("trainer", "trainer", ticket=endpoint)
         service.hello("explorer", "explorer")
         for number in range(1, 300):

@@ -27,7 +27,7 @@ from weight_update import (
 from weight_update.synchronizer import CheckpointStore
 from weight_update.synchronizer.direct import DirectService
 from weight_update.synchronizer.plan import SyncPlan
-from weight_update.synchronizer.transfer import Publisher
+from weight_update.synchronizer.transfer import Publisher, key_of
 
 EVERY = list(SyncMethod)
 
@@ -243,3 +243,17 @@ def test_an_explorer_that_says_hello_again_keeps_its_id() -> None:
         first = service.hello("one", "explorer")["id"]
         second = service.hello("two", "explorer")["id"]
         assert service.hello("two", "explorer")["id"] == second != first, "the first answer was lost"
+
+
+@pytest.mark.parametrize("synced_at", [None, 8])
+def test_directly_old_weights_get_no_new_step_when_the_trainer_comes_back(synced_at: int | None) -> None:
+    with Synchronizer(SyncMethod.NCCL) as where, TrainerClient(where, model_at(0)) as trainer:
+        service, client = where.service, trainer.blocking
+        held = [key_of(client._method.publisher.endpoint), 0]
+        service.hello("explorer", "explorer")
+        assert service.explorer_needs("explorer", 1, held)["version"] == 0
+        client.step, client._synced_at = 10, synced_at
+        service.gone(client._session, "it was not heard of")
+        client.need_sync()  # and comes back
+        service.explorer_needs("explorer", 1, held)
+        assert service.status()["step"] == 0

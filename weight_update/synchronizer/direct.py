@@ -51,6 +51,7 @@ class DirectTrainer(TrainerMethod):
         self.publisher: Publisher = Publisher(
             source, found or "127.0.0.1", client.strategy, timeout, backend, tell
         )
+        self.publisher.endpoint["step"] = client.step  # of update 0
 
     def give(self, client: ClientBase, step: int) -> dict[str, Any]:
         start = time.perf_counter()
@@ -98,11 +99,13 @@ class DirectService(Service):
 
     calls = (*Service.calls, "meet", "sent_all", "met")
 
-    def _take_endpoint(self, endpoint: Endpoint | None, step: int) -> None:
-        if endpoint is not None and endpoint != self.trainer_endpoint:
+    def _take_endpoint(self, endpoint: Endpoint | None) -> None:
+        trainer = self.machine.trainer
+        unused = trainer is not None and trainer.synced_at is None
+        if endpoint is not None and endpoint != self.trainer_endpoint and unused:
             # Update 0 of a publisher is what it starts with; explorers that join have it.
-            self._record(endpoint, 0, self._next_version(), step)
-        super()._take_endpoint(endpoint, step)
+            self._record(endpoint, 0, self._next_version(), endpoint["step"])
+        super()._take_endpoint(endpoint)
 
     def _version_of(self, key: str, number: int) -> tuple[int, int] | None:
         trainer = self.machine.trainer
