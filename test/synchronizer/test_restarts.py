@@ -27,6 +27,7 @@ from weight_update import (
 from weight_update.synchronizer import CheckpointStore
 from weight_update.synchronizer.direct import DirectService
 from weight_update.synchronizer.plan import SyncPlan
+from weight_update.synchronizer.ray_actor import RayHost
 from weight_update.synchronizer.transfer import Publisher, key_of
 
 EVERY = list(SyncMethod)
@@ -243,6 +244,13 @@ def test_an_explorer_that_says_hello_again_keeps_its_id() -> None:
         first = service.hello("one", "explorer")["id"]
         second = service.hello("two", "explorer")["id"]
         assert service.hello("two", "explorer")["id"] == second != first, "the first answer was lost"
+
+
+def test_a_synchronizer_in_a_ray_actor_serves_nobody_here() -> None:
+    where = Synchronizer(SyncMethod.MEMORY)
+    where._servers.append(object.__new__(RayHost))
+    with pytest.raises(LifecycleError, match="Ray actor"):
+        TrainerClient(where, model_at(0))
 
 
 @pytest.mark.parametrize("synced_at", [None, 8])
