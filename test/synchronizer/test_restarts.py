@@ -24,7 +24,7 @@ from weight_update import (
     TrainerClient,
     TransportError,
 )
-from weight_update.synchronizer import CheckpointStore
+from weight_update.synchronizer import CheckpointStore, memory
 from weight_update.synchronizer.direct import DirectService
 from weight_update.synchronizer.plan import SyncPlan
 from weight_update.synchronizer.ray_actor import RayHost
@@ -265,3 +265,23 @@ def test_directly_old_weights_get_no_new_step_when_the_trainer_comes_back(synced
         client.need_sync()  # and comes back
         service.explorer_needs("explorer", 1, held)
         assert service.status()["step"] == 0
+
+
+@pytest.mark.parametrize("made", ["Subscriber", "Publisher"])
+def test_closed_while_weights_arrive_the_synchronizer_keeps_no_link(
+    made: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links: list[Any] = []
+
+    def make_and_close(*args: Any, **options: Any) -> Any:
+        links.append(make(*args, **options))
+        where.close()
+        return links[-1]
+
+    make = getattr(memory, made)
+    with Synchronizer(SyncMethod.MEMORY) as where, TrainerClient(where, model_at(0)) as trainer:
+        monkeypatch.setattr(memory, made, make_and_close)
+        trainer.blocking.sync_weight()
+        scheme = links[0].scheme if made == "Subscriber" else links[0]._scheme
+        with pytest.raises(LifecycleError, match="shut down"):
+            scheme.connect()

@@ -100,8 +100,8 @@ class Synchronizer:
                 raise LifecycleError("this synchronizer is closed; create a new one")
             if self._in_actor:
                 raise LifecycleError(
-                    "this synchronizer runs in a Ray actor; give clients what as_ray_actor() returned, or its "
-                    "address"
+                    "this synchronizer runs in a Ray actor; give clients what as_ray_actor() returned, or "
+                    "its address"
                 )
             if self._service is None:
                 self._service = self._make_service()
