@@ -6,7 +6,6 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -376,8 +375,9 @@ class PeerSide(Side):
         """See :meth:`Side.make`."""
         import torchrl.weight_update as library
 
-        port = _free_port()
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        from collectors.nodes import free_port
+
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         return {
             "shared_mem": library.SharedMemWeightSyncScheme,
             "multiprocess": library.MultiProcessWeightSyncScheme,
@@ -449,12 +449,6 @@ class Context:
 
     def __init__(self, policy: Stamped, worker_idx: int) -> None:
         self.policy, self.worker_idx = policy, worker_idx
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def side_of(options: Namespace) -> Side:

@@ -147,3 +147,31 @@ def test_directly_who_holds_falls_behind_what_was_sent_off(tmp_path: Path) -> No
         wait_until(caught_up)
         assert not explorer.blocking.need_sync()
         assert explorer.version == trainer.version
+
+
+@pytest.mark.parametrize("method", list(SyncMethod))
+def test_inside_hold_no_link_brings_weights_the_first_one_and_a_new_one_included(
+    method: SyncMethod, tmp_path: Path
+) -> None:
+    source, model = model_at(0), model_at(-1)
+    with (
+        synchronizer(method, ASYNC, tmp_path, max_staleness=0) as where,
+        ExplorerClient(where, model) as explorer,
+    ):
+        for version in (0, 1):
+            before = step_of(model)
+            set_to(source, version)
+            with TrainerClient(where, source, step=version) as trainer:
+                with explorer.hold():
+                    if method is not SyncMethod.NCCL:
+                        trainer.blocking.sync_weight()
+                    explorer.step += 1
+                    waiting = Waiting(explorer)
+                    time.sleep(0.2)
+                    assert step_of(model) == before
+                while waiting.is_alive():
+                    if trainer.blocking.need_sync():
+                        trainer.blocking.sync_weight()
+                    time.sleep(0.01)
+                assert "reason" not in waiting.result()
+                assert step_of(model) == version

@@ -15,7 +15,17 @@ from typing import Any
 import pytest
 import torch
 from marks import quick_for
-from sync_parts import ExplorerThread, Waiting, model_at, set_to, step_of, synchronizer, train, wait_until
+from sync_parts import (
+    ExplorerThread,
+    Waiting,
+    has_step,
+    model_at,
+    set_to,
+    step_of,
+    synchronizer,
+    train,
+    wait_until,
+)
 from torch import nn
 
 from weight_update import (
@@ -32,6 +42,9 @@ from weight_update import (
     UnsupportedSourceError,
     WeightStrategy,
 )
+from weight_update.synchronizer import CheckpointStore
+from weight_update.synchronizer.direct import DirectService
+from weight_update.synchronizer.transfer import key_of
 
 EVERY = list(SyncMethod)
 HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
@@ -150,6 +163,22 @@ def test_directly_weights_sent_before_the_trainer_died_get_a_version_of_their_ow
         assert explorer.version == explorer.blocking.latest_version() == 1, "not that of other weights"
 
 
+def test_directly_the_table_of_updates_stays_bounded_when_the_trainer_dies() -> None:
+    with Synchronizer(SyncMethod.NCCL) as where:
+        service = where.service
+        assert isinstance(service, DirectService)
+        endpoint = {"token": "a", "address": "127.0.0.1", "port": 1, "shared": False, "step": 0}
+        service.hello("trainer", "trainer", ticket=endpoint)
+        service.hello("explorer", "explorer")
+        for number in range(1, 300):
+            service._record(endpoint, number, number, number)
+        before = len(service._versions)
+        service.bye("trainer")
+        held = [key_of(endpoint), 300]  # an update that it could not report
+        assert service.explorer_needs("explorer", 1, held)["version"] == 300
+        assert len(service._versions) == before
+
+
 def test_a_full_disk_publishes_nothing_and_training_goes_on(tmp_path: Path) -> None:
     model = nn.Linear(300, 300)
     with (
@@ -200,6 +229,48 @@ def test_a_broken_checkpoint_is_skipped_with_a_warning_and_does_not_spin(
         assert step_of(model) == 2
 
 
+def test_the_step_of_a_version_is_that_of_the_file_that_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = CheckpointStore.reading
+
+    def replaced_first(store: CheckpointStore, version: int) -> Any:
+        monkeypatch.setattr(CheckpointStore, "reading", read)
+        store.publish(version, model_at(7).state_dict(), step=7)
+        return read(store, version)
+
+    model = model_at(-1)
+    with (
+        synchronizer(SyncMethod.CHECKPOINT, SyncStyle.TRAINER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, model_at(0)) as trainer,
+        ExplorerClient(where, model) as explorer,
+    ):
+        trainer.blocking.sync_weight()
+        monkeypatch.setattr(CheckpointStore, "reading", replaced_first)
+        explorer.step = 1
+        explorer.blocking.sync_weight()
+        assert step_of(model) == explorer.blocking._method._step == 7
+
+
+def test_files_of_versions_that_were_never_reported_are_not_replaced(tmp_path: Path) -> None:
+    source, model = model_at(0), model_at(-1)
+    with (
+        synchronizer(SyncMethod.CHECKPOINT, SyncStyle.FULLY_ASYNC, tmp_path, max_staleness=0) as where,
+        TrainerClient(where, source) as trainer,
+        ExplorerClient(where, model) as explorer,
+    ):
+        version = trainer.blocking.ask("trainer_version", step=0)["version"]
+        trainer.blocking._method.store(trainer.blocking, version, 0)  # and the trainer fails
+        wait_until(lambda: explorer.version == version)  # read in the background
+        trainer.step = 1
+        set_to(source, 1)
+        trainer.blocking.sync_weight()
+        if explorer.blocking.need_sync():
+            explorer.blocking.sync_weight()
+        wait_until(lambda: has_step(model, 1))
+        assert explorer.version == trainer.version > version
+
+
 @pytest.mark.parametrize("method", EVERY)
 def test_a_model_that_is_not_the_trainers_is_an_error_and_the_others_go_on(
     method: SyncMethod, tmp_path: Path
@@ -231,6 +302,21 @@ def test_a_model_that_is_not_the_trainers_is_an_error_and_the_others_go_on(
         assert "weight" in str(raised[0])
         assert other.blocking.status()["explorers"][7] is RunningStatus.RUNNING, "it does not wait any more"
         assert not other.blocking.need_sync(), "it would spin"
+
+
+@pytest.mark.parametrize("style", [SyncStyle.TRAINER_DRIVEN, SyncStyle.EXPLORER_DRIVEN])
+def test_directly_the_trainer_is_told_which_models_do_not_fit(style: SyncStyle, tmp_path: Path) -> None:
+    with (
+        synchronizer(SyncMethod.NCCL, style, tmp_path) as where,
+        TrainerClient(where, model_at(3), timeout=0.3) as trainer,
+        ExplorerClient(where, nn.Linear(2, 2), id=7) as explorer,
+    ):
+        explorer.step = 1
+        with pytest.raises(SchemaMismatchError):
+            explorer.blocking.sync_weight()
+        reason = trainer.blocking.sync_weight()["reason"]
+        assert "explorer 7" in reason
+        assert "0.weight" in reason
 
 
 @pytest.mark.parametrize("method", EVERY)

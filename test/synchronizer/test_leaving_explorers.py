@@ -13,6 +13,7 @@ from torch import nn
 
 from weight_update import (
     ExplorerClient,
+    LifecycleError,
     RunningStatus,
     SchemaMismatchError,
     Synchronizer,
@@ -20,6 +21,7 @@ from weight_update import (
     SyncStyle,
     TrainerClient,
 )
+from weight_update.synchronizer.memory import MemoryService
 from weight_update.synchronizer.sessions import SessionTable
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.synchronizer.transfer import Publisher, Subscriber
@@ -61,6 +63,35 @@ def test_directly_a_version_that_its_only_explorer_did_not_live_to_take_is_not_p
         assert "explorer 0" in said[0]["reason"]
         assert step_of(model) == 0
         assert trainer.blocking.latest_version() == said[0]["version"] == before
+
+
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_closed_while_another_thread_joins_it_keeps_no_link(
+    method: SyncMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def join_and_be_closed(subscriber: Subscriber, timeout: float) -> None:
+        join(subscriber, timeout)
+        explorer.close()
+
+    source, model = model_at(0), model_at(-1)
+    with (
+        synchronizer(method, SyncStyle.FULLY_ASYNC, tmp_path) as where,
+        TrainerClient(where, source) as trainer,
+    ):
+        if method is SyncMethod.MEMORY:
+            trainer.blocking.sync_weight()
+        explorer = ExplorerClient(where, model)
+        join = Subscriber.join
+        monkeypatch.setattr(Subscriber, "join", join_and_be_closed)
+        with pytest.raises(LifecycleError, match="closed"):
+            explorer.blocking.sync_weight()
+        before = step_of(model)
+        trainer.step = 7
+        set_to(source, 7)
+        trainer.blocking.sync_weight()
+        time.sleep(0.1)
+        assert step_of(model) == before
+        assert explorer.blocking._method.subscriber is None
 
 
 def test_one_that_leaves_between_the_look_and_the_sending_fails_alone(
@@ -197,3 +228,32 @@ def test_an_explorer_is_named_by_its_own_id() -> None:
     finally:
         subscriber.close()
         publisher.close()
+
+
+def test_weights_that_are_sent_to_all_when_the_time_of_one_ends_reach_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_at(-1)
+    with (
+        synchronizer(SyncMethod.MEMORY, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, model_at(0)) as trainer,
+        ExplorerClient(where, model_at(-1)) as patient,
+        ExplorerClient(where, model, timeout=0.5) as hasty,
+    ):
+        service = where.service
+        assert isinstance(service, MemoryService)
+        trainer.blocking.sync_weight()
+        for explorer in (patient, hasty):
+            explorer.blocking.sync_weight()
+        for explorer in (patient, hasty):
+            explorer.step = 1
+        send, may_take = service._send, service._may_take
+        monkeypatch.setattr(service, "_send", lambda *args: (time.sleep(1.0), send(*args))[1])
+        # The other thread begins to send before this one looks.
+        monkeypatch.setattr(service, "_may_take", lambda one: may_take(one) and (one.id == 0 or one.busy))
+        waiting = [Waiting(patient), Waiting(hasty)]
+        wait_until(lambda: where.service.status()["explorers"] == {"0": "require_sync", "1": "require_sync"})
+        trainer.step = 1
+        trainer.blocking.sync_weight()
+        assert ["reason" in one.result(10.0) for one in waiting] == [False, False]
+        assert hasty.version == 1

@@ -24,11 +24,26 @@ from weight_update import (
     TrainerClient,
     TransportError,
 )
-from weight_update.synchronizer import CheckpointStore
+from weight_update.synchronizer import CheckpointStore, memory
 from weight_update.synchronizer.direct import DirectService
 from weight_update.synchronizer.plan import SyncPlan
+from weight_update.synchronizer.ray_actor import RayHost
+from weight_update.synchronizer.transfer import Publisher, key_of
 
 EVERY = list(SyncMethod)
+
+
+def test_a_synchronizer_that_could_not_join_the_trainer_keeps_no_link_to_it() -> None:
+    gone = Publisher(model_at(0), None, "tensordict", 5.0)
+    gone.close()
+    with Synchronizer(SyncMethod.MEMORY, transfer_timeout=0.5) as where:
+        service = where.service
+        service.hello("trainer", "trainer")
+        reply = service.call("take_from", {"session": "trainer", "ticket": gone.endpoint})
+        assert "does not reach the trainer" in reply["error"]
+        reply = service.call("trainer_published", {"session": "trainer", "step": 0, "version": 0})
+        assert "no link to the trainer" in reply["error"]
+        assert service.status()["version"] is None
 
 
 @pytest.mark.parametrize("method", EVERY)
@@ -221,3 +236,52 @@ def test_a_fifo_in_place_of_the_version_file_is_ignored(tmp_path: Path) -> None:
     starting.start()
     starting.join(10.0)
     assert made == [None]
+
+
+def test_an_explorer_that_says_hello_again_keeps_its_id() -> None:
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        service = where.service
+        first = service.hello("one", "explorer")["id"]
+        second = service.hello("two", "explorer")["id"]
+        assert service.hello("two", "explorer")["id"] == second != first, "the first answer was lost"
+
+
+def test_a_synchronizer_in_a_ray_actor_serves_nobody_here() -> None:
+    where = Synchronizer(SyncMethod.MEMORY)
+    where._servers.append(object.__new__(RayHost))
+    with pytest.raises(LifecycleError, match="Ray actor"):
+        TrainerClient(where, model_at(0))
+
+
+@pytest.mark.parametrize("synced_at", [None, 8])
+def test_directly_old_weights_get_no_new_step_when_the_trainer_comes_back(synced_at: int | None) -> None:
+    with Synchronizer(SyncMethod.NCCL) as where, TrainerClient(where, model_at(0)) as trainer:
+        service, client = where.service, trainer.blocking
+        held = [key_of(client._method.publisher.endpoint), 0]
+        service.hello("explorer", "explorer")
+        assert service.explorer_needs("explorer", 1, held)["version"] == 0
+        client.step, client._synced_at = 10, synced_at
+        service.gone(client._session, "it was not heard of")
+        client.need_sync()  # and comes back
+        service.explorer_needs("explorer", 1, held)
+        assert service.status()["step"] == 0
+
+
+@pytest.mark.parametrize("made", ["Subscriber", "Publisher"])
+def test_closed_while_weights_arrive_the_synchronizer_keeps_no_link(
+    made: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links: list[Any] = []
+
+    def make_and_close(*args: Any, **options: Any) -> Any:
+        links.append(make(*args, **options))
+        where.close()
+        return links[-1]
+
+    make = getattr(memory, made)
+    with Synchronizer(SyncMethod.MEMORY) as where, TrainerClient(where, model_at(0)) as trainer:
+        monkeypatch.setattr(memory, made, make_and_close)
+        trainer.blocking.sync_weight()
+        scheme = links[0].scheme if made == "Subscriber" else links[0]._scheme
+        with pytest.raises(LifecycleError, match="shut down"):
+            scheme.connect()

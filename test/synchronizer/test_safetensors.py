@@ -104,10 +104,12 @@ def test_a_file_of_a_program_that_does_not_align() -> None:
     rows = {
         "x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
         "y": {"dtype": "F32", "shape": [1], "data_offsets": [1, 5]},
+        "z": {"dtype": "F32", "shape": [0, 2], "data_offsets": [5, 5]},
     }
     found = unpacked(file_of(rows, b"\x07\x00\x00\x80\x3f"))
     assert found["x"].item() == 7
     assert found["y"].item() == 1.0
+    assert (found["z"].dtype, found["z"].shape) == (torch.float32, (0, 2))
 
 
 def row(**changes: object) -> dict[str, object]:

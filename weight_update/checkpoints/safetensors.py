@@ -166,6 +166,6 @@ def _tensor(data: torch.Tensor, row: Mapping[str, Any], other: str | None) -> to
     if math.prod(shape) * dtype.itemsize != last - first or any(size < 0 for size in shape):
         raise ValueError(f"{last - first} bytes for {dtype} of shape {shape}")
     piece = data[first:last]
-    if piece.data_ptr() % dtype.itemsize:  # another program did not sort them
+    if not len(piece) or piece.data_ptr() % dtype.itemsize:  # empty, or another program did not sort them
         piece = piece.clone()
     return piece.view(dtype).view(shape)

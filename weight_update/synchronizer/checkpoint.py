@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from weight_update.checkpoints.manifest import Manifest
 from weight_update.checkpoints.store import CheckpointStore
 from weight_update.engines.base import InferenceEngine
 from weight_update.errors import CorruptCheckpointError, UnsupportedSourceError, WeightSyncError
@@ -122,26 +123,31 @@ class CheckpointExplorer(ExplorerMethod):
                 newest = self._store.latest()
                 for candidate in dict.fromkeys([version, -1 if newest is None else newest.version]):
                     if candidate > (-1 if client.version is None else client.version):
-                        manifest = self._store.manifest(candidate)
-                        if self._apply(candidate, client.closed):
+                        manifest = self._apply(candidate, client.closed)
+                        if manifest is not None:
                             client.advance_to(candidate)
-                            self._step = 0 if manifest is None else manifest.step
+                            self._step = manifest.step
                             return (candidate, self._step), ""
             except (OSError, CorruptCheckpointError) as error:
                 return None, str(error)
             return None, f"version {version} cannot be read, and there is no other that is newer"
 
-    def _apply(self, version: int, closed: threading.Event) -> bool:
-        """Put a version into the model between forward passes; return whether it could be read."""
+    def _apply(self, version: int, closed: threading.Event) -> Manifest | None:
+        """Put a version into the model between forward passes; return its manifest, None if unreadable."""
+        manifest = self._store.manifest(version)
+        if manifest is None:
+            return None
         try:
             with self._store.reading(version) as found:
+                if self._store.manifest(version) != manifest:  # it was replaced meanwhile
+                    return self._apply(version, closed)
                 weights = from_items(iter(found.items()))
                 put = self._strategy.apply_weights
                 self._gate.run(lambda: put(self._model, weights), self._timeout, closed.is_set)
         except (CorruptCheckpointError, FileNotFoundError) as error:
             _log.warning("checkpoint %d is not used: %s", version, error)
-            return False
-        return True
+            return None
+        return manifest
 
     def _read_all(self, client: ClientBase) -> None:
         """Read new versions as they come, as a thread."""
@@ -182,9 +188,9 @@ class CheckpointService(Service):
     def __init__(self, plan: SyncPlan, directory: str, **options: Any) -> None:
         super().__init__(plan, **options)
         self.directory = directory
-        store = CheckpointStore(directory)
-        self._reserved = store.last_number()
-        if (newest := store.latest()) is not None:
+        self._store = CheckpointStore(directory)
+        self._reserved = self._store.last_number()
+        if (newest := self._store.latest()) is not None:
             _log.info(
                 "continuing after version %d (step %d), which %s holds; use a new directory for a new run",
                 newest.version,
@@ -196,6 +202,13 @@ class CheckpointService(Service):
     def _version_of(self, key: str, number: int) -> tuple[int, int] | None:
         newest = self.machine.newest
         return None if newest is None or number > newest else (number, self.machine.newest_step)
+
+    def trainer_version(self, session: str, step: int) -> Reply:
+        with contextlib.suppress(OSError):  # the trainer, which cannot write either, will say so
+            written = self._store.last_number()  # perhaps never reported, and read by explorers all the same
+            with self.changed:
+                self._reserved = max(self._reserved, written)
+        return super().trainer_version(session, step)
 
     def trainer_published(self, session: str, step: int, version: int, report: Reply | None = None) -> Reply:
         """Note that the file of a version is complete."""

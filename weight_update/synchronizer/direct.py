@@ -18,7 +18,14 @@ from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
-from weight_update.synchronizer.transfer import Endpoint, Publisher, Transfer, is_loopback, key_of
+from weight_update.synchronizer.transfer import (
+    Endpoint,
+    Publisher,
+    Transfer,
+    is_loopback,
+    key_of,
+    remember,
+)
 from weight_update.text import format_seconds
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
@@ -45,6 +52,7 @@ class DirectTrainer(TrainerMethod):
         self.publisher: Publisher = Publisher(
             source, found or "127.0.0.1", client.strategy, timeout, backend, tell
         )
+        self.publisher.endpoint["step"] = client.step  # of update 0
 
     def give(self, client: ClientBase, step: int) -> dict[str, Any]:
         start = time.perf_counter()
@@ -92,18 +100,20 @@ class DirectService(Service):
 
     calls = (*Service.calls, "meet", "sent_all", "met")
 
-    def _take_endpoint(self, endpoint: Endpoint | None, step: int) -> None:
-        if endpoint is not None and endpoint != self.trainer_endpoint:
+    def _take_endpoint(self, endpoint: Endpoint | None) -> None:
+        trainer = self.machine.trainer
+        unused = trainer is not None and trainer.synced_at is None
+        if endpoint is not None and endpoint != self.trainer_endpoint and unused:
             # Update 0 of a publisher is what it starts with; explorers that join have it.
-            self._record(endpoint, 0, self._next_version(), step)
-        super()._take_endpoint(endpoint, step)
+            self._record(endpoint, 0, self._next_version(), endpoint["step"])
+        super()._take_endpoint(endpoint)
 
     def _version_of(self, key: str, number: int) -> tuple[int, int] | None:
         trainer = self.machine.trainer
         if trainer is not None and trainer.status is RunningStatus.STOPPED:
             recorded = [other for publisher, other in self._versions if publisher == key]
             if recorded and number > max(recorded):  # the trainer died before it could report this update
-                self._versions[key, number] = self._next_version(), trainer.step
+                remember(self._versions, (key, number), (self._next_version(), trainer.step))
         return super()._version_of(key, number)
 
     def meet(self, session: str, step: int, timeout: float) -> Reply:
@@ -126,10 +136,18 @@ class DirectService(Service):
                     machine.trainer_gave_up(f"no explorer was ready within {format_seconds(timeout)}")
                 if not ids and trainer.outcome is not None:
                     self.changed.notify_all()
-                    return {"version": machine.newest, "reason": trainer.outcome.reason}
+                    return {
+                        "version": machine.newest,
+                        "reason": f"{trainer.outcome.reason}{self._failures()}",
+                    }
             if ids:
                 machine.begin(ids)
             return {"ids": list(ids), "version": self._next_version(), "observed": self.observed}
+
+    def _failures(self) -> str:
+        """Return why explorers gave up, such as a model that is not the trainer's, to follow a reason."""
+        explorers = self.machine.explorers.values()
+        return "".join(f"; explorer {one.id}: {one.failure}" for one in explorers if one.failure is not None)
 
     def sent_all(self, session: str, id: int, version: int, reason: str, time: float) -> Reply:
         """Tell observers of an explorer that the trainer sends all weights instead of a patch."""

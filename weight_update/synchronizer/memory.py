@@ -93,18 +93,26 @@ class MemoryService(Service):
         self._newest = None
         close_all(self._publisher, self._subscriber)
 
+    def _release_if_closed(self) -> None:
+        """Release what was made while another thread closed the service."""
+        if self.table.closed:
+            self._release()
+
     def take_from(self, session: str, ticket: Endpoint) -> Reply:
         """Subscribe to the trainer's publisher."""
         with self.changed:
             self.table.of(session)
         with self._taking:
-            if self._subscriber is not None:
-                self._subscriber.close()
-            self._subscriber = Subscriber(ticket, _SYNCHRONIZER, None, self._strategy, self._timeout)
+            close_all(self._subscriber)
+            self._subscriber = None
+            made = Subscriber(ticket, _SYNCHRONIZER, None, self._strategy, self._timeout)
             try:
-                self._subscriber.join(self._timeout)
+                made.join(self._timeout)
             except (TransportError, SyncTimeoutError) as error:
+                made.close()
                 raise LinkClosedError(f"the synchronizer does not reach the trainer: {error}") from None
+            self._subscriber = made
+            self._release_if_closed()
         return {}
 
     def trainer_published(self, session: str, step: int, version: int, report: Reply | None = None) -> Reply:
@@ -117,6 +125,7 @@ class MemoryService(Service):
             self._newest = HeldVersion(version, step, self._subscriber.scheme.weights)
             if self._publisher is None:
                 self._publisher = self._begin_to_publish(version, step)
+            self._release_if_closed()
         with self.changed:
             self.publish(version, step)
             self.machine.offered(step)

@@ -7,12 +7,14 @@ that a client which is dropped is freed at once.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict
 from typing import Any
 
 from weight_update.errors import SyncFailedError, SyncTimeoutError, TransportError, WeightSyncError
+from weight_update.receiver.gate import shared_gate
 from weight_update.report import SyncReport
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.sessions import Reply
@@ -98,10 +100,13 @@ class SubscribingExplorer(ExplorerMethod):
     def __init__(self, model: Any) -> None:
         self._model = model
         self.subscriber: Subscriber | None = None
+        self._group = secrets.token_hex(8)  # its gate is that of each subscriber
+        self._gate = shared_gate(self._group)
 
     def held(self, version: int | None) -> list[Any] | None:
         del version
-        return None if self.subscriber is None else self.subscriber.held
+        subscriber = self.subscriber  # another thread may close it
+        return None if subscriber is None else subscriber.held
 
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
         start = time.perf_counter()
@@ -124,24 +129,27 @@ class SubscribingExplorer(ExplorerMethod):
     def _join(self, client: ClientBase, endpoint: Endpoint) -> None:
         """Connect to a publisher; raise as :meth:`Subscriber.join`."""
         self.close()
-        self.subscriber = None
         assert client.id is not None
         made = Subscriber(endpoint, client.id, self._model, client.strategy, client.transfer_timeout)
+        made.scheme.group = self._group
         try:
             made.join(client.transfer_timeout)
         except BaseException:
             made.close()
             raise
         self.subscriber = made
+        if client.closed.is_set():  # another thread closed it meanwhile
+            self.close()
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.subscriber is None else self.subscriber.scheme.hold()
+        return self._gate.hold()
 
     def check_link(self) -> None:
-        if self.subscriber is not None and not self.subscriber.lives():
-            self.subscriber.close()
-            self.subscriber = None
+        subscriber = self.subscriber  # another thread may close it
+        if subscriber is not None and not subscriber.lives():
+            self.close()
 
     def close(self) -> None:
-        if self.subscriber is not None:
-            self.subscriber.close()
+        subscriber, self.subscriber = self.subscriber, None
+        if subscriber is not None:
+            subscriber.close()

@@ -197,7 +197,8 @@ class Service(SessionManager, ABC):
         if not self.wait_for(lambda: has_ended(explorer) or ready(), deadline):
             late = f"no new weights came within {format_seconds(timeout)}{self._lag(explorer)}"
             busy = not self.machine.gave_up(explorer.id, late)
-            if busy and not self.wait_for(lambda: has_ended(explorer), deadline_of(2 * self._timeout)):
+            end = deadline_of(2 * self._timeout)
+            if busy and not self.wait_for(lambda: has_ended(explorer) or ready(), end):
                 self.machine.failed(explorer.id, "the transfer did not end")
             self.changed.notify_all()
         return not has_ended(explorer)

@@ -185,12 +185,15 @@ class SessionManager:
         with self.changed:
             self.table.require_not_replaced(session)
             if session in self.table.sessions:
-                if isinstance(self.table.of(session).member, TrainerState):
-                    self._take_endpoint(ticket, step)
+                member = self.table.of(session).member
+                if isinstance(member, TrainerState):
+                    self._take_endpoint(ticket)
+                elif isinstance(member, ExplorerState):
+                    id = member.id
             elif role == "trainer":
                 self.table.replace(self.machine.trainer)
                 self.table.add(session, self._admit_trainer(step, synced_at, version))
-                self._take_endpoint(ticket, step)
+                self._take_endpoint(ticket)
             else:
                 id = self._free_id() if id is None else id
                 self.table.replace(self.machine.explorers.get(id))
@@ -217,9 +220,8 @@ class SessionManager:
             self._restore(version, step)  # this service was started after the trainer, without its versions
         return self.machine.trainer_joined(step, synced_at)
 
-    def _take_endpoint(self, endpoint: Endpoint | None, step: int) -> None:
-        """Note the endpoint of the trainer's publisher, at a step of the trainer."""
-        del step
+    def _take_endpoint(self, endpoint: Endpoint | None) -> None:
+        """Note the endpoint of the trainer's publisher."""
         self.trainer_endpoint = endpoint
         self.changed.notify_all()
 

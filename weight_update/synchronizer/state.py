@@ -67,6 +67,7 @@ class ExplorerState(MemberState):
         asked: while it waits: newest version when it began to wait.
         had: while it waits: version in force when it began to wait.
         busy: whether weights are on their way to it, so that it cannot give up.
+        failure: reason for which it last gave up; None if it synchronized since.
     """
 
     id: int
@@ -76,6 +77,7 @@ class ExplorerState(MemberState):
     asked: int | None = None
     had: int | None = None
     busy: bool = False
+    failure: str | None = None
 
 
 @dataclass(eq=False)
@@ -229,4 +231,4 @@ def resolve(member: MemberState, outcome: SyncOutcome) -> None:
     if outcome.reason is not None:
         member.failed_at = member.step
     elif isinstance(member, ExplorerState):
-        member.synced_at, member.failed_at = member.step, None
+        member.synced_at, member.failed_at, member.failure = member.step, None, None

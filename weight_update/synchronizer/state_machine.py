@@ -133,7 +133,7 @@ class StateMachine(State):
         if explorer.busy:
             return False
         resolve(explorer, SyncOutcome(explorer.version, reason))
-        explorer.failed_at = explorer.step
+        explorer.failed_at, explorer.failure = explorer.step, reason
         self._settle()
         return True
 

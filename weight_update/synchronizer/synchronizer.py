@@ -98,10 +98,19 @@ class Synchronizer:
         with self._making:  # clients may be made by several threads at once
             if self._closed:
                 raise LifecycleError("this synchronizer is closed; create a new one")
+            if self._in_actor:
+                raise LifecycleError(
+                    "this synchronizer runs in a Ray actor; give clients what as_ray_actor() returned, or "
+                    "its address"
+                )
             if self._service is None:
                 self._service = self._make_service()
                 self._service.observers = self._observers
             return self._service
+
+    @property
+    def _in_actor(self) -> bool:
+        return any(isinstance(server, RayHost) for server in self._servers)
 
     def _make_service(self) -> Service:
         plan, directory, strategy = self.plan, self._directory, self._options["strategy"]
@@ -157,7 +166,7 @@ class Synchronizer:
         Raises:
             LifecycleError: this synchronizer is closed, or runs in a Ray actor.
         """
-        if any(isinstance(server, RayHost) for server in self._servers):
+        if self._in_actor:
             raise LifecycleError(
                 "this synchronizer runs in a Ray actor, which cannot call functions of this process; serve() "
                 "it from this process to observe it"

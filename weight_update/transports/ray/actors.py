@@ -11,6 +11,11 @@ from weight_update.transports.reconnecting import ReconnectingLink
 from weight_update.wire.frames import WeightChunk
 
 _PROBE_SECONDS = 2.0
+"""Seconds to wait for Ray's reason of a lost link.
+
+If Ray starts an actor again, it gives no reason until the new process runs, which takes 1 to 2 s. The first
+``send()`` after the death of such an actor takes as long.
+"""
 
 
 class ActorWatch:

@@ -36,6 +36,9 @@ class NcclStream(PayloadStream):
     between GPUs is much faster than TCP. Messages stay on the TCP connection, as does the exchange of
     NCCL's addresses, which therefore only a process that knows the token can take part in.
 
+    A thread that waits in NCCL, as for an end that does not come, cannot be interrupted: :meth:`close` does
+    not end it. All threads that call this class are daemon threads, so they do not keep the process alive.
+
     Args:
         rank: 0 at the end that sends payloads, and 1 at the other.
 
