@@ -262,7 +262,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         if request.worker_ids not in (None, 0, [0]):
             raise UnknownWorkerError(f"no worker {request.worker_ids}: this collector has one process")
         start, began = time.perf_counter(), time.time()
-        models = {model_id: self._target(model_id) for model_id in request.weights}
+        models = {model_id: _module(model_id, self.get_model(model_id)) for model_id in request.weights}
         weights = {model_id: self._given(model_id, given) for model_id, given in request.weights.items()}
         moving = {model_id: model for model_id, model in models.items() if weights[model_id] is not model}
 
@@ -279,12 +279,6 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         report = SyncReport(self._versions.now(), "local", seconds=seconds, began=began)
         return dict.fromkeys(models, report) if request.several else report
 
-    def _target(self, model_id: str) -> nn.Module:
-        model = self.get_model(model_id)
-        if not isinstance(model, nn.Module):
-            raise UnsupportedSourceError(f"{model_id!r} is a {type(model).__name__}, which has no weights")
-        return model
-
     def _given(self, model_id: str, weights: Any) -> Any:
         if weights is None and model_id != "policy":
             raise NothingToSendError(f"give the weights of {model_id!r}; only those of the policy are known")
@@ -299,6 +293,12 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
         close_all(end, *(scheme.shutdown for scheme in schemes), self._end_observers)
+
+
+def _module(model_id: str, model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedSourceError(f"{model_id!r} is a {type(model).__name__}, which has no weights")
+    return model
 
 
 def _keep_addresses(schemes: Mapping[str, WeightSyncScheme]) -> None:

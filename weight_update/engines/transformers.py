@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from weight_update.engines.base import InferenceEngine, WeightChange
 from weight_update.engines.continuous_batching import (
@@ -211,7 +212,7 @@ class TransformersEngine(InferenceEngine):
             if self.pause == "wait":
                 self._wait_for_answers(deadline)
             self._held = Pause(self._manager, max(deadline - time.monotonic(), 0.0))
-            self._weights = self._own_tensors() if self.keeps_tensors else self.expected_weights()
+            self._weights = _own_tensors(self._model) if self.keeps_tensors else self.expected_weights()
             self._written.clear()
             if self.pause == "abort":
                 self._answer_with_tokens_so_far()
@@ -256,14 +257,6 @@ class TransformersEngine(InferenceEngine):
         self.version = None
         self._fail(LifecycleError(f"version {version} of the weights failed midway; wait for another update"))
         self._resume()
-
-    def _own_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the model's parameters and buffers, under all their names."""
-        model = self._model
-        return {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **dict(model.named_buffers(remove_duplicate=False)),
-        }
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -380,3 +373,11 @@ class TransformersEngine(InferenceEngine):
         with self._changed:
             self._updating = False
             self._changed.notify_all()
+
+
+def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a model, under all their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
