@@ -59,7 +59,7 @@ _READ_BYTES, _MOST_BYTES = 1 << 12, 1 << 18  # more than most frames have; of on
 _ANSWER_BYTES = 1 << 12  # more than an APPLIED has
 
 
-class SlotStream(Arrivals):
+class SlotStream(LinkConnection, Arrivals):
     """One connection between two processes of a machine.
 
     The first record of a slot comes with the slot's file descriptor, and with its handle if it is on a GPU.
@@ -87,7 +87,6 @@ class SlotStream(Arrivals):
         self._paused = False
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        """Send a frame; raise as :meth:`SocketStream.send`."""
         deadline = deadline_of(timeout)
         if chunk.kind is Kind.HELLO:
             chunk = chunk.with_token("")
@@ -104,15 +103,7 @@ class SlotStream(Arrivals):
             handed_over.add(slot)
 
     def recv(self, timeout: float | None, allocate: Allocate | None = None) -> WeightChunk | None:
-        """Return the next frame or None; payloads stay where they are, so ``allocate`` is not used.
-
-        Raises:
-            LinkClosedError: the connection ended.
-            FormatError: the received bytes are no frame.
-            UnreachableMemoryError: this process may not open the payload.
-            NotEnoughMemoryError: this process has no memory to map the payload.
-        """
-        del allocate
+        del allocate  # payloads stay where they are
         if not self._received and not self._stream.wait_readable(timeout):
             return None
         prelude = Prelude.decode(self._read(PRELUDE_BYTES))
@@ -123,7 +114,6 @@ class SlotStream(Arrivals):
         return chunk.with_token(self._token) if chunk.kind is Kind.HELLO else chunk
 
     def close(self) -> None:
-        """End the connection and wake threads that wait on it."""
         self._stream.close()
 
     def _read(self, size: int) -> bytes:
