@@ -32,10 +32,10 @@ def memory_identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     The key of an empty tensor is None. The key of a tensor without memory of its own is its id; it is meta,
     sparse or nested.
     """
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
-        return None if tensor.numel() == 0 else ("no memory", id(tensor))
     if tensor.numel() == 0:
         return None
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
+        return "no memory", id(tensor)
     return (
         tensor.data_ptr(),
         tensor.device,
