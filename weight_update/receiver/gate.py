@@ -407,7 +407,4 @@ def shared_gate(name: str | None) -> Gate:
     if name is None:
         return Gate()
     with _shared_lock:
-        gate = _shared.get(name)
-        if gate is None:
-            gate = _shared[name] = Gate()
-        return gate
+        return _shared.setdefault(name, Gate())
