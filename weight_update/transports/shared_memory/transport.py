@@ -45,6 +45,7 @@ from weight_update.transports.shared_memory.unix_stream import (
     deadline_of,
     seconds_left,
 )
+from weight_update.transports.signed_stream import closing_on_error
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 
 _log = logging.getLogger(__name__)
@@ -292,16 +293,16 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
     def join(self, address: str, deadline: float | None) -> LinkConnection:
         """Receiver's end: connect to the sender once; raise BlockingIOError if it should be tried again."""
         stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        try:
-            stream.sock.connect(address)
-        except BaseException as error:
-            stream.close()
-            if not isinstance(error, OSError) or isinstance(error, BlockingIOError):  # its backlog is full
+        with closing_on_error(stream):
+            try:
+                stream.sock.connect(address)
+            except BlockingIOError:  # its backlog is full
                 raise
-            raise LinkClosedError(
-                f"no sender at {address!r} ({error}); it has shut down or died, or address= is not the "
-                "sender's scheme.address"
-            ) from None
+            except OSError as error:
+                raise LinkClosedError(
+                    f"no sender at {address!r} ({error}); it has shut down or died, or address= is not the "
+                    "sender's scheme.address"
+                ) from None
         self.authenticate(stream, _context(address), deadline)
         return SlotStream(stream, self._slots, self._token)
 
@@ -309,17 +310,14 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
         """Prove the token, and return the connection's key; BlockingIOError if the listener is too busy."""
         self._joining = stream
         try:
-            if self._closed:  # close() may not have seen the stream
-                raise LinkClosedError("this end was closed")
-            try:
+            with closing_on_error(stream):
+                if self._closed:  # close() may not have seen the stream
+                    raise LinkClosedError("this end was closed")
                 return prove_token(stream, self._token, context, deadline)
-            except LinkClosedError:
-                raise BlockingIOError("the listener is too busy, or this end was closed") from None
-            except SyncTimeoutError:
-                raise SyncTimeoutError(_NO_ANSWER) from None
-        except BaseException:
-            stream.close()
-            raise
+        except LinkClosedError:
+            raise BlockingIOError("the listener is too busy, or this end was closed") from None
+        except SyncTimeoutError:
+            raise SyncTimeoutError(_NO_ANSWER) from None
         finally:
             self._joining = None
 
