@@ -85,7 +85,6 @@ class SlotStream(LinkConnection, Arrivals):
         self._descriptors: list[int] = []
         weakref.finalize(self, _close_all, self._descriptors).atexit = False
         self._arrivals: select.epoll | None = None
-        self._paused = False
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
         deadline = deadline_of(timeout)
@@ -161,21 +160,15 @@ class SlotStream(LinkConnection, Arrivals):
             return self._stream.wait_readable(timeout)
 
     def pause(self) -> int | None:
-        if self._received or self._arrivals is None:
+        if self._received or self._arrivals is None or not self._stream.in_use.begin(self):
             return None
-        if not self._paused:
-            self._paused = True  # first: a signal handler may raise at any time
-            if not self._stream.in_use.begin(self):
-                self._paused = False
-                return None
-            self._arrivals.modify(self._stream.sock, 0)
+        self._arrivals.modify(self._stream.sock, 0)
         return self._stream.sock.fileno()
 
     def resume(self) -> None:
-        if self._paused and self._arrivals is not None and self._stream.in_use.begin(self):
+        if self._arrivals is not None and self._stream.in_use.begin(self):
             self._arrivals.modify(self._stream.sock, select.EPOLLIN)
         self._stream.in_use.end(self)
-        self._paused = False
 
     def peek(self) -> tuple[WeightChunk, int] | None:
         data = self._stream.peek(_ANSWER_BYTES)
