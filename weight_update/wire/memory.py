@@ -15,10 +15,15 @@ def await_stream(tensor: torch.Tensor) -> None:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a digest (BLAKE2b, 128 bits, in hex) of the bits of a contiguous CPU tensor."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # one element may have any stride
-    raw = flat.view(torch.uint8)
-    return hashlib.blake2b(byte_view(raw), digest_size=16).hexdigest()
+    """Return a digest (BLAKE2b, 128 bits, in hex) of the bytes of a tensor."""
+    return hashlib.blake2b(bytes_of(tensor), digest_size=16).hexdigest()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, row by row; a contiguous CPU tensor is not copied."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = plain.as_strided((plain.numel(),), (1,))  # one element counts as contiguous whatever its stride
+    return byte_view(flat.view(torch.uint8))
 
 
 def byte_view(flat: torch.Tensor) -> memoryview:
