@@ -12,6 +12,7 @@ All other files are left alone.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -159,9 +160,7 @@ class ManifestIndex:
         marks = []
         for path in sorted(self.directory.glob(f"{version:0{_DIGITS}}[-.]*")):
             if _MANIFEST.fullmatch(path.name) or path.suffix == ".safetensors":
-                try:
+                with contextlib.suppress(FileNotFoundError):  # it was removed just now
                     stat = path.stat()
-                except FileNotFoundError:
-                    continue
-                marks.append((path.name, stat.st_ino, stat.st_mtime_ns, stat.st_size))
+                    marks.append((path.name, stat.st_ino, stat.st_mtime_ns, stat.st_size))
         return marks

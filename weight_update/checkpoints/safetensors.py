@@ -29,7 +29,7 @@ import torch
 from weight_update.errors import CorruptCheckpointError, FormatError, UnsupportedSourceError
 from weight_update.strategy.named_weights import from_items
 from weight_update.wire.extra_state import decode_extra, encode_extra
-from weight_update.wire.memory import byte_view
+from weight_update.wire.memory import byte_view, bytes_of
 from weight_update.wire.schema import DTYPES, TensorMeta, WeightSchema, aligned, dtype_name
 
 _CODES = {
@@ -81,7 +81,7 @@ def pack(weights: Mapping[str, Any]) -> tuple[WeightSchema, list[memoryview]]:
     # The widest dtypes first: without holes, each tensor then begins at a multiple of its element size.
     stored = sorted((schema.tensors[i] for i in schema.distinct), key=lambda meta: -meta.dtype.itemsize)
     header = _header(schema, stored, {name: encode_extra(value) for name, value in named.extra.items()})
-    return schema, [memoryview(header), *(_bytes_of(tensors[meta.name]) for meta in stored)]
+    return schema, [memoryview(header), *(bytes_of(tensors[meta.name]) for meta in stored)]
 
 
 def _header(schema: WeightSchema, stored: list[TensorMeta], extra: dict[str, Any]) -> bytes:
@@ -108,12 +108,6 @@ def _header(schema: WeightSchema, stored: list[TensorMeta], extra: dict[str, Any
             f"({_MAX_HEADER_BYTES / 1e6:.0f} MB); keep large tensors in parameters or buffers instead"
         )
     return len(padded).to_bytes(8, "little") + padded
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    flat = plain.as_strided((plain.numel(),), (1,))  # one element counts as contiguous whatever its stride
-    return byte_view(flat.view(torch.uint8))
 
 
 def unpack(flat: torch.Tensor) -> dict[str, Any]:

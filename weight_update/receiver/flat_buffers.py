@@ -199,7 +199,7 @@ class OwnCopy(Storage):
         different = tuple(
             f"{name}: differs from the sender's"
             for name, view, expected in zip(names, views, digests, strict=True)
-            if expected is not None and digest(view.cpu()) != expected
+            if expected is not None and digest(view) != expected
         )
         if different:
             raise SchemaMismatchError(

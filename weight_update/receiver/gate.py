@@ -111,11 +111,10 @@ class Gate:
 
     def _begin(self, section: _Section) -> None:
         try:
-            if not self._admit(section, blocks=True):
-                latch = threading.Lock()
-                latch.acquire()
-                if not self._admit(section, latch.release, blocks=True):
-                    latch.acquire()  # outside of the gate's lock: an exception may come out of it
+            latch = threading.Lock()
+            latch.acquire()
+            if not self._admit(section, latch.release, blocks=True):
+                latch.acquire()  # outside of the gate's lock: an exception may come out of it
         except BaseException:
             self.leave(section)
             raise
@@ -158,20 +157,19 @@ class Gate:
         """Return a context manager, for ``with`` and ``async with``, that enters and leaves."""
         return Hold(self)
 
-    def _admit(self, section: _Section, wake: Callable[[], Any] | None = None, *, blocks: bool) -> bool:
+    def _admit(self, section: _Section, wake: Callable[[], Any], *, blocks: bool) -> bool:
         """Let a section begin unless it has to wait for an update; return whether it began.
 
-        ``wake`` is called later, when the section begins after the update; None if the caller will ask
-        again. A caller that ``blocks`` its thread does not wait for an update that itself waits for it.
+        Otherwise ``wake`` is called when it begins, after the update. A caller that ``blocks`` its thread
+        does not wait for an update that itself waits for it.
         """
         _current.set(section)
         with self._lock:
             if not self._updates or section.within(self) or (blocks and self._has_thread(section.thread)):
                 self._inside.add(section)
                 return True
-            if wake is not None:
-                section.wake = wake
-                self._waiting.append(section)
+            section.wake = wake
+            self._waiting.append(section)
             return False
 
     def _has_thread(self, thread: int) -> bool:
@@ -409,7 +407,4 @@ def shared_gate(name: str | None) -> Gate:
     if name is None:
         return Gate()
     with _shared_lock:
-        gate = _shared.get(name)
-        if gate is None:
-            gate = _shared[name] = Gate()
-        return gate
+        return _shared.setdefault(name, Gate())

@@ -70,7 +70,8 @@ def _guarded_call(gate: _Gate, function: Callable[..., Any]) -> Callable[..., An
         finally:
             gate.leave(section)
         if isinstance(result, _UNFINISHED):
-            _refuse(result, f"{_name_of(function)}() given to guarded()")
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            _refuse(result, f"{name}() given to guarded()")
         return result
 
     return held
@@ -107,10 +108,6 @@ def _guarded_async_generator(gate: _Gate, function: Callable[..., Any]) -> Calla
                     step = source.athrow(error)
 
     return held
-
-
-def _name_of(function: Any) -> str:
-    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def _refuse(result: Any, source: str) -> NoReturn:

@@ -190,7 +190,6 @@ class MPTransport(TransportBackend):
         self._slots.release(payload)
 
     def disconnect(self) -> None:
-        """Cut the worker off; it notices after it has read the earlier chunks."""
         self._other = None
         with contextlib.suppress(LinkClosedError):
             self._put(None)

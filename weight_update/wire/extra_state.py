@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weight_update.errors import FormatError, UnsupportedSourceError
-from weight_update.wire.memory import byte_view
+from weight_update.wire.memory import bytes_of
 from weight_update.wire.schema import DTYPES, dtype_name
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -60,8 +60,7 @@ def _encode_tensor(tensor: torch.Tensor) -> list[Any]:
             f"extra state holds a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}; "
             "only plain tensors with memory can be synchronized"
         )
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = base64.b64encode(byte_view(plain.view(-1).view(torch.uint8))).decode()
+    data = base64.b64encode(bytes_of(tensor)).decode()
     return [dtype_name(tensor.dtype), list(tensor.shape), data]
 
 

@@ -15,10 +15,15 @@ def await_stream(tensor: torch.Tensor) -> None:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a digest (BLAKE2b, 128 bits, in hex) of the bits of a contiguous CPU tensor."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # one element may have any stride
-    raw = flat.view(torch.uint8)
-    return hashlib.blake2b(byte_view(raw), digest_size=16).hexdigest()
+    """Return a digest (BLAKE2b, 128 bits, in hex) of the bytes of a tensor."""
+    return hashlib.blake2b(bytes_of(tensor), digest_size=16).hexdigest()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, row by row; a contiguous CPU tensor is not copied."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = plain.as_strided((plain.numel(),), (1,))  # one element counts as contiguous whatever its stride
+    return byte_view(flat.view(torch.uint8))
 
 
 def byte_view(flat: torch.Tensor) -> memoryview:
@@ -32,10 +37,10 @@ def memory_identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     The key of an empty tensor is None. The key of a tensor without memory of its own is its id; it is meta,
     sparse or nested.
     """
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
-        return None if tensor.numel() == 0 else ("no memory", id(tensor))
     if tensor.numel() == 0:
         return None
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
+        return "no memory", id(tensor)
     return (
         tensor.data_ptr(),
         tensor.device,

@@ -181,15 +181,12 @@ class WeightSchema:
         tensors keep the sender's dtype if the receiver has several dtypes for them.
         """
         wanted = {meta.name: meta.dtype for meta in theirs.tensors}
-        dtypes_at: dict[int, set[torch.dtype]] = {}
-        for meta in self.tensors:
-            if meta.nbytes:
-                dtypes_at.setdefault(meta.offset, set()).add(wanted.get(meta.name, meta.dtype))
-        dtypes = []
-        for meta in self.tensors:
-            dtype = wanted.get(meta.name, meta.dtype)
-            several = meta.nbytes and len(dtypes_at[meta.offset]) > 1
-            dtypes.append(meta.dtype if several or dtype.itemsize > meta.dtype.itemsize else dtype)
+        dtypes = [wanted.get(meta.name, meta.dtype) for meta in self.tensors]
+        torn = {self.tensors[first].offset for first, other in self.ties if dtypes[first] != dtypes[other]}
+        for position, meta in enumerate(self.tensors):
+            several = meta.nbytes and meta.offset in torn
+            if several or dtypes[position].itemsize > meta.dtype.itemsize:
+                dtypes[position] = meta.dtype
         return self._with_dtypes(dtypes)
 
     def with_dtype(self, dtype: torch.dtype) -> WeightSchema:

@@ -11,6 +11,7 @@ import torch
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, kept_error
 from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.relay.host_relay import HostRelay
+from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.slots import SlotTable, open_slot
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.transports.signed_stream import SignedStream
@@ -28,7 +29,7 @@ _FRAME_SECONDS = 0.5
 """Least number of seconds that a frame may take, however long its payload took."""
 
 
-class Connection:
+class Connection(LinkConnection):
     """One end of a connection that carries frames, with payloads up to :data:`INLINE_BYTES`.
 
     Args:
@@ -50,7 +51,6 @@ class Connection:
         return b""
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        """Send a chunk; raise as :meth:`TransportBackend.send_chunk`."""
         if chunk.kind is Kind.HELLO:
             chunk = chunk.with_token("")  # the connection shows that this end knows it
         deadline = deadline_of(timeout)
@@ -63,7 +63,6 @@ class Connection:
         self.stream.send(_FRONT.pack(len(head), len(where)) + head + where + inline, deadline)
 
     def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
-        """Return the next chunk or None; raise as :meth:`TransportBackend.recv_chunk`."""
         try:
             if not self.stream.wait_readable(timeout):
                 return None
@@ -96,7 +95,6 @@ class Connection:
         self.stream.close()
 
     def close(self) -> None:
-        """End the connection; the other end notices after it has read the earlier messages."""
         self.lose(LinkClosedError("this end was closed"))
 
 

@@ -15,6 +15,7 @@ from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.base import Allocate
 from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, one_line, ray_runs, running_ray
+from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Prelude, WeightChunk, fresh_bytes
 from weight_update.wire.memory import byte_view
@@ -27,7 +28,7 @@ _FETCH_SECONDS = 60.0
 """Seconds after which a payload that has not come through the store counts as lost."""
 
 
-class RayConnection:
+class RayConnection(LinkConnection):
     """One connection of a link: from a worker's join request until either end leaves.
 
     Args:
@@ -60,12 +61,7 @@ class RayConnection:
                 self._actor.finish.remote(self._name, 1, 0)
 
     def send(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        """Send a chunk to the other end; the first one of a worker is its join request. Does not wait.
-
-        Raises:
-            LinkClosedError: this end was closed, or Ray was shut down.
-            NotEnoughMemoryError: Ray's store has no room for the payload.
-        """
+        """Send a chunk to the other end; the first one of a worker is its join request. Does not wait."""
         del timeout
         if not self._joined:
             self._joined = True
@@ -89,12 +85,6 @@ class RayConnection:
             self._put += 1
 
     def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
-        """Return the next chunk, or None if none arrived within ``timeout`` seconds.
-
-        Raises:
-            LinkClosedError: the other end has left, or Ray lost the payload.
-            FormatError: the received message is not a chunk.
-        """
         found = self._next(deadline_of(timeout))
         if found is None:
             return None
@@ -146,7 +136,6 @@ class RayConnection:
         return self._messages.popleft()
 
     def close(self) -> None:
-        """End the connection; the other end notices after it has read the earlier messages."""
         with self._sending:
             if self._closed:
                 return

@@ -28,10 +28,14 @@ def import_ray() -> Any:
 
 def require_ray() -> Any:
     """Return the ``ray`` module; LifecycleError if Ray was not initialized here, or was shut down."""
-    ray = import_ray()
-    if not ray.is_initialized():
+    if not ray_runs():
         raise LifecycleError("Ray does not run in this process; call ray.init() first")
-    return ray
+    return import_ray()
+
+
+def ray_runs() -> bool:
+    """Return whether Ray was initialized in this process, and not shut down since."""
+    return bool(import_ray().is_initialized())
 
 
 class _Channel:
@@ -51,6 +55,11 @@ class _Channel:
         """Return whether no message can come for ``end``, which has taken ``taken`` messages."""
         sent = self.sent[1 - end]
         return self.finished(end) or (sent is not None and taken >= sent)
+
+    async def notify(self) -> None:
+        """Wake the calls that wait for a change."""
+        async with self.changed:
+            self.changed.notify_all()
 
 
 class RendezvousActor:
@@ -79,7 +88,7 @@ class RendezvousActor:
 
     async def request_join(self, connection: str, message: bytes, refs: list[Any]) -> None:
         """Open a connection; the sender receives ``message`` and ``refs`` as a join request."""
-        self._channel(connection)
+        self._channels.setdefault(connection, _Channel())
         self._join_requests.put_nowait((connection, message, refs))
 
     async def next_join_request(self, seconds: float) -> Any:
@@ -94,7 +103,7 @@ class RendezvousActor:
         channel = self._channels.get(connection)
         if channel is not None and not channel.finished(end):
             channel.inboxes[end][number] = (message, refs)
-            await _notify(channel)
+            await channel.notify()
 
     async def take(self, connection: str, end: int, first: int, seconds: float) -> tuple[list[Any], bool]:
         """Return the messages for ``end`` from number ``first`` on, and whether no more will come.
@@ -117,7 +126,7 @@ class RendezvousActor:
             first += 1
         if found:
             channel.delivered[end] = first
-            await _notify(channel)
+            await channel.notify()
         return found, not found and channel.exhausted(end, first)
 
     async def finish(self, connection: str, end: int, sent: int) -> None:
@@ -127,7 +136,7 @@ class RendezvousActor:
             return
         channel.sent[end] = sent
         channel.inboxes[end].clear()
-        await _notify(channel)
+        await channel.notify()
         if channel.finished(1 - end):
             self._channels.pop(connection, None)
 
@@ -137,7 +146,7 @@ class RendezvousActor:
         The sender holds the reference of the worker's call of this method; Ray declares it lost at once when
         the worker's process dies.
         """
-        channel = self._channel(connection)
+        channel = self._channels.setdefault(connection, _Channel())
         async with channel.changed:
             await channel.changed.wait_for(lambda: channel.finished(0) or channel.finished(1))
 
@@ -153,14 +162,6 @@ class RendezvousActor:
         waits = [asyncio.create_task(taken(channel)) for channel in self._channels.values()]
         if waits:
             await asyncio.wait(waits, timeout=seconds)
-
-    def _channel(self, name: str) -> _Channel:
-        return self._channels.setdefault(name, _Channel())
-
-
-async def _notify(channel: _Channel) -> None:
-    async with channel.changed:
-        channel.changed.notify_all()
 
 
 def start_rendezvous(name: str, namespace: str | None) -> Any:
@@ -222,10 +223,9 @@ def look_up(actor: Any, data: str, timeout: float | None) -> Any:
 
 def running_ray() -> Any:
     """Return the ``ray`` module for a link in use; LinkClosedError if Ray was shut down in this process."""
-    try:
-        return require_ray()
-    except LifecycleError:
-        raise LinkClosedError("Ray was shut down in this process") from None
+    if not ray_runs():
+        raise LinkClosedError("Ray was shut down in this process")
+    return import_ray()
 
 
 def ask(call: Any, timeout: float | None) -> Any:
@@ -237,19 +237,10 @@ def ask(call: Any, timeout: float | None) -> Any:
         raise LinkClosedError(f"the sender is gone ({one_line(error)})") from None
 
 
-def ray_runs() -> bool:
-    """Return whether Ray still runs in this process."""
-    try:
-        require_ray()
-    except LifecycleError:
-        return False
-    return True
-
-
 def stop_rendezvous(actor: Any) -> None:
     """End the actor after workers have taken their messages; do nothing if Ray has ended."""
-    with contextlib.suppress(LifecycleError):
-        ray = require_ray()
+    if ray_runs():
+        ray = import_ray()
         ray.wait([actor.drain.remote(_GRACE_SECONDS)], timeout=2 * _GRACE_SECONDS)
         ray.kill(actor)
 

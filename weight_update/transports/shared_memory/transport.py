@@ -45,6 +45,7 @@ from weight_update.transports.shared_memory.unix_stream import (
     deadline_of,
     seconds_left,
 )
+from weight_update.transports.signed_stream import closing_on_error
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 
 _log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ _READ_BYTES, _MOST_BYTES = 1 << 12, 1 << 18  # more than most frames have; of on
 _ANSWER_BYTES = 1 << 12  # more than an APPLIED has
 
 
-class SlotStream(Arrivals):
+class SlotStream(LinkConnection, Arrivals):
     """One connection between two processes of a machine.
 
     The first record of a slot comes with the slot's file descriptor, and with its handle if it is on a GPU.
@@ -84,10 +85,8 @@ class SlotStream(Arrivals):
         self._descriptors: list[int] = []
         weakref.finalize(self, _close_all, self._descriptors).atexit = False
         self._arrivals: select.epoll | None = None
-        self._paused = False
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        """Send a frame; raise as :meth:`SocketStream.send`."""
         deadline = deadline_of(timeout)
         if chunk.kind is Kind.HELLO:
             chunk = chunk.with_token("")
@@ -104,15 +103,7 @@ class SlotStream(Arrivals):
             handed_over.add(slot)
 
     def recv(self, timeout: float | None, allocate: Allocate | None = None) -> WeightChunk | None:
-        """Return the next frame or None; payloads stay where they are, so ``allocate`` is not used.
-
-        Raises:
-            LinkClosedError: the connection ended.
-            FormatError: the received bytes are no frame.
-            UnreachableMemoryError: this process may not open the payload.
-            NotEnoughMemoryError: this process has no memory to map the payload.
-        """
-        del allocate
+        del allocate  # payloads stay where they are
         if not self._received and not self._stream.wait_readable(timeout):
             return None
         prelude = Prelude.decode(self._read(PRELUDE_BYTES))
@@ -123,7 +114,6 @@ class SlotStream(Arrivals):
         return chunk.with_token(self._token) if chunk.kind is Kind.HELLO else chunk
 
     def close(self) -> None:
-        """End the connection and wake threads that wait on it."""
         self._stream.close()
 
     def _read(self, size: int) -> bytes:
@@ -170,21 +160,15 @@ class SlotStream(Arrivals):
             return self._stream.wait_readable(timeout)
 
     def pause(self) -> int | None:
-        if self._received or self._arrivals is None:
+        if self._received or self._arrivals is None or not self._stream.in_use.begin(self):
             return None
-        if not self._paused:
-            self._paused = True  # first: a signal handler may raise at any time
-            if not self._stream.in_use.begin(self):
-                self._paused = False
-                return None
-            self._arrivals.modify(self._stream.sock, 0)
+        self._arrivals.modify(self._stream.sock, 0)
         return self._stream.sock.fileno()
 
     def resume(self) -> None:
-        if self._paused and self._arrivals is not None and self._stream.in_use.begin(self):
+        if self._arrivals is not None and self._stream.in_use.begin(self):
             self._arrivals.modify(self._stream.sock, select.EPOLLIN)
         self._stream.in_use.end(self)
-        self._paused = False
 
     def peek(self) -> tuple[WeightChunk, int] | None:
         data = self._stream.peek(_ANSWER_BYTES)
@@ -302,16 +286,16 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
     def join(self, address: str, deadline: float | None) -> LinkConnection:
         """Receiver's end: connect to the sender once; raise BlockingIOError if it should be tried again."""
         stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        try:
-            stream.sock.connect(address)
-        except BaseException as error:
-            stream.close()
-            if not isinstance(error, OSError) or isinstance(error, BlockingIOError):  # its backlog is full
+        with closing_on_error(stream):
+            try:
+                stream.sock.connect(address)
+            except BlockingIOError:  # its backlog is full
                 raise
-            raise LinkClosedError(
-                f"no sender at {address!r} ({error}); it has shut down or died, or address= is not the "
-                "sender's scheme.address"
-            ) from None
+            except OSError as error:
+                raise LinkClosedError(
+                    f"no sender at {address!r} ({error}); it has shut down or died, or address= is not the "
+                    "sender's scheme.address"
+                ) from None
         self.authenticate(stream, _context(address), deadline)
         return SlotStream(stream, self._slots, self._token)
 
@@ -319,17 +303,14 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
         """Prove the token, and return the connection's key; BlockingIOError if the listener is too busy."""
         self._joining = stream
         try:
-            if self._closed:  # close() may not have seen the stream
-                raise LinkClosedError("this end was closed")
-            try:
+            with closing_on_error(stream):
+                if self._closed:  # close() may not have seen the stream
+                    raise LinkClosedError("this end was closed")
                 return prove_token(stream, self._token, context, deadline)
-            except LinkClosedError:
-                raise BlockingIOError("the listener is too busy, or this end was closed") from None
-            except SyncTimeoutError:
-                raise SyncTimeoutError(_NO_ANSWER) from None
-        except BaseException:
-            stream.close()
-            raise
+        except LinkClosedError:
+            raise BlockingIOError("the listener is too busy, or this end was closed") from None
+        except SyncTimeoutError:
+            raise SyncTimeoutError(_NO_ANSWER) from None
         finally:
             self._joining = None
 

@@ -94,13 +94,9 @@ class SocketStream:
 
     def send(self, data: bytes | memoryview, deadline: float | None) -> None:
         """Send all of ``data``; SyncTimeoutError if the deadline passed before all was sent."""
-        if not data:
-            return
-        sent = self._retry(self._await_room, deadline, self.sock.send, data)
-        if sent < (data.nbytes if isinstance(data, memoryview) else len(data)):
-            view = memoryview(data).cast("B")[sent:]
-            while view:
-                view = view[self._retry(self._await_room, deadline, self.sock.send, view) :]
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[self._retry(self._await_room, deadline, self.sock.send, view) :]
 
     def send_now(self, data: bytes | memoryview) -> int:
         """Send the part of ``data`` that the socket takes without a wait; return its number of bytes."""
