@@ -100,9 +100,9 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         has_weights = isinstance(policy, nn.Module) or (by_scheme and options.get("policy_factory"))
         if not weight_sync_schemes and (updater is None or by_scheme) and has_weights:
             weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()}
+        self._adopt(weight_sync_schemes or {})
         self._weight_sync_schemes = weight_sync_schemes
         self._versions = VersionSource(policy_scheme(weight_sync_schemes or {}))
-        self._adopt(weight_sync_schemes or {})
         if options.get("cudagraph_policy") or _captures(options.get("compile_policy")):
             for scheme in (weight_sync_schemes or {}).values():
                 scheme.stable_addresses = True

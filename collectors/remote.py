@@ -77,8 +77,9 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
         if weight_sync_schemes is None and (updater is None or by_scheme):
             has_weights = isinstance(policy, nn.Module) or _any(policy_factory)
             weight_sync_schemes = {"policy": self._default_scheme(**options)} if has_weights else {}
-        self._schemes = dict(weight_sync_schemes or {})
+        require_ours(weight_sync_schemes or {})
         require_ours(weight_recv_schemes or {})
+        self._schemes = dict(weight_sync_schemes or {})
         self._adopt(self._schemes)
         self._watch(self._schemes.values())
         kind = inner_class(collector_class, num_workers_per_collector)

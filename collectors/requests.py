@@ -81,7 +81,11 @@ def real(schemes: Schemes) -> dict[str, WeightSyncScheme]:
 
 def require_ours(schemes: Mapping[str, Any]) -> None:
     """Raise TypeError for schemes of another library, whose versions and forward passes are unknown."""
+    if not isinstance(schemes, Mapping):
+        raise TypeError(f"schemes are a dict by model id, such as {{'policy': scheme}}, not {schemes!r}")
     for model_id, scheme in schemes.items():
+        if isinstance(scheme, type) and issubclass(scheme, WeightSyncScheme):
+            raise TypeError(f"the scheme of {model_id!r} is a class; give an instance: {scheme.__name__}()")
         if not isinstance(scheme, WeightSyncScheme):
             kind = f"{type(scheme).__module__}.{type(scheme).__name__}"
             raise TypeError(

@@ -183,6 +183,35 @@ def test_an_address_that_no_worker_can_connect_to(kind: type[WeightSyncScheme], 
         kind(**options)
 
 
+@pytest.mark.parametrize("address", ["10.0.0.5:29650", "http://trainer", "[::1]"])
+def test_an_address_with_a_port(address: str) -> None:
+    for make in (DistributedWeightSyncScheme, Synchronizer("memory").serve):
+        with pytest.raises(ValueError, match="no name or address of a machine; leave the port out, or give"):
+            make(address=address)
+
+
+@pytest.mark.parametrize("where", ["http://127.0.0.1:29650", "127.0.0.1:29650/", "127.0.0.1"])
+def test_a_synchronizer_by_another_kind_of_address(where: str) -> None:
+    with pytest.raises(ValueError, match=f"a synchronizer's address is host:port, got {where!r}"):
+        TrainerClient(where, nn.Linear(2, 2), token="t")
+
+
+def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    with pytest.raises(ValueError, match=r"directory=.*taken' is a file; give a directory"):
+        Synchronizer("checkpoint", directory=tmp_path / "taken")
+
+
+@pytest.mark.parametrize("version", ["3", 1.5, None, -1])
+def test_a_version_to_continue_from(version: Any) -> None:
+    sender = SharedMemWeightSyncScheme()
+    with sender, connect_pair(sender, nn.Linear(2, 2), nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match=f"version is an integer of at least 0, not {version!r}"):
+            sender.continue_from(version)
+        sender.continue_from(7)
+        assert sender.send().version == 8
+
+
 @pytest.mark.parametrize("option", ["sync", "stable_addresses"])
 @pytest.mark.parametrize("given", ["no", None, 1])
 def test_an_option_that_is_neither_true_nor_false(option: str, given: Any) -> None:
@@ -352,6 +381,15 @@ def test_a_lazy_module_that_was_not_run(extract_as: Any, options: dict[str, Any]
     scheme = SharedMemWeightSyncScheme(WeightStrategy(extract_as, **options))
     with pytest.raises(UnsupportedSourceError, match=r"not initialized, .*: 0.weight, 0.bias; call"):
         scheme.init_on_sender(model=nn.Sequential(nn.LazyLinear(2)), num_workers=1)
+
+
+def test_a_worker_with_a_lazy_module_that_was_not_run() -> None:
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        receiver = copy.copy(scheme)
+        receiver.init_on_receiver(model=nn.LazyLinear(2), worker_idx=0)
+        with pytest.raises(UnsupportedSourceError, match=r"not initialized, .*: weight, bias; call"):
+            receiver.connect(timeout=5.0)
 
 
 class Forgetful(MemoryWeightSyncScheme):

@@ -40,13 +40,19 @@ def require_token(token: Any) -> str | None:
 def require_reachable(address: Any) -> str:
     """Return ``address``; raise TypeError or ValueError unless other machines can connect to it.
 
-    They cannot connect to an address that stands for all interfaces, such as 0.0.0.0.
+    They cannot connect to an address that stands for all interfaces, such as 0.0.0.0. A port is an argument
+    of its own.
     """
     if not isinstance(address, str):
         raise TypeError(f"address is a string, such as '10.0.0.5', got {address!r}")
     try:
         wildcard = address == "" or ipaddress.ip_address(address).is_unspecified
     except ValueError:
+        if ":" in address:
+            raise ValueError(
+                f"address={address!r} is no name or address of a machine; leave the port out, or give it as "
+                "port="
+            ) from None
         return address  # a name
     if wildcard:
         raise ValueError(

@@ -241,6 +241,24 @@ def test_schemes_of_torchrl_are_refused_by_name(cls):
         )
 
 
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+@pytest.mark.parametrize(
+    ("schemes", "message"),
+    [
+        (MemoryWeightSyncScheme(), "schemes are a dict by model id, such as {'policy': scheme}, not"),
+        ({"policy": MemoryWeightSyncScheme}, r"is a class; give an instance: MemoryWeightSyncScheme\(\)"),
+    ],
+)
+def test_schemes_that_are_no_dict_of_instances(cls, schemes, message):
+    with pytest.raises(TypeError, match=message):
+        cls(
+            [Env] if cls is MultiSyncCollector else Env,
+            make_policy(),
+            frames_per_batch=8,
+            weight_sync_schemes=schemes,
+        )
+
+
 def test_a_scheme_of_another_sender_is_only_connected():
     """A single collector that is itself a worker's trainer: its owner cares for the receivers."""
     scheme = MemoryWeightSyncScheme()

@@ -13,7 +13,7 @@ from weight_update.receiver.receiver import Receiver
 from weight_update.report import SyncReport
 from weight_update.schemes.lifecycle import SchemeLifecycle
 from weight_update.schemes.sender_side import SenderSide
-from weight_update.schemes.sources import ModelOf
+from weight_update.schemes.sources import ModelOf, whole_number
 from weight_update.sender.handle import SendHandle
 from weight_update.sender.sender import Sender
 
@@ -121,7 +121,9 @@ class SchemeUpdates(SchemeLifecycle):
 
         Raises:
             LifecycleError: this is not a connected sender.
+            ValueError: ``version`` is not an integer of at least 0.
         """
+        version = whole_number(version, "version", least=0)
         sender = self._require_sender().sender
         if isinstance(sender, Sender):  # the leader of a sharded trainer numbers for the other ranks
             sender.continue_from(version)

@@ -21,6 +21,7 @@ from weight_update.strategy.named_weights import (
     extra_owners,
     key_name,
     named_parts,
+    require_initialized,
 )
 from weight_update.wire.schema import WeightSchema
 
@@ -90,8 +91,13 @@ class Binding:
         return [self._get(name) for name in names]  # raises, with the name
 
     def schema(self) -> WeightSchema:
-        """Return the schema of the destination as it is now; UnsupportedSourceError if it is read-only."""
+        """Return the schema of the destination as it is now.
+
+        Raises:
+            UnsupportedSourceError: the destination is read-only, or a lazy module was not run yet.
+        """
         tensors = {name: self._get(name) for name in self._places}
+        require_initialized(tensors)
         frozen = [name for name, one in tensors.items() if one.is_inference() and not one.is_meta]
         if frozen:
             raise UnsupportedSourceError(

@@ -145,6 +145,16 @@ class NamedWeights:
             )
 
 
+def require_initialized(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise UnsupportedSourceError if some of the tensors are of a lazy module that was not run yet."""
+    if not _LAZY.isdisjoint(map(type, tensors.values())):
+        lazy = ", ".join([name for name, tensor in tensors.items() if is_lazy(tensor)][:10])
+        raise UnsupportedSourceError(
+            f"not initialized, as parameters of a LazyLinear are at first: {lazy}; call the model once with "
+            "a batch first"
+        )
+
+
 class WeightReader:
     """The part of a strategy that reads weights from sources; attributes are options of the strategy."""
 
@@ -215,12 +225,7 @@ class WeightReader:
                 name twice.
         """
         named = self.named(source)
-        if not _LAZY.isdisjoint(map(type, named.tensors.values())):
-            lazy = ", ".join([name for name, tensor in named.tensors.items() if is_lazy(tensor)][:10])
-            raise UnsupportedSourceError(
-                f"not initialized, as parameters of a LazyLinear are at first: {lazy}; call the model once "
-                "with a batch first"
-            )
+        require_initialized(named.tensors)
         if chosen is not None:
             kept = {name: value for name, value in named.tensors.items() if name in chosen}
             named = NamedWeights(kept, named.extra)

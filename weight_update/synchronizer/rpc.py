@@ -140,7 +140,7 @@ class SocketChannel(Channel):
 
     def __init__(self, address: str, token: str) -> None:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
+        if not host or "/" in host or not port.isdigit():
             raise ValueError(f"a synchronizer's address is host:port, got {address!r}")
         self._host, self._port, self._token = host.strip("[]"), port_number(int(port)), token
         self._lock = threading.Lock()

@@ -49,7 +49,7 @@ class Synchronizer:
         transfer_timeout: seconds that a transfer may take.
 
     Raises:
-        ValueError: as :class:`SyncPlan`; or CHECKPOINT without a directory.
+        ValueError: as :class:`SyncPlan`; or CHECKPOINT without a directory; or the directory is a file.
     """
 
     def __init__(
@@ -85,6 +85,8 @@ class Synchronizer:
         self._options["strategy"] = resolve_strategy(strategy)
         if self.plan.method is SyncMethod.CHECKPOINT and directory is None:
             raise ValueError("SyncMethod.CHECKPOINT needs directory=, one that trainer and explorers share")
+        if self._directory is not None and os.path.isfile(self._directory):
+            raise ValueError(f"directory={self._directory!r} is a file; give a directory")
         self._service: Service | None = None
         self._servers: list[Server | RayHost] = []
         self._closed = False
