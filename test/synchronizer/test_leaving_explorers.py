@@ -21,6 +21,7 @@ from weight_update import (
     SyncStyle,
     TrainerClient,
 )
+from weight_update.synchronizer import methods
 from weight_update.synchronizer.memory import MemoryService
 from weight_update.synchronizer.sessions import SessionTable
 from weight_update.synchronizer.state import ExplorerState
@@ -69,9 +70,10 @@ def test_directly_a_version_that_its_only_explorer_did_not_live_to_take_is_not_p
 def test_closed_while_another_thread_joins_it_keeps_no_link(
     method: SyncMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def join_and_be_closed(subscriber: Subscriber, timeout: float) -> None:
-        join(subscriber, timeout)
+    def join_and_be_closed(*args: Any) -> Subscriber:
+        joined = Subscriber(*args)
         explorer.close()
+        return joined
 
     source, model = model_at(0), model_at(-1)
     with (
@@ -81,8 +83,7 @@ def test_closed_while_another_thread_joins_it_keeps_no_link(
         if method is SyncMethod.MEMORY:
             trainer.blocking.sync_weight()
         explorer = ExplorerClient(where, model)
-        join = Subscriber.join
-        monkeypatch.setattr(Subscriber, "join", join_and_be_closed)
+        monkeypatch.setattr(methods, "Subscriber", join_and_be_closed)
         with pytest.raises(LifecycleError, match="closed"):
             explorer.blocking.sync_weight()
         before = step_of(model)
@@ -102,8 +103,6 @@ def test_one_that_leaves_between_the_look_and_the_sending_fails_alone(
     subscribers = [
         Subscriber(publisher.endpoint, id, model, "tensordict", 20.0) for id, model in enumerate(models)
     ]
-    for subscriber in subscribers:
-        subscriber.join(20.0)
     look = publisher.joined
 
     def look_and_lose_one() -> list[int]:
@@ -221,12 +220,10 @@ def test_a_process_that_was_stopped_renews_all_leases() -> None:
 def test_an_explorer_is_named_by_its_own_id() -> None:
     """The error of an explorer whose model does not fit names that explorer, not a worker beside it."""
     publisher = Publisher(nn.Linear(2, 2), None, "state_dict", 10.0)
-    subscriber = Subscriber(publisher.endpoint, 0, nn.Linear(3, 3), "state_dict", 10.0)
     try:
         with pytest.raises(SchemaMismatchError, match="worker 0 does not have the same weights"):
-            subscriber.join(10.0)
+            Subscriber(publisher.endpoint, 0, nn.Linear(3, 3), "state_dict", 10.0)
     finally:
-        subscriber.close()
         publisher.close()
 
 

@@ -89,10 +89,10 @@ class BucketEncoding(WholeEncoding):
         Raises:
             ValueError: ``bucket_device`` is CUDA and there is none.
         """
-        device = None if self.bucket_device is None else torch.device(self.bucket_device)
-        if device is not None and device.type == "cuda" and not torch.cuda.is_available():
+        device = torch.device(self.bucket_device or "cpu")
+        if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError("bucket_device='cuda' needs a CUDA device; give None or 'cpu' here")
-        return _BucketEncoder(self, schema, None if device is None or device.type == "cpu" else device)
+        return _BucketEncoder(self, schema, None if device.type == "cpu" else device)
 
     @property
     def in_chunks(self) -> bool:

@@ -10,7 +10,8 @@ import torch
 
 from weight_update.encodings import Delta
 from weight_update.encodings.dense import copy_tensors
-from weight_update.encodings.patch.changes import BITS, Array
+from weight_update.encodings.patch.arrays import Array
+from weight_update.encodings.patch.changes import BITS
 from weight_update.engines.base import WeightChange
 from weight_update.errors import SchemaMismatchError
 from weight_update.receiver.flat_buffers import OwnCopy

@@ -144,7 +144,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
             receiver = self._receiver if called == self._model_name else None
             return self.model if receiver is not None and receiver.await_next(0.0) else None
         deadline = deadline_of(timeout)
-        if self._joining is not None and not self._await_join(timeout):
+        if not self._await_join(timeout):
             return None
         return super().receive(seconds_left(deadline))
 
@@ -183,7 +183,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         return True
 
     def _require_receiver(self) -> Receiver:
-        if self._joining is not None and self._receiver is None:
+        if self._receiver is None:
             self._await_join(self.connect_timeout)
         return super()._require_receiver()
 

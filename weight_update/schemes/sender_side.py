@@ -87,13 +87,11 @@ class SourceReader:
         sources = self._sources_of(None, sorted(self._sources.by_worker))
         found: dict[int, tuple[NamedWeights, NamedWeights | None]] = {}
         chosen: dict[int, frozenset[str] | None] = {}
-        for source in sources.values():
-            if id(source) in found:
-                continue
-            names = chosen[id(source)] = strategy.chosen(source)
+        for key, source in {id(source): source for source in sources.values()}.items():
+            names = chosen[key] = strategy.chosen(source)
             tracked = self._outgoing(source, names)
             one = names is None or strategy.partial
-            found[id(source)] = (tracked, None) if one else (self._outgoing(source), tracked)
+            found[key] = (tracked, None) if one else (self._outgoing(source), tracked)
         self._chosen = {idx: chosen[id(source)] for idx, source in sources.items()}
         return {idx: found[id(source)] for idx, source in sources.items()}
 
@@ -358,10 +356,8 @@ class SenderSide:
 
 def _schemas_of(surveyed: _Surveyed) -> tuple[dict[int, WeightSchema], dict[int, frozenset[str] | None]]:
     """Return the schema of each worker's weights, and the names that updates carry (None: all)."""
-    known: dict[int, WeightSchema] = {}
-    for named in (one for pair in surveyed.values() for one in pair if one is not None):
-        if id(named) not in known:
-            known[id(named)] = named.schema()
+    distinct = {id(named): named for pair in surveyed.values() for named in pair if named is not None}
+    known = {key: named.schema() for key, named in distinct.items()}
     names = {key: frozenset(schema.names) for key, schema in known.items()}
     schemas = {idx: known[id(named)] for idx, (named, _) in surveyed.items()}
     return schemas, {idx: None if part is None else names[id(part)] for idx, (_, part) in surveyed.items()}

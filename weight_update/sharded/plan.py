@@ -146,7 +146,7 @@ def plan(ranks: Sequence[Sequence[Row]], members: Sequence[int], batch_bytes: in
     items: dict[int, GatherItem] = {}
     sizes: list[int] = []
     for place, row in enumerate(mine):
-        if row.tie != place and row.tie in items:
+        if row.tie in items:
             items[row.tie].names.append(row.name)
             continue
         boxes = _boxes(row, [theirs[row.name] for theirs in others if row.layout])

@@ -91,8 +91,8 @@ class CheckpointExplorer(ExplorerMethod):
         try:
             found, reason = self._read(client, version)
         finally:
-            told = {"version": None, "step": 0} if found is None else {"version": found[0], "step": found[1]}
-            reply = client.ask("explorer_fetched", **told, reason=reason)
+            read, step = found or (None, 0)
+            reply = client.ask("explorer_fetched", version=read, step=step, reason=reason)
         return reply
 
     def hold(self) -> contextlib.AbstractContextManager[None]:

@@ -105,13 +105,10 @@ class MemoryService(Service):
         with self._taking:
             close_all(self._subscriber)
             self._subscriber = None
-            made = Subscriber(ticket, _SYNCHRONIZER, None, self._strategy, self._timeout)
             try:
-                made.join(self._timeout)
+                self._subscriber = Subscriber(ticket, _SYNCHRONIZER, None, self._strategy, self._timeout)
             except (TransportError, SyncTimeoutError) as error:
-                made.close()
                 raise LinkClosedError(f"the synchronizer does not reach the trainer: {error}") from None
-            self._subscriber = made
             self._release_if_closed()
         return {}
 

@@ -127,17 +127,12 @@ class SubscribingExplorer(ExplorerMethod):
             again = True
 
     def _join(self, client: ClientBase, endpoint: Endpoint) -> None:
-        """Connect to a publisher; raise as :meth:`Subscriber.join`."""
+        """Connect to a publisher; raise as :class:`Subscriber`."""
         self.close()
         assert client.id is not None
-        made = Subscriber(endpoint, client.id, self._model, client.strategy, client.transfer_timeout)
-        made.scheme.group = self._group
-        try:
-            made.join(client.transfer_timeout)
-        except BaseException:
-            made.close()
-            raise
-        self.subscriber = made
+        self.subscriber = Subscriber(
+            endpoint, client.id, self._model, client.strategy, client.transfer_timeout, self._group
+        )
         if client.closed.is_set():  # another thread closed it meanwhile
             self.close()
 

@@ -146,11 +146,10 @@ class SocketChannel(Channel):
         self._lock = threading.Lock()
         self._idle: list[SignedStream] = []
         self._busy: set[SignedStream] = set()
-        self._dropped = 0  # times
         self._closed = False
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
-        deadline, dropped = time.monotonic() + timeout, self._dropped
+        deadline = time.monotonic() + timeout
         connection = self._take(deadline)
         try:
             connection.send_json({"call": name, "args": args}, seconds_left(deadline))
@@ -159,11 +158,9 @@ class SocketChannel(Channel):
             self._drop()  # if one connection is gone, all are
             raise LinkClosedError(f"the synchronizer at {self._host}:{self._port}: {error}") from None
         with self._lock:
-            self._busy.discard(connection)
-            if dropped == self._dropped:
+            if connection in self._busy:  # else it was dropped meanwhile
+                self._busy.remove(connection)
                 self._idle.append(connection)
-        if dropped != self._dropped:  # it was made meanwhile
-            connection.close()
         return reply
 
     def close(self) -> None:
@@ -172,7 +169,6 @@ class SocketChannel(Channel):
 
     def _drop(self) -> None:
         with self._lock:
-            self._dropped += 1
             connections, self._idle, self._busy = [*self._idle, *self._busy], [], set()
         for connection in connections:
             connection.close()

@@ -20,6 +20,7 @@ from weight_update.synchronizer.plan import RunningStatus, SyncPlan
 from weight_update.synchronizer.state import TRAINER_STOPPED, ExplorerState, MemberState, TrainerState
 from weight_update.synchronizer.state_machine import StateMachine
 from weight_update.synchronizer.transfer import Endpoint, is_loopback
+from weight_update.transports.shared_memory.unix_stream import seconds_left
 
 Reply = dict[str, Any]
 """The answer to a call: plain values."""
@@ -308,8 +309,7 @@ class SessionManager:
 
     def wait_for(self, ready: Callable[[], bool], deadline: float | None) -> bool:
         """Wait, with the lock held, until ``ready()`` or the deadline."""
-        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        return self.changed.wait_for(ready, left)
+        return self.changed.wait_for(ready, seconds_left(deadline))
 
     def reach_by(self, address: str) -> None:
         """Note the address by which clients on other machines reach this one.

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from weight_update.errors import SyncFailedError, UnknownWorkerError, WeightSyncError
 from weight_update.report import Event, WorkerEvent
-from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme
+from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
 from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
 
@@ -91,11 +91,7 @@ class Publisher:
             self.endpoint["port"] = self._scheme.port
         else:
             self.endpoint["address"] = self._scheme.address
-        try:
-            self._scheme.connect(timeout=timeout)
-        except BaseException:
-            self._scheme.shutdown()
-            raise
+        _connect(self._scheme, timeout)
 
     def joined(self) -> list[int]:
         """Return the ids of the explorers that are connected."""
@@ -158,25 +154,29 @@ class Publisher:
 class Subscriber:
     """The receiving end at one explorer, or at a synchronizer that holds the newest weights.
 
-    ``model`` is kept current; None keeps the weights only. ``timeout`` is the number of seconds that an
-    update waits for the model's forward pass to end.
+    Making one connects it. ``model`` is kept current; None keeps the weights only. ``timeout`` is the number
+    of seconds for connecting, and that an update waits for the model's forward pass to end. Subscribers of
+    one ``group`` share a gate.
+
+    Raises:
+        SchemaMismatchError: the model has other weights than the sender.
+        TransportError, SyncTimeoutError: the sender cannot be reached.
     """
 
     def __init__(
-        self, endpoint: Endpoint, id: int, model: Any, strategy: str | WeightStrategy, timeout: float
+        self,
+        endpoint: Endpoint,
+        id: int,
+        model: Any,
+        strategy: str | WeightStrategy,
+        timeout: float,
+        group: str | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.scheme = _scheme(endpoint, strategy, timeout)
+        self.scheme.group = group
         self.scheme.init_on_receiver(model=model, worker_idx=id)
-
-    def join(self, timeout: float) -> None:
-        """Connect to the publisher.
-
-        Raises:
-            SchemaMismatchError: the model has other weights than the sender.
-            TransportError, SyncTimeoutError: the sender cannot be reached.
-        """
-        self.scheme.connect(timeout=timeout)
+        _connect(self.scheme, timeout)
 
     @property
     def held(self) -> list[Any] | None:
@@ -224,6 +224,15 @@ def is_loopback(address: str | None) -> bool:
 def key_of(endpoint: Endpoint) -> str:
     """Return a key that tells publishers apart; it is no secret."""
     return hashlib.sha256(endpoint["token"].encode()).hexdigest()[:8]
+
+
+def _connect(scheme: WeightSyncScheme, timeout: float) -> None:
+    """Connect a scheme, or shut it down."""
+    try:
+        scheme.connect(timeout=timeout)
+    except BaseException:
+        scheme.shutdown()
+        raise
 
 
 def _scheme(

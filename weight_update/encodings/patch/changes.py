@@ -5,19 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from weight_update.encodings.patch import kernels
+from weight_update.encodings.patch.arrays import Array
 from weight_update.encodings.patch.gaps import Gaps
 from weight_update.errors import FormatError
 from weight_update.threads import in_threads, threads_for
 from weight_update.wire.schema import TensorMeta, WeightSchema
-
-Array = npt.NDArray[Any]
 
 BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype for the bits of an element, by width in bytes; 16-byte elements count as two of 8."""

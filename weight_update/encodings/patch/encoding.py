@@ -150,7 +150,6 @@ class PatchTracker(Tracker[Scan]):
 
     @torch.no_grad()
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Remember ``tensors`` (in schema order, live)."""
         gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
         if self._options.snapshot_device == "cuda" and not gpus:
             raise ValueError("snapshot_device='cuda' needs weights on a GPU; use 'cpu' here")

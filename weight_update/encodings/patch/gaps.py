@@ -13,7 +13,8 @@ from itertools import pairwise
 import numpy as np
 
 from weight_update.encodings.patch import kernels, kernels_numpy
-from weight_update.encodings.patch.arrays import UNSIGNED, Array
+from weight_update.encodings.patch.arrays import Array
+from weight_update.encodings.patch.kernels_numpy import spread
 from weight_update.errors import FormatError
 
 UNITS = (1, 2, 4)
@@ -64,30 +65,23 @@ def merge_gaps(parts: Sequence[Gaps]) -> list[Array]:
         positions = np.concatenate([part.offsets.astype(np.int64) + part.first for part in parts])
         gaps = np.diff(positions, prepend=-1) - 1
         size = min(UNITS, key=lambda size: size * (count + int((gaps // escape_of(size)).sum())))
-        return [kernels_numpy.code(positions, size)]
+        return [spread(gaps, size)]
     needed, before = 0, -1
-    pieces: list[tuple[int, Array]] = []  # the first gap of each part, and the units of the other gaps
+    pieces: list[tuple[Array, Array]] = []  # the first gap of each part, and the units of the other gaps
     for part in parts:
         lead = int(np.argmax(part.units != escape_of(1)))
         gap = part.first + lead * escape_of(1) + int(part.units[lead]) - before - 1
-        pieces.append((gap, part.units[lead + 1 :]))
+        pieces.append((np.array([gap]), part.units[lead + 1 :]))
         needed += gap // escape_of(1) + len(part.units) - lead
         before = part.last
-    best, nbytes = [one for gap, rest in pieces for one in (_one_gap(gap, 1), rest)], needed
+    best, nbytes = [one for gap, rest in pieces for one in (spread(gap, 1), rest)], needed
     for size in UNITS[1:]:
         if nbytes <= size * count:  # as few bytes as units of this size can take
             break
-        wide = [one for gap, rest in pieces for one in (_one_gap(gap, size), kernels.widen(rest, size))]
+        wide = [one for gap, rest in pieces for one in (spread(gap, size), kernels.widen(rest, size))]
         if size * sum(map(len, wide)) < nbytes:
             best, nbytes = wide, size * sum(map(len, wide))
     return best
-
-
-def _one_gap(gap: int, size: int) -> Array:
-    escape = escape_of(size)
-    units = np.full(gap // escape + 1, escape, UNSIGNED[size])
-    units[-1] = gap % escape
-    return units
 
 
 def escape_of(size: int) -> int:

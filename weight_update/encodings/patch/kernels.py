@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from weight_update.encodings.patch import kernels_numpy
+from weight_update.encodings.patch.kernels_numpy import Array
 from weight_update.wire.compiled import load
-
-Array = npt.NDArray[Any]
 
 INTEGER: dict[int, np.dtype[Any]] = {int(kind[1]): np.dtype(kind) for kind in ("u1", "i2", "i4", "i8")}
 """Integer dtype for the bits of an element, by width in bytes."""

@@ -45,10 +45,10 @@ def _take(array: Array, places: Array) -> Array:
 
 def code(offsets: Array, size: int = 1) -> Array:
     """Return the gaps of increasing offsets (integers, not empty) in units of ``size`` bytes."""
-    return _spread(np.diff(offsets, prepend=offsets.dtype.type(-1)) - 1, size)
+    return spread(np.diff(offsets, prepend=offsets.dtype.type(-1)) - 1, size)
 
 
-def _spread(gaps: Array, size: int) -> Array:
+def spread(gaps: Array, size: int) -> Array:
     """Return gaps in units of ``size`` bytes, each with as many escapes in front as it needs."""
     escape = (1 << 8 * size) - 1
     if int(gaps.max()) < escape:
@@ -63,7 +63,7 @@ def _spread(gaps: Array, size: int) -> Array:
 def widen(units: Array, size: int) -> Array:
     """Return the gaps of ``units`` in units of ``size`` bytes; the last unit is not an escape."""
     sums = np.cumsum(units, dtype=np.int64)[units != np.iinfo(units.dtype).max]
-    return _spread(np.diff(sums, prepend=0), size) if len(units) else units.astype(f"<u{size}")
+    return spread(np.diff(sums, prepend=0), size) if len(units) else units.astype(f"<u{size}")
 
 
 def index(units: Array, count: int, limit: int, step: int) -> Array | None:
