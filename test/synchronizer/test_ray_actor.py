@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from sync_parts import ExplorerThread, Waiting, model_at, set_to, step_of, train, wait_until
 
@@ -21,6 +24,13 @@ def cluster() -> Iterator[None]:
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
         yield
         ray.shutdown()
+
+
+def kill(actor: Any, *, no_restart: bool) -> None:
+    """Kill an actor, and wait until its process has ended: it could still take weights after ray.kill()."""
+    pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    ray.kill(actor, no_restart=no_restart)
+    wait_until(lambda: not psutil.pid_exists(pid))
 
 
 @pytest.mark.parametrize("method", list(SyncMethod))
@@ -54,6 +64,6 @@ def test_an_actor_that_dies_is_started_again_and_goes_on_from_the_last_version(
             assert "reason" not in trainer.blocking.sync_weight()
             versions.append(waiting.result()["version"])
             assert step_of(model) == step
-            ray.kill(ray.get_actor("sync-again"), no_restart=step == 2)
+            kill(ray.get_actor("sync-again"), no_restart=step == 2)
     assert versions[1] > versions[0]
     made.close()
