@@ -311,7 +311,7 @@ static inline int read_positions(int size, reader *from, int64_t *positions, int
 /* Write `count` values over the elements of `to` that units stand for, or add them. `to` has `limit` elements.
    Return 0 if the units give `count` positions below `limit`; otherwise -1, with some values written.
    The processor does not guess elements that lie APART bytes from each other, on average, or more: those of the
-   next block are fetched while this one is written, which halves the time of a 1 % patch. */
+   next block are fetched while this one is written. */
 #define APPLY(T)                                                                                       \
     static int apply_##T(T *to, int64_t limit, int size, const void *units, int64_t n,                 \
                          const T *values, int64_t count, int relative)                                 \

@@ -154,8 +154,8 @@ class Forwarder:
 def _limit_send_buffer(sock: socket.socket) -> None:
     """Give a connection to a near machine, such as another container of this one, a small send buffer.
 
-    The buffer otherwise grows to several megabytes, which no cache holds; then every byte comes from memory
-    again, and a payload takes up to twice as long. A distant machine needs the large buffer.
+    The buffer otherwise grows to several megabytes, which the caches do not hold, so every byte is read from
+    memory again. A distant machine needs the large buffer. ``python -m benchmarks hosts`` compares both.
     """
     (round_trip,) = _MIN_RTT.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size))
     if round_trip <= _NEAR:
