@@ -172,7 +172,7 @@ def stages_table(found: Found) -> Table:
         "Milliseconds, median (min .. max). *encode* copies the weights into a slot. *ack*: until the\n"
         "worker has applied the update; the bytes travel in this time. *apply*: the part of *ack* after the\n"
         "worker has all bytes. *rest*: the median of *ack* without the medians of *apply* and *bare TCP*:\n"
-        "time for frames, for changes of threads, and for the part of the checksums that the transfer\n"
+        "time for frames, for thread switches, and for the part of the checksums that the transfer\n"
         "does not hide. *checksum*: time of one checksum alone; sender and worker each compute one during\n"
         "the transfer."
     )

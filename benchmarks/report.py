@@ -148,13 +148,14 @@ class Table:
 def machine(names: Sequence[str] = ("torch", "tensordict", "torchrl"), threads: int = 1) -> list[str]:
     """Return date, machine, versions of ``names``, and the threads of a worker; one fact a line."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    own = torch.get_num_threads()
     return [
         f"Date: {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         f"Machine: {len(os.sched_getaffinity(0))} cores, {memory / 1e9:.1f} GB of memory, "
         f"{platform.system()} {platform.release()} {platform.machine()}",
         f"Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in names)
-        + f", {torch.get_num_threads()} threads in the sender, {threads} in each worker",
+        + f", {own} thread{'s' * (own != 1)} in the sender, {threads} in each worker",
     ]
 
 
