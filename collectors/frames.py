@@ -35,7 +35,7 @@ def require_seconds(frames_timeout: Any) -> float:
 
 
 class WaitingTimes:
-    """The seconds that a collector waited while each worker, which has ``limit``, delivered no batch."""
+    """The seconds that a collector has waited for the next batch of each worker, at most ``limit``."""
 
     def __init__(self, limit: float) -> None:
         self.limit: float = limit

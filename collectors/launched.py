@@ -42,7 +42,7 @@ class Launched(Remote):
         super()._begin(create_env_fn, policy, **options)
 
     def _require_alone(self) -> None:
-        """Raise LifecycleError if this process has what the collector makes and a process has only once."""
+        """Raise LifecycleError if this process already has the process group or RPC world of a collector."""
         raise NotImplementedError
 
     def _default_scheme(self, **options: Any) -> WeightSyncScheme:
@@ -70,7 +70,7 @@ class Launched(Remote):
             self._request(idx)
 
     def _request(self, idx: int) -> None:
-        """Have a worker send its next batch, and put its index and what comes into ``_arrived``."""
+        """Have a worker send its next batch; put its index, and the batch or error, into ``_arrived``."""
         raise NotImplementedError
 
     def _take(self) -> tuple[int, TensorDictBase]:
@@ -136,7 +136,7 @@ class Launched(Remote):
 
 
 class Intervals(Launched):
-    """A mixin for those of these collectors that TorchRL runs with ``sync=`` and lets update by itself.
+    """A mixin for collectors that take ``sync=`` and can update workers automatically.
 
     Attributes:
         max_weight_update_interval: number of batches after which a worker without a new version is updated;

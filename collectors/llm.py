@@ -13,7 +13,7 @@ from weight_update import WeightSyncScheme
 
 
 class _WithSchemes(Collector):
-    """The next class after TorchRL's ``LLMCollector``, which passes no schemes on."""
+    """A base that passes on the schemes, which TorchRL's ``LLMCollector`` does not."""
 
     _given_schemes: dict[str, WeightSyncScheme] | None
 
@@ -30,7 +30,7 @@ class LLMCollector(torchrl.collectors.llm.LLMCollector, _WithSchemes):
     """TorchRL's ``LLMCollector``, with schemes, and with the exact version of the policy in its data.
 
     A call of the policy, which generates a whole answer, sees one version of the weights. An update that
-    arrives meanwhile waits for its end.
+    arrives meanwhile waits for the end of the call.
 
     Args:
         env: as in TorchRL.

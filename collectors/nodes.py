@@ -113,7 +113,7 @@ class Nodes:
         self.require_alive()
 
     def errors(self, failing: Iterable[int] = ()) -> str:
-        """Return the tracebacks of failed workers; wait a moment for those of ``failing`` to end."""
+        """Return the tracebacks of failed workers; wait a moment for the workers ``failing`` to end."""
         self._await_end(failing)
         failed = []
         for idx, node in enumerate(self._nodes):
@@ -176,8 +176,8 @@ def _run(pipe: Connection, target: Callable[..., None], by_value: bytes, argumen
 def free_port() -> int:
     """Return a port of this machine that is free.
 
-    It is below the ports that the kernel gives to connections, if these leave enough: a connection could take
-    one of them before its user listens there.
+    If possible, the port is below those that the kernel gives to connections. A connection could take one of
+    the kernel's ports before the caller listens there.
     """
     given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])  # the first of them
     tries = random.SystemRandom().sample(range(_PORTS, given), _TRIES) if given >= _PORTS + _TRIES else []

@@ -27,9 +27,9 @@ class Observed:
     def add_observer(self, observer: Observer) -> Callable[[], None]:
         """Have a function called for every update, every change of a worker and every batch, from now on.
 
-        A thread of its own calls it. It gets what :meth:`~weight_update.WeightSyncScheme.add_observer` of
-        each scheme of this collector tells, and a :class:`~weight_update.PolicyLag` for each batch that
-        iterating over this collector yields. An error that it raises is logged.
+        A separate thread calls the function. It gets the reports and events of each scheme of this collector
+        (see :meth:`~weight_update.WeightSyncScheme.add_observer`), and a :class:`~weight_update.PolicyLag`
+        for each batch that iterating over this collector yields. An error that the function raises is logged.
 
         Returns:
             a function that removes the observer.

@@ -1,4 +1,4 @@
-"""Calls of the policy, each under one version of all weights, which it writes into the data."""
+"""Calls of the policy, each with one version of all weights, whose number is written into the data."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from weight_update import RayWeightSyncScheme, SyncFailedError
 
 
 class LearnerSender:
-    """Sends the policy of a :class:`~collectors.RayCollector` from the actor that learns.
+    """Sender of the policy of a :class:`~collectors.RayCollector`, in the actor that learns.
 
     TorchRL's trainers with ``learner_backend="ray"`` pass it to that actor, which calls it like TorchRL's
     scheme.

@@ -34,7 +34,7 @@ class Request:
 
     @classmethod
     def of(cls, weights: Mapping[str, Any], model_id: str | None, worker_ids: Any) -> Request:
-        """Read the arguments of ``update_policy_weights_``; ``weights`` are those that give weights, by name.
+        """Read the arguments of ``update_policy_weights_``; ``weights`` has the weight arguments by name.
 
         Raises:
             ValueError: the arguments contradict each other.

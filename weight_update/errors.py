@@ -5,12 +5,12 @@
     WeightSyncError
      ├── LifecycleError            (RuntimeError)  a call out of order: send before connect, ...
      ├── NothingToSendError        (ValueError)    send(None) with no model, weights or context to read
-     ├── UnknownWorkerError        (ValueError)    a worker id this scheme does not serve
+     ├── UnknownWorkerError        (ValueError)    a worker index this scheme does not serve
      ├── UnsupportedSourceError    (TypeError)     weights of a type or dtype that cannot be extracted
      ├── SchemaMismatchError       (ValueError)    names, shapes or dtypes differ; lists all of them
      ├── ConversionError           (ValueError)    weights that a converter cannot convert
-     ├── FormatError               (ValueError)    bytes that are not a valid frame of this library
-     ├── NotEnoughMemoryError      (MemoryError)   the shared slots do not fit on this machine
+     ├── FormatError               (ValueError)    bytes that are not in the expected format
+     ├── NotEnoughMemoryError      (MemoryError)   too little memory for weights
      ├── NotEnoughSpaceError       (OSError)       a checkpoint does not fit on the disk
      ├── CorruptCheckpointError    (ValueError)    a checkpoint on the disk is broken
      ├── TransportError            (ConnectionError)
@@ -50,7 +50,7 @@ class NothingToSendError(WeightSyncError, ValueError):
 
 
 class UnknownWorkerError(WeightSyncError, ValueError):
-    """A worker id was given that this sender does not serve."""
+    """A worker index was given that this sender does not serve."""
 
 
 class UnsupportedSourceError(WeightSyncError, TypeError):
@@ -76,7 +76,7 @@ class ConversionError(WeightSyncError, ValueError):
 
 
 class FormatError(WeightSyncError, ValueError):
-    """Bytes do not form a valid frame (see ``docs/wire_format.rst``)."""
+    """Bytes do not have the expected format, such as that of a frame (see ``docs/wire_format.rst``)."""
 
 
 class NotEnoughMemoryError(WeightSyncError, MemoryError):
@@ -106,7 +106,7 @@ class LinkClosedError(TransportError):
 
 
 class JoinRefusedError(TransportError):
-    """The sender refused this receiver: wrong token, unknown worker id, replaced by another process, ...
+    """The sender refused this receiver: wrong token, unknown worker index, replaced by another process, ...
 
     Attributes:
         problems: one line for each weight that differs, if that is the reason.

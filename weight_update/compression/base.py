@@ -60,7 +60,7 @@ class Compression(ABC):
 
     @classmethod
     def check(cls, data: torch.Tensor, nbytes: int = 0) -> None:
-        """Raise ValueError for another kind of tensor or device, and FormatError for negative ``nbytes``."""
+        """Raise ValueError if ``data`` is unsuitable, and FormatError if ``nbytes`` is negative."""
         if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
             raise ValueError(f"expected contiguous 1-D uint8 data, got {list(data.shape)} of {data.dtype}")
         if cls.device not in ("any", data.device.type):

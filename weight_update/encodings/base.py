@@ -222,7 +222,7 @@ class Tracker(ABC, Generic[_D]):
 
 
 class DeltaEncoding(Encoding):
-    """An encoding that sends changes; receivers that join or miss a version get a whole update."""
+    """An encoding that sends changes; receivers that join or miss a version get a full update."""
 
     @property
     def receiver_copies(self) -> bool:

@@ -32,7 +32,7 @@ class InferenceEngine(ABC):
     For each version the receiver calls :meth:`begin_update`, then :meth:`load_weights` or
     :meth:`load_changes`, then :meth:`finish_update`. If one of the last two raises, the receiver calls
     :meth:`abort_update`, the sender gets the error with its traceback, and the receiver's version is unknown
-    (None) until the next update, which carries all weights. If ``begin_update`` raises, the version before
+    (None) until the next update, which carries all weights. If ``begin_update`` raises, the previous version
     stays in force, and nothing else is called.
 
     The calls for one version come one after the other, without gradients, from any thread. The tensors have
@@ -101,10 +101,10 @@ class InferenceEngine(ABC):
 
         An engine that stores several weights as one, in a form of its own, has to load all of them if one has
         changed. It gets a :class:`WeightChange` for each weight returned here, with no element changed. The
-        default returns none.
+        default returns none. This method may be called while the engine generates.
 
         Args:
-            changed: names of the weights that a patch changes. May be called while the engine generates.
+            changed: names of the weights that a patch changes.
         """
         del changed
         return ()

@@ -31,7 +31,7 @@ class SchemeLifecycle(ABC):
     process is not initialized. A forked child drops the state of its parent when it initializes its own.
 
     Attributes:
-        worker_idx: index of this receiver; None on a sender, and until ``connect()`` says it.
+        worker_idx: index of this receiver; None on a sender, and until ``connect()`` is given it.
     """
 
     strategy: WeightStrategy

@@ -81,7 +81,7 @@ class SendHandle:
                 sent.
 
         Raises:
-            SyncFailedError: workers failed, died or were late; it names them, and all others have it.
+            SyncFailedError: some workers failed, died or were late. All others have the update.
         """
         if timeout is not None:
             timeout = require_seconds("timeout", timeout, zero=True)

@@ -39,8 +39,8 @@ class GatherShards:
             with the tensors of this rank, and yields names and whole tensors. It runs on every rank, and all
             ranks ask for the next item together, so it may use collectives; only its items on the leader are
             used. None gathers DTensors, and takes the leader's value of all other tensors.
-        batch_bytes: bytes of weights that are gathered in one batch. Two batches exist at a time: one is
-            encoded while the ranks gather the next. A tensor that is larger is a batch by itself.
+        batch_bytes: bytes of gathered weights in two batches: one is encoded while the ranks gather the next.
+            A tensor that is larger than half of this is a batch by itself.
 
     Raises:
         ValueError: ``batch_bytes`` is not a positive number.
@@ -90,7 +90,7 @@ class WeightStrategy(WeightReader):
         max_in_flight: largest number of chunks (buckets) in the sender's memory. A version is then sent in
             chunks while it is still being converted and encoded. With 1, the stages are strictly serial; with
             2, conversion and transfer overlap. A worker that joins, or missed a version, gets weights with
-            the next ``send``. It needs an encoding in chunks, such as ``BucketEncoding``. None builds each
+            the next ``send``. The encoding must support chunks, as ``BucketEncoding`` does. None builds each
             version in the sender's memory, and keeps it for workers that join or are late.
         gather: :class:`~weight_update.GatherShards` for a trainer whose ranks hold parts of the weights. None
             gathers DTensors, such as those of FSDP2, over the default process group, and treats all other

@@ -143,8 +143,8 @@ class TrainerClient(_AsyncClient[BlockingTrainer]):
             (TCP), or ``"nccl"``, which needs a different CUDA device for each process. On one host, processes
             share memory.
         strategy: strategy of the weights; see :class:`~weight_update.WeightStrategy`.
-        timeout: seconds that ``sync_weight`` waits for explorers, and every call for a synchronizer that does
-            not answer.
+        timeout: seconds that ``sync_weight`` waits for explorers, and that every call waits for an answer of
+            the synchronizer.
         transfer_timeout: seconds that a transfer may take.
         step: number of steps done already. None for 0 or, if a FIXED plan has published versions, for the
             step of the newest version, because explorers depend on it.
@@ -188,8 +188,8 @@ class ExplorerClient(_AsyncClient[BlockingExplorer]):
         id: number of this explorer, at least 0, which stays the same after a restart. None takes the first
             free number.
         strategy: the same strategy as the trainer's.
-        timeout: seconds that ``sync_weight`` waits for weights, and every call for a synchronizer that does
-            not answer.
+        timeout: seconds that ``sync_weight`` waits for weights, and that every call waits for an answer of
+            the synchronizer.
         transfer_timeout: seconds that a transfer may take.
         step: number of steps done already.
 

@@ -24,7 +24,7 @@ _GRACE_SECONDS = 5.0
 
 
 class ClientBase:
-    """A trainer or an explorer that introduces itself to the synchronizer and asks it.
+    """A trainer's or explorer's end of its connection to the synchronizer.
 
     Calls are repeated, after another hello, until the synchronizer is back or the time is over. Arguments and
     methods for users are those of :class:`~weight_update.TrainerClient` and

@@ -75,7 +75,7 @@ class SyncPlan:
             the trainer.
         sync_offset: FIXED: number of steps that the explorer runs before its first synchronization.
         max_staleness: FULLY_ASYNC: number of published versions that an explorer may be behind without
-            waiting. With NCCL, a version counts when it was sent, even if no explorer has confirmed it.
+            waiting. With NCCL, a version counts once it was sent, even if no explorer has confirmed it.
 
     Raises:
         ValueError: an unknown method or style, a number out of range, or one that this style does not use.
@@ -109,7 +109,7 @@ class SyncPlan:
         return {**asdict(self), "method": self.method.value, "style": self.style.value}
 
     def trainer_due(self, step: int) -> bool:
-        """Return whether the trainer gives weights away at ``step`` by its own rhythm."""
+        """Return whether the trainer publishes at ``step`` without being asked."""
         if self.style is SyncStyle.EXPLORER_DRIVEN or step % self.sync_interval:
             return False
         return not (self.direct and self.style is SyncStyle.FIXED and step + self.sync_offset == 0)
@@ -125,5 +125,5 @@ class SyncPlan:
         return max(0, (step - self.sync_offset) // self.sync_interval) * self.sync_interval
 
     def next_wanted(self, step: int) -> int:
-        """Return the same for the explorer's first synchronization after ``step``."""
+        """Return what :meth:`wanted` returns at the explorer's first synchronization after ``step``."""
         return self.wanted(step) + self.sync_interval if step >= self.sync_offset else 0

@@ -201,7 +201,7 @@ class Synchronizer:
         return host
 
     def reach_by(self, address: str) -> None:
-        """Hand weights out on the interface of ``address`` too, if explorers of other machines reach it."""
+        """Send weights on the interface of ``address``, too, if explorers of other machines reach it."""
         service = self.service
         if not is_loopback(address):
             service.reach_by(address)

@@ -27,7 +27,7 @@ class Buffer:
     Attributes:
         tensor: 1-D uint8 tensor of exactly the requested size; on the CPU unless the transport was told to
             keep payloads on a GPU.
-        use: number of times it was lent to be written; a different number means different contents.
+        use: number of times it was borrowed for writing; a different number means different contents.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -65,14 +65,15 @@ class Capabilities:
 class Arrivals(Protocol):
     """The chunks that arrive on one connection, for threads that take turns in waiting for them.
 
-    The thread of a worker waits by :meth:`wait`. Another thread that waits for several workers at once would
-    be woken in vain by it, so it pauses it meanwhile, without waking it.
+    The thread of a worker waits by :meth:`wait`. While another thread waits for several workers at once,
+    chunks would wake the worker's thread in vain. The other thread therefore calls :meth:`pause` first, which
+    does not wake the worker's thread.
     """
 
     def wait(self, timeout: float | None) -> bool:
         """Return whether a chunk, or the end, arrived within ``timeout`` seconds.
 
-        Chunks that arrive during a pause are found after it, the end of the connection at once.
+        Chunks that arrive during a pause are found after it. The end of the connection is found at once.
 
         Raises:
             LinkClosedError: this end was closed.

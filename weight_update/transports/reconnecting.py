@@ -52,7 +52,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
     worker's last chunks may still be there to be read.
 
     A HELLO that waits for its answer is not sent again: the answer may be under way and larger than a
-    socket's buffer, and then both ends would wait for the other to read.
+    socket's buffer, and then each end would wait for the other to read.
 
     Args:
         joins: whether this is the receiver's end.

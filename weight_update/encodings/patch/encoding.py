@@ -50,14 +50,14 @@ class PatchEncoding(DeltaEncoding):
         transport_device: device that encodes and compresses a patch: ``"cpu"``, or ``"cuda"`` for the GPU of
             the weights. The bytes are the same, and are sent from CPU memory in both cases.
         delta_encoding: whether to send distances between positions instead of positions.
-        compression: compression of the patch: ``"none"``, ``"ans"`` (the fewest bytes), ``"lz4"``,
+        compression: compression of the patch: ``"none"``, ``"ans"`` (usually fewest bytes), ``"lz4"``,
             ``"zstd"``, ``"nvcomp_lz4"`` (on the GPU) or a :class:`~weight_update.Compression`. Data that
             would not shrink is sent as it is.
         init_sync: whether to send receivers their initial weights. If False, they must have the weights
             already: digests are compared, and a difference is an error.
         init_sync_prefixes: prefixes of the initial weights to send (``"head"`` means ``head`` and
             ``head.*``); all others are checked as with ``init_sync=False``. None for all.
-        init_sync_bucket_size: largest number of bytes of a bucket of whole weights.
+        init_sync_bucket_size: largest number of bytes in a bucket of a full update.
         layout: ``"flat"`` for one stream of positions in the flat buffer; ``"coo"`` for rows and columns of
             each tensor, as RLinf documents it.
         values: ``"raw"``; or ``"relative"``, the distance from the old value, which takes fewer bytes and

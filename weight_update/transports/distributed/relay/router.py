@@ -16,7 +16,7 @@ from weight_update.transports.shared_memory.slots import slot_of
 from weight_update.transports.signed_stream import SignedStream
 from weight_update.wire.frames import Kind, WeightChunk
 
-_SlotUse = tuple[str, int]  # key of a slot, and how often it was lent to be written
+_SlotUse = tuple[str, int]  # key of a slot, and how often it was borrowed for writing
 _LEAST_SHARE = 0.25  # seconds; also how long a payload waits for the usual chain of hosts
 _SHARE = 4  # a worker that does not answer is given up after this share of the timeout
 
