@@ -42,7 +42,7 @@ class Launched(Remote):
         super()._begin(create_env_fn, policy, **options)
 
     def _require_alone(self) -> None:
-        """Raise LifecycleError if this process already has the process group or RPC world of a collector."""
+        """Raise LifecycleError if this process cannot make the group or RPC world of this collector."""
         raise NotImplementedError
 
     def _default_scheme(self, **options: Any) -> WeightSyncScheme:
