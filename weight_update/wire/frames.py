@@ -90,9 +90,8 @@ _REQUIRED: dict[Kind, dict[str, type | tuple[type, ...]]] = {
     Kind.BEHIND: {"version": int},
     Kind.TAKEN: {"version": int, "index": int},
 }
-
-
 _OPTIONAL: dict[Kind, dict[str, type | tuple[type, ...]]] = {Kind.HELLO: {"instance": str, "again": bool}}
+_FIELDS = {kind: {**required, **_OPTIONAL.get(kind, {})} for kind, required in _REQUIRED.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,13 +112,13 @@ class WeightChunk:
     payload: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        fields, optional = _REQUIRED[self.kind], _OPTIONAL.get(self.kind, {})
-        if not fields.keys() <= self.header.keys() <= {**fields, **optional}.keys():
+        required, fields = _REQUIRED[self.kind], _FIELDS[self.kind]
+        if not required.keys() <= self.header.keys() <= fields.keys():
             raise FormatError(
-                f"{self.kind.name} frame has fields {sorted(self.header)}, not {sorted(fields)}"
+                f"{self.kind.name} frame has fields {sorted(self.header)}, not {sorted(required)}"
             )
         for name, value in self.header.items():
-            expected = fields.get(name) or optional[name]
+            expected = fields[name]
             if type(value) is expected and expected not in _NUMBERS:
                 continue
             wrong_bool = isinstance(value, bool) and expected is not bool
