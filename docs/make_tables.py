@@ -1,6 +1,6 @@
-"""Write the tables of the manual that repeat facts of other files: ``python docs/make_tables.py``.
+"""Write the tables of manual and README that repeat facts of other files: ``python docs/make_tables.py``.
 
-A test compares the files with what this writes. The speeds come from the tables of the benchmarks, and the
+Tests compare the files with what this writes. The speeds come from the tables of the benchmarks, and the
 versions from ``setup.py`` and ``constraints.txt``.
 """
 
@@ -20,65 +20,69 @@ _RATES = re.compile(
 )
 
 _HEAD = ".. Written by docs/make_tables.py; do not edit.\n\n"
-# Scheme, location, speed ({row} is the median of that row of the benchmarks), elasticity, use.
+# Scheme, location, elasticity, use.
 _SCHEMES = [
     (
         "SharedMemWeightSyncScheme",
         "processes of one machine",
-        "{SharedMem}",
         "workers restart, and join late",
         "trainer and workers on one machine",
     ),
     (
         "MultiProcessWeightSyncScheme",
         "processes of one machine, started with ``multiprocessing``",
-        "{MultiProcess}",
         "a worker restarts once its old process has ended; none joins late",
         "programs whose workers get queues when they start",
     ),
     (
         "DistributedWeightSyncScheme",
         "processes on any machines",
-        "{Distributed}; with a host for each worker, {Distributed, a host each}",
         "workers restart, and join late",
         "several machines",
     ),
     (
         "RPCWeightSyncScheme",
         "workers of ``torch.distributed.rpc``",
-        "{RPC}",
         "as above; a killed worker returns outside the RPC world",
         "programs that use RPC already",
     ),
     (
         "RayWeightSyncScheme",
         "Ray actors on any nodes",
-        "{Ray}; through the object store to a host for each worker, {Ray, object store, a host each}",
         "workers join late; actors that Ray restarts join again",
         "Ray clusters",
     ),
     (
         "RayModuleTransformScheme",
         "the actor of TorchRL's ``RayModuleTransform``",
-        "not measured",
         "one worker",
         "models inside an environment's transform",
     ),
     (
         "MemoryWeightSyncScheme",
         "threads of one process",
-        "not measured",
         "workers join late",
         "threads, tests, notebooks",
     ),
     (
         "NoWeightSyncScheme",
         "anywhere",
-        "sends nothing",
         "not needed",
         "models without weights",
     ),
 ]
+# Row of the benchmarks, and its name in the table of speeds.
+_SPEEDS = {
+    "SharedMem": "``SharedMemWeightSyncScheme``",
+    "MultiProcess": "``MultiProcessWeightSyncScheme``",
+    "Distributed": "``DistributedWeightSyncScheme``",
+    "Distributed, a host each": "the same, a host for each worker",
+    "RPC": "``RPCWeightSyncScheme``",
+    "Ray": "``RayWeightSyncScheme``",
+}
+_README = re.compile(
+    r"(\.\. Speeds, written by docs/make_tables\.py\n\n).*(\n\.\. End of speeds\n)", re.DOTALL
+)
 # Distribution, and what needs it.
 _PACKAGES = {
     "torch": "the library",
@@ -93,13 +97,13 @@ _PACKAGES = {
 }
 
 
-def measured(row: re.Match[str]) -> str:
-    """Return the median of an update of 1 GB to four workers, from that row of the benchmarks' tables."""
-    wanted = rf"^{re.escape(row[1])}\s+{MEGABYTES}\s+(?:16\s+)?{WORKERS}\s+([\d.]+) \("
+def measured(row: str) -> list[str]:
+    """Return the medians of an update of 1 GB to four workers, ours and TorchRL's, from a benchmark's row."""
+    wanted = rf"^{re.escape(row)}\s+{MEGABYTES}\s+(?:16\s+)?{WORKERS}\s+([\d.]+) \(.*?\)\s+([\d.]+) \("
     for page in ("benchmark_results.rst", "benchmark_cluster.rst"):
         if found := re.search(wanted, (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE):
-            return f"{float(found[1]):,.0f} ms"
-    raise LookupError(f"the tables of the benchmarks have no row of {row[1]}")
+            return [f"{float(median):,.0f} ms" for median in found.groups()]
+    raise LookupError(f"the tables of the benchmarks have no row of {row}")
 
 
 def list_table(header: list[str], rows: list[list[str]]) -> str:
@@ -118,12 +122,24 @@ def _link(scheme: str) -> str:
 
 def schemes() -> str:
     """Return the table of schemes on the landing page."""
-    rows = [
-        [_link(name), where, re.sub(r"{(.+?)}", measured, speed), elasticity, use]
-        for name, where, speed, elasticity, use in _SCHEMES
-    ]
-    header = ["scheme", "where workers run", "1 GB to 4 workers", "elasticity", "when to use it"]
-    return _HEAD + list_table(header, rows)
+    rows = [[_link(name), *cells] for name, *cells in _SCHEMES]
+    return _HEAD + list_table(["scheme", "where workers run", "elasticity", "when to use it"], rows)
+
+
+def speeds() -> str:
+    """Return the table of speeds on the landing page and in the README."""
+    rows = [[name, *measured(row)] for row, name in _SPEEDS.items()]
+    rows = [["scheme", "weight_update", "TorchRL"], *rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    rule = "  ".join("=" * width for width in widths)
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule, ""])
+
+
+def readme() -> str:
+    """Return the text of the README with the present table of speeds."""
+    text = (ROOT / "README.rst").read_text(encoding="utf-8")
+    return _README.sub(lambda found: found[1] + speeds() + found[2], text)
 
 
 def rates() -> str:
@@ -171,5 +187,7 @@ def versions() -> str:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS / "tables"
-    for make in (schemes, versions, rates):
+    for make in (schemes, speeds, versions, rates):
         (folder / f"{make.__name__}.rst").write_text(make(), encoding="utf-8")
+    if len(sys.argv) == 1:
+        (ROOT / "README.rst").write_text(readme(), encoding="utf-8")

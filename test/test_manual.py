@@ -87,6 +87,11 @@ def test_checked_in_files_are_as_their_script_writes_them(
     assert run_script(DOCS / script, tmp_path) == checked_in, f"run python docs/{script}"
 
 
+def test_the_readme_has_the_speeds_of_the_manual() -> None:
+    speeds = (DOCS / "tables" / "speeds.rst").read_text()
+    assert f"\n\n{speeds}\n" in (ROOT / "README.rst").read_text(), "run python docs/make_tables.py"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_manual_builds_without_warnings(tmp_path: Path) -> None:
