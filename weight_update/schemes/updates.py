@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from weight_update.arguments import require_seconds
+from weight_update.arguments import require_seconds, whole_number
 from weight_update.errors import LifecycleError
 from weight_update.receiver.gate import Hold
 from weight_update.receiver.receiver import Receiver
 from weight_update.report import SyncReport
 from weight_update.schemes.lifecycle import SchemeLifecycle
 from weight_update.schemes.sender_side import SenderSide
-from weight_update.schemes.sources import ModelOf, whole_number
+from weight_update.schemes.sources import ModelOf
 from weight_update.sender.handle import SendHandle
 from weight_update.sender.sender import Sender
 
