@@ -408,10 +408,10 @@ class WeightSyncScheme(SchemeUpdates):
         receiver = Receiver(options, self._model)
         try:
             receiver.connect(max(deadline - time.monotonic(), 0.0))
-        except (TransportError, FormatError):
-            receiver.close()
-            raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, TransportError | FormatError) and not receiver.refused:
+                receiver.close()
+                raise
             receiver.staging.unguard()
             self._link = link  # it is usable
             self._close_at_end(link.close)
