@@ -32,7 +32,8 @@ class SchemeUpdates(SchemeLifecycle):
             raise LifecycleError("this is not a sender; call init_on_sender() first")
         if not side.sender.serving:  # connect() may have failed for some workers: the others are there
             self._require_open()
-            raise LifecycleError("the sender is not connected; call connect() first")
+            why = side.failure and f" ({side.failure})"
+            raise LifecycleError(f"the sender is not connected{why}; call connect() first")
         return side
 
     def _require_receiver(self) -> Receiver:
@@ -173,6 +174,7 @@ class SchemeUpdates(SchemeLifecycle):
 
         Raises:
             LifecycleError: this is not a receiver, or it has no model.
+            UnsupportedSourceError: it has an engine, which takes weights only from the sender.
             SchemaMismatchError: the weights do not fit; nothing was written.
         """
         if self._end != "receiver":
