@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 
 from collectors.requests import real
 from collectors.versions import policy_scheme, versions_of
-from weight_update import Observer, Observers, PolicyLag, SyncReport, WeightSyncScheme
+from weight_update import LifecycleError, Observer, Observers, PolicyLag, SyncReport, WeightSyncScheme
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ class Observed:
     _weight_sync_schemes: dict[str, WeightSyncScheme] | None
     policy_version: Any
     _observers: Observers | None = None  # until one is added
+    _has_ended = False
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
         """Have a function called for every update, every change of a worker and every batch, from now on.
@@ -45,6 +46,7 @@ class Observed:
 
     def _end_observers(self) -> None:
         """Tell observers what is left to tell; to be called after the schemes were shut down."""
+        self._has_ended = True
         self._observers = self._observers or Observers()
         self._observers.close()
 
@@ -55,14 +57,21 @@ class Observed:
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         collector: Any = super()
-        with closing(collector.__iter__()) as batches:
-            for batch in batches:
-                if self._observers is not None and self._observers.functions:
-                    try:
-                        self._tell_lag(self._observers, batch)
-                    except Exception:  # noqa: BLE001 - observers never end collection
-                        _log.warning("the policy lag of a batch is unknown", exc_info=True)
-                yield batch
+        ended = self._has_ended
+        try:
+            with closing(collector.__iter__()) as batches:
+                for batch in batches:
+                    if self._observers is not None and self._observers.functions:
+                        try:
+                            self._tell_lag(self._observers, batch)
+                        except Exception:  # noqa: BLE001 - observers never end collection
+                            _log.warning("the policy lag of a batch is unknown", exc_info=True)
+                    yield batch
+                    ended = self._has_ended
+        except Exception as error:
+            if not ended:
+                raise
+            raise LifecycleError("this collector was shut down; make a new collector") from error
 
     def _tell_lag(self, observers: Observers, batch: Any) -> None:
         """Tell observers of the policy lag of a batch, unless its frames have no versions."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from faults_tools import Processes, Worker, WorkerRaised, join, version_of
@@ -21,6 +23,7 @@ from weight_update import (
     DenseEncoding,
     DistributedWeightSyncScheme,
     ExplorerClient,
+    InferenceEngine,
     JoinRefusedError,
     LifecycleError,
     MemoryWeightSyncScheme,
@@ -30,6 +33,7 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
     Synchronizer,
+    SyncTimeoutError,
     TrainerClient,
     TransportBackend,
     UnknownWorkerError,
@@ -37,9 +41,11 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
     WholeEncoding,
+    group_schemes,
     register_encoding,
 )
 from weight_update.encodings import base as encodings
+from weight_update.observers import LogObserver, PrometheusObserver
 from weight_update.schemes.base import End
 from weight_update.synchronizer import CheckpointStore
 
@@ -93,7 +99,7 @@ def test_number_of_workers_beside_devices() -> None:
         SharedMemWeightSyncScheme().init_on_sender(model=nn.Linear(2, 2), devices=[])
 
 
-@pytest.mark.parametrize("index", [-1, 1.0, "0"])
+@pytest.mark.parametrize("index", [-1, 1.0, "0", True])
 @pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, DistributedWeightSyncScheme])
 def test_index_of_a_worker(kind: type[WeightSyncScheme], index: Any) -> None:
     with pytest.raises(ValueError, match=rf"worker_idx is an integer of at least 0, not {index!r}"):
@@ -150,7 +156,7 @@ def test_a_client_of_something_that_is_no_synchronizer(client: Any, where: Any) 
         client(where, nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("number", [-1, 1.0, "a"])
+@pytest.mark.parametrize("number", [-1, 1.0, "a", False])
 def test_the_id_of_an_explorer(number: Any) -> None:
     message = f"id is an integer of at least 0, not {number!r}"
     with Synchronizer("memory") as where, pytest.raises(ValueError, match=message):
@@ -261,6 +267,8 @@ def test_a_number_that_is_no_port(port: Any) -> None:
     message = rf"port is an integer from 0 to 65535, not {port!r}"
     with pytest.raises(ValueError, match=message):
         DistributedWeightSyncScheme(port=port)
+    with pytest.raises(ValueError, match=message):
+        PrometheusObserver(port=port)
     with Synchronizer("memory", "trainer_driven") as synchronizer, pytest.raises(ValueError, match=message):
         synchronizer.serve(port=port)
     if port == 65536:
@@ -482,3 +490,117 @@ def test_an_encoding_that_fails_for_a_worker() -> None:
             worker.result()
         worker.call(convert_and_connect)  # the sender still serves workers that return
         assert scheme.send().version == worker.call(version_of) == 1
+
+
+@pytest.mark.parametrize("device", ["gpu", 3.5, "cuda:x"])
+def test_a_device_that_does_not_exist(device: Any) -> None:
+    with pytest.raises(ValueError, match=f"devices has {device!r}, which is no device; give a list"):
+        SharedMemWeightSyncScheme().init_on_sender(model=nn.Linear(2, 2), devices=[device])
+
+
+class Policy(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
+def test_a_class_instead_of_a_model() -> None:
+    message = r"Policy is a class; give an instance: Policy\(...\)"
+    for given in ({"model": Policy}, {"weights": Policy}):
+        with pytest.raises(UnsupportedSourceError, match=message):
+            SharedMemWeightSyncScheme().init_on_sender(num_workers=1, **given)
+    with pytest.raises(UnsupportedSourceError, match=message):
+        WeightStrategy().apply_weights(Policy, Policy())
+    with pytest.raises(TypeError, match=r"LogObserver is a class; give an instance: LogObserver\(...\)"):
+        SharedMemWeightSyncScheme().add_observer(LogObserver)
+
+
+@pytest.mark.parametrize("schemes", [{"a": SharedMemWeightSyncScheme()}, SharedMemWeightSyncScheme(), "ab"])
+def test_a_group_that_is_no_list(schemes: Any) -> None:
+    with pytest.raises(TypeError, match="group_schemes takes a list of schemes, such as"):
+        group_schemes(schemes)
+
+
+def test_a_synchronizer_is_not_pickled() -> None:
+    with (
+        Synchronizer("memory") as where,
+        pytest.raises(TypeError, match="a Synchronizer stays in its process"),
+    ):
+        pickle.dumps(where)
+
+
+@pytest.mark.parametrize("step", [1.5, "1", True, -1])
+@pytest.mark.parametrize("kind", [TrainerClient, ExplorerClient])
+def test_a_step_that_is_no_number_of_steps(kind: Any, step: Any) -> None:
+    message = f"step is an integer of at least 0, not {step!r}"
+    with Synchronizer("memory") as where:
+        with pytest.raises(ValueError, match=message):
+            kind(where, nn.Linear(2, 2), step=step)
+        client = kind(where, nn.Linear(2, 2))
+        with pytest.raises(ValueError, match=message):
+            client.step = step
+        client.blocking.close()
+
+
+class Engine(InferenceEngine):
+    def __init__(self, expected: Any = None) -> None:
+        self.expected = expected
+
+    def begin_update(self, version: int) -> None: ...
+    def finish_update(self, version: int) -> None: ...
+
+    def load_weights(self, weights: Any) -> None:
+        list(weights)
+
+    def expected_weights(self) -> Any:
+        return self.expected
+
+
+ARRAYS = {"weight": np.ones((2, 2)), "bias": torch.ones(2)}
+
+
+@pytest.mark.parametrize("target", [ARRAYS, {"a": ARRAYS}, Engine(ARRAYS)], ids=["dict", "nested", "engine"])
+def test_a_worker_with_arrays_of_numpy(target: Any) -> None:
+    with MemoryWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        receiver = copy.copy(scheme)
+        receiver.init_on_receiver(model=target, worker_idx=0)
+        with pytest.raises(
+            UnsupportedSourceError, match=r"'(a\.)?weight' is of type ndarray; weights are tens"
+        ):
+            receiver.connect(timeout=5.0)
+
+
+def test_weights_for_an_engine_from_elsewhere_than_its_sender() -> None:
+    message = r"write weights into a Engine; give .* \(an InferenceEngine takes weights only from send\(\)\)"
+    with MemoryWeightSyncScheme() as sender:
+        receiver = connect_pair(sender, nn.Linear(2, 2), Engine())
+        with pytest.raises(UnsupportedSourceError, match=message):
+            receiver.apply_weights(nn.Linear(2, 2))
+
+
+def test_wait_without_time() -> None:
+    with MemoryWeightSyncScheme() as sender:
+        receiver = connect_pair(sender, nn.Linear(2, 2), nn.Linear(2, 2))
+        with receiver.hold():
+            handle = sender.send_async()
+            with pytest.raises(
+                SyncFailedError, match=r"has not applied it yet; wait\(\) longer, or ask done\(\)"
+            ):
+                handle.wait(0)
+        assert handle.wait(10.0).version == 1
+
+
+def test_send_after_connect_failed() -> None:
+    with MemoryWeightSyncScheme() as sender:
+        sender.init_on_sender(model=nn.Linear(2, 2, device="meta"), num_workers=1)
+        with pytest.raises(UnsupportedSourceError, match="on the meta device"):
+            sender.connect()
+        message = r"not connected \(connect\(\) failed: Unsupp.*: on the meta .*\); call connect\(\) first"
+        with pytest.raises(LifecycleError, match=message):
+            sender.send()
+        with pytest.raises(SyncTimeoutError):
+            sender.connect(weights=nn.Linear(2, 2), timeout=0.1)
+        with pytest.raises(
+            SyncFailedError, match=r"worker 0: it is not connected; has it called connect\(\)\?"
+        ):
+            sender.send(nn.Linear(2, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from weight_update.convert import (
     Converter,
     Item,
     chain,
+    gather_tensor_parallel,
     megatron_to_hf,
     merge_lora,
     quantize_fp8_blocks,
@@ -215,3 +217,39 @@ def test_only_the_adapters_are_trained() -> None:
         assert procs.ask("fingerprint") == [
             fingerprint(convert(merge_lora(2.0), source.named_parameters()), strategy)
         ]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_an_exception_of_a_converter_names_the_weight() -> None:
+    def halved(items: Iterator[Item]) -> Iterator[Item]:
+        for name, value in items:
+            yield name, value / {"0.weight": 2}[name]
+
+    strategy = WeightStrategy("state_dict", convert=halved)
+    with pytest.raises(KeyError) as caught:
+        MemoryWeightSyncScheme(strategy).init_on_sender(model=nn.Sequential(nn.Linear(4, 3)), num_workers=1)
+    assert caught.value.__notes__ == [
+        "the last weight that convert took is '0.bias'; the last one that it gave is '0.weight'"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: chain([rename({"a": "b"})]), "chain takes converters, each an argument of its own"),
+        (lambda: rename(5), "rename takes a dict"),
+        (lambda: rename([("a",)]), "rename takes a dict"),
+        (lambda: rename([("a", 3)]), "rename takes a dict"),
+        (lambda: rename({"a": 1}), "rename takes a dict"),
+        (lambda: megatron_to_hf("8"), "num_heads is an integer of at least 1, not '8'"),
+        (lambda: megatron_to_hf(8, 2.0), "num_kv_groups is an integer of at least 1, not 2.0"),
+        (lambda: merge_lora({"default": "0.5"}), "scaling= is alpha / r, or a dict"),
+        (lambda: quantize_fp8_blocks(("a", "b")), "block= is rows and columns"),
+        (lambda: quantize_fp8_blocks((1.5, 2)), "block= is rows and columns"),
+        (lambda: gather_tensor_parallel(None, [("a", 0)]), "shards= takes pairs of a pattern and a Sharded"),
+        (lambda: gather_tensor_parallel(None, 5), "shards= takes pairs of a pattern and a Sharded"),
+    ],
+)
+def test_an_argument_that_no_converter_can_use(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

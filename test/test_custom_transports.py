@@ -1,15 +1,17 @@
 """The transports and schemes of ``examples/`` keep the library's contracts."""
 
 import re
+from dataclasses import replace
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from examples.custom_listener import PipeListener, PipeScheme, PipeTransport
 from examples.custom_transport import FileScheme, FileTransport
-from weight_update import JoinRefusedError, WeightSyncScheme
+from weight_update import FormatError, JoinRefusedError, WeightSyncScheme
 from weight_update.testing import LateJoinerContract, SchemeContract, TransportContract, greet
 from weight_update.testing.chunks import (
     Ends,
@@ -35,6 +37,24 @@ class TestFileTransport(TransportContract):
 
     def make_successor(self) -> FileTransport:
         return FileTransport(self.directory, "receiver")
+
+
+class Wrong(FileTransport):
+    def recv_chunk(self, timeout: float | None = None, allocate: Any = None) -> Any:
+        return b"chunk" if super().recv_chunk(timeout, allocate) else None
+
+
+def test_a_transport_that_returns_no_chunk(tmp_path: Path) -> None:
+    message = r"Wrong.recv_chunk\(\) returned b'chunk'; return a WeightChunk, or None"
+    sender, receiver = FileTransport(tmp_path, "sender"), Wrong(tmp_path, "receiver")
+    receiver.restart(10.0)
+    receiver.send_chunk(hello(), 10.0)
+    must_receive(sender)
+    sender.send_weights({"a": torch.ones(2)})
+    with pytest.raises(TypeError, match=message):
+        receiver.receive_weights(10.0)
+    with pytest.raises(FormatError, match="a payload is a 1-D uint8 tensor"):
+        replace(number(1), payload=b"bytes")
 
 
 @pytest.mark.slow  # test_examples.py runs the example that has it

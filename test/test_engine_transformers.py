@@ -448,3 +448,16 @@ def test_two_threads_that_end_generation(connected: Any, monkeypatch: pytest.Mon
     for thread in closing:
         thread.join(WAIT)
     assert len(calls) == 1
+
+
+def test_arguments_of_other_types() -> None:
+    model = model_of(0)
+    with pytest.raises(TypeError, match="give a PreTrainedModel, not <class"):
+        TransformersEngine(type(model))
+    with pytest.raises(TypeError, match=r"give a GenerationConfig or None, not {'max_new_tokens': 8}"):
+        TransformersEngine(model, {"max_new_tokens": 8})
+    with pytest.raises(TypeError, match="give a ContinuousBatchingConfig or None, not GenerationConfig"):
+        TransformersEngine(model, None, transformers.GenerationConfig())
+    for timeout in (0, -1):
+        with pytest.raises(ValueError, match=f"timeout is a positive number of seconds, .* got {timeout}"):
+            engine_of(model, timeout=timeout)

@@ -18,6 +18,7 @@ OPTIONAL = {"torchrl", "ray", "gymnasium", "vllm", "sglang", "transformers"}
 
 # They import such a package when it is used, or are imported when it is.
 USE_OPTIONAL = {
+    "weight_update.engines.continuous_batching",
     "weight_update.engines.sglang.engine",
     "weight_update.transports.ray.rendezvous",
     "weight_update.serving.vllm.backend",

@@ -1,19 +1,26 @@
 """The schemes keep their contract."""
 
+import copy
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
 from interpreters import use_template_for_forkserver
-from marks import slow
+from marks import quick_for, slow
 from torch import nn
 
 from weight_update import (
+    BucketEncoding,
     DistributedWeightSyncScheme,
+    JoinRefusedError,
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
+    WeightStrategy,
     WeightSyncScheme,
 )
 from weight_update.testing import Apart, ApartInTwos, SchemeContract, WorkerProcesses, mlp, scramble
@@ -105,3 +112,49 @@ def test_no_scheme_does_nothing() -> None:
     assert (report.version, report.wire_bytes) == (0, 0)
     assert receiver.receive(timeout=None) is None
     sender.shutdown()
+
+
+KINDS = [
+    MemoryWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    DistributedWeightSyncScheme,
+]
+
+
+@pytest.mark.parametrize("in_flight", [None, 2], ids=["whole", "pipeline"])
+@pytest.mark.parametrize("kind", quick_for(KINDS, *KINDS[:2]))
+def test_workers_are_told_that_connect_failed_in_the_trainer(
+    kind: type[WeightSyncScheme], in_flight: int | None
+) -> None:
+    broken = [False]
+
+    def convert(items: Iterator[Any]) -> Iterator[Any]:
+        for name, value in items:
+            if broken[0] and name == "bias":
+                raise ZeroDivisionError("cannot convert")
+            yield name, value
+
+    strategy = WeightStrategy(
+        encoding=BucketEncoding(bucket_size=64), convert=convert, max_in_flight=in_flight
+    )
+    with kind(strategy=strategy, connect_timeout=60.0) as sender, ThreadPoolExecutor(1) as pool:
+        sender.init_on_sender(model=nn.Linear(8, 8), num_workers=1)
+        broken[0] = True
+        receiver = copy.copy(sender)
+        receiver.init_on_receiver(model=nn.Linear(8, 8), worker_idx=0)
+        joining = pool.submit(receiver.connect)
+        deadline = time.monotonic() + 20
+        while not joining.done() and time.monotonic() < deadline:  # it may not have asked to join yet
+            with pytest.raises(ZeroDivisionError):
+                sender.connect()
+            wait([joining], 1.0)
+        message = r"connect\(\) failed in the trainer: ZeroDivisionError: cannot convert"
+        with pytest.raises(JoinRefusedError, match=message):
+            joining.result(0.0)
+        broken[0] = False  # both may call it again
+        joining = pool.submit(receiver.connect)
+        sender.connect()
+        joining.result()
+        assert sender.send().version == receiver.version
+        receiver.shutdown()

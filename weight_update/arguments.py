@@ -60,3 +60,18 @@ def require_reachable(address: Any) -> str:
             "the address by which they reach this machine, such as '10.0.0.5'"
         )
     return address
+
+
+def whole_number(value: Any, name: str, least: int, most: int | None = None) -> int:
+    """Return the value of the argument ``name``; raise ValueError if it is no integer in that range."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    number = int(value) if whole else None
+    if number is None or number < least or (most is not None and number > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} is an integer {limits}, not {value!r}")
+    return number
+
+
+def port_number(value: Any) -> int:
+    """Return the value of the argument ``port``; raise ValueError if it is not the number of a port."""
+    return whole_number(value, "port", least=0, most=65535)

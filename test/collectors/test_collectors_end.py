@@ -16,6 +16,7 @@ from marks import slow
 from collectors import Collector, MultiAsyncCollector, MultiSyncCollector, updating
 from weight_update import (
     LifecycleError,
+    MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     SharedMemWeightSyncScheme,
@@ -38,6 +39,34 @@ class Fails(Env):
 
 def ours():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("weight_update")]
+
+
+def make(cls, **options):
+    env = Env if cls is Collector else [Env]
+    return cls(env, make_policy(), frames_per_batch=8, total_frames=800, **OPTIONS, **options)
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, slow(MultiAsyncCollector)])
+def test_a_collector_that_was_shut_down_yields_nothing(cls):
+    message = "this collector was shut down; make a new collector"
+    collector = make(cls)
+    batches = iter(collector)
+    next(batches)
+    collector.shutdown()
+    for iterator in (batches, iter(collector)):
+        with pytest.raises(LifecycleError, match=message):
+            next(iterator)
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_a_scheme_of_an_unknown_model(cls):
+    kind = MemoryWeightSyncScheme if cls is Collector else SharedMemWeightSyncScheme
+    with pytest.raises(
+        AttributeError, match="this collector has no model 'polcy'; a model id is 'policy' or"
+    ):
+        make(cls, weight_sync_schemes={"polcy": kind()})
+    with pytest.raises(TypeError, match="a model id is a string, such as 'policy', not 3"):
+        make(cls, weight_sync_schemes={3: kind()})
 
 
 @pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, slow(MultiProcessWeightSyncScheme)])

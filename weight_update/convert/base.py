@@ -24,7 +24,13 @@ Only = Sequence[str] | re.Pattern[str] | Callable[[str, torch.Tensor], bool]
 
 
 def chain(*converters: Converter) -> Converter:
-    """Return a converter that applies all of ``converters``, one after the other."""
+    """Return a converter that applies all of ``converters``, one after the other.
+
+    Raises:
+        ValueError: one of them is no function.
+    """
+    if wrong := [one for one in converters if not callable(one)]:
+        raise ValueError(f"chain takes converters, each an argument of its own, not {wrong[0]!r:.60}")
     return functools.partial(_chain, converters)
 
 

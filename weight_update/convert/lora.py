@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 import re
 from collections.abc import Iterator, Mapping
 
@@ -40,7 +41,8 @@ def merge_lora(
     weight has an adapter of ``scaling``, if shapes do not fit, and for variants that it cannot merge: DoRA,
     biases of ``lora_B``, and convolutions.
     """
-    if not isinstance(scaling, (int, float, Mapping)):
+    factors = scaling.values() if isinstance(scaling, Mapping) else [scaling]
+    if not all(isinstance(factor, numbers.Real) for factor in factors):
         raise ValueError(f"scaling= is alpha / r, or a dict of that by adapter, not {scaling!r}")
     return functools.partial(_merge, scaling, fan_in_fan_out, prefix)
 

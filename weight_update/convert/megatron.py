@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from weight_update.arguments import whole_number
 from weight_update.convert.base import Converter, Item, stream
 from weight_update.convert.fused import fuse_gate_up, fuse_qkv, split_gate_up, split_qkv
 from weight_update.errors import ConversionError
@@ -76,7 +77,7 @@ def megatron_to_hf(
             no output layer.
 
     Raises:
-        ValueError: the heads do not divide into the groups.
+        ValueError: a number is not a positive integer, or the heads do not divide into the groups.
 
     The converter raises :class:`~weight_update.ConversionError` if a fused weight does not divide.
     """
@@ -105,7 +106,7 @@ def hf_to_megatron(
         moe: whether all layers have (grouped) experts, and so a separate norm before them.
 
     Raises:
-        ValueError: the heads do not divide into the groups.
+        ValueError: a number is not a positive integer, or the heads do not divide into the groups.
 
     The converter raises :class:`~weight_update.ConversionError` if parts do not fit together, and at the end
     if parts are missing.
@@ -115,8 +116,9 @@ def hf_to_megatron(
 
 
 def _checked_groups(num_heads: int, num_kv_groups: int | None) -> int:
-    groups = num_heads if num_kv_groups is None else num_kv_groups
-    if num_heads < 1 or groups < 1 or num_heads % groups:
+    heads = whole_number(num_heads, "num_heads", least=1)
+    groups = heads if num_kv_groups is None else whole_number(num_kv_groups, "num_kv_groups", least=1)
+    if heads % groups:
         raise ValueError(f"{num_heads} heads do not divide into {groups} groups")
     return groups
 

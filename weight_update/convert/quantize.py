@@ -66,7 +66,8 @@ def quantize_fp8_blocks(block: tuple[int, int] = (128, 128), only: Only | None =
     Raises:
         ValueError: ``block`` is not two positive numbers.
     """
-    if not isinstance(block, tuple) or len(block) != 2 or min(block) < 1:
+    sizes = isinstance(block, tuple) and all(isinstance(size, int) and size > 0 for size in block)
+    if not sizes or len(block) != 2:
         raise ValueError(f"block= is rows and columns, each at least 1, such as (128, 128), not {block!r}")
     return _converter(functools.partial(_fp8_blocks, block), "_scale_inv", only)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -21,13 +22,22 @@ def rename(names: Mapping[str, str] | Sequence[tuple[str | re.Pattern[str], str]
 
     Raises:
         re.error: a pattern is not valid.
+        ValueError: ``names`` is neither a table nor a list of pairs.
 
     The converter raises :class:`~weight_update.ConversionError` when two weights get the same name, and
     at the end when no weight has a name of the table.
     """
-    if isinstance(names, Mapping):
-        return functools.partial(_by_table, dict(names))
-    return functools.partial(_by_patterns, [(re.compile(pattern), new) for pattern, new in names])
+    try:
+        pairs: list[tuple[Any, Any]] = [*(names.items() if isinstance(names, Mapping) else names)]
+        if not all(isinstance(new, str) or callable(new) for _, new in pairs):
+            raise TypeError
+        if isinstance(names, Mapping):
+            return functools.partial(_by_table, dict(names))
+        return functools.partial(_by_patterns, [(re.compile(pattern), new) for pattern, new in pairs])
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"rename takes a dict {{old: new}} or a list of (pattern, replacement), not {names!r:.100}"
+        ) from None
 
 
 def _by_table(table: Mapping[str, str], items: Iterator[Item]) -> Iterator[Item]:

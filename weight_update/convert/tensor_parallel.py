@@ -91,11 +91,19 @@ def gather_tensor_parallel(
         shards: pairs of a pattern and a :class:`Sharded`; the first pattern that :func:`re.search` finds in a
             name is used. By default the shards of Megatron-Core's ``GPTModel`` with gated MLPs.
 
+    Raises:
+        ValueError: ``shards`` is not such a list.
+
     Before they gather a weight, the ranks compare its name, shape and dtype. If these differ, or if a rank's
     weights end or fail, the converter raises :class:`~weight_update.ConversionError` on all ranks, with the
     state of each. If a rank stops early, the others wait for the timeout of the group.
     """
-    compiled = [(re.compile(pattern), how) for pattern, how in shards]
+    try:
+        compiled = [(re.compile(pattern), how) for pattern, how in shards]
+        if not all(isinstance(how, Sharded) for _, how in compiled):
+            raise TypeError
+    except (TypeError, ValueError):
+        raise ValueError(f"shards= takes pairs of a pattern and a Sharded, not {shards!r:.100}") from None
     return functools.partial(_gather, group, compiled)
 
 

@@ -49,6 +49,15 @@ class Pause:
             self._begun.set()
 
 
+def require_configs(generation: Any, batching: Any) -> None:
+    """Raise TypeError unless these are None, or configurations of transformers."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    for given, kind in ((generation, GenerationConfig), (batching, ContinuousBatchingConfig)):
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(f"give a {kind.__name__} or None, not {given!r:.60}")
+
+
 def require_supported(manager: Any, pause: str) -> None:
     """Raise ValueError if the configuration of ``manager`` cannot be combined with ``pause``."""
     config = manager.continuous_batching_config

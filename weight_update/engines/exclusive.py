@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from weight_update.arguments import require_seconds
 from weight_update.engines.base import InferenceEngine
 from weight_update.errors import LifecycleError, SyncTimeoutError
 
@@ -35,7 +36,7 @@ class ExclusiveEngine(InferenceEngine):
 
     def __init__(self, *, loads_in_chunks: bool = False, timeout: float = 60.0) -> None:
         self.loads_in_chunks: bool = loads_in_chunks
-        self.timeout: float = timeout
+        self.timeout: float = require_seconds("timeout", timeout)
         self.version: int | None = None
         self._turn = threading.Lock()
 

@@ -13,11 +13,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from weight_update.arguments import require_seconds
 from weight_update.engines.base import InferenceEngine, WeightChange
 from weight_update.engines.continuous_batching import (
     Pause,
     ended,
     forget_prefixes,
+    require_configs,
     require_supported,
     tokens_of,
 )
@@ -93,9 +95,10 @@ class TransformersEngine(InferenceEngine):
         version: version of the loaded weights; None before the first, and after an update that failed.
 
     Raises:
-        TypeError: ``model`` is not a ``PreTrainedModel``.
+        TypeError: ``model`` is not a ``PreTrainedModel``, or a configuration is of another type.
         UnsupportedSourceError: weights of the model are on the meta device.
-        ValueError: ``pause`` is none of the three, or the configurations cannot be combined with it.
+        ValueError: ``pause`` is none of the three, or the configurations cannot be combined with it; or
+            ``timeout`` is not a time to wait.
     """
 
     loads_changes = True
@@ -113,11 +116,12 @@ class TransformersEngine(InferenceEngine):
     ) -> None:
         if pause not in ("wait", "keep", "abort"):
             raise ValueError(f"pause is 'wait', 'keep' or 'abort', not {pause!r}")
-        if not hasattr(model, "init_continuous_batching"):
+        if isinstance(model, type) or not hasattr(model, "init_continuous_batching"):
             raise TypeError(f"give a PreTrainedModel, not {model!r}")
+        require_configs(generation_config, continuous_batching_config)
         self.loads_in_chunks: bool = loads_in_chunks
         self.pause: str = pause
-        self.timeout: float = timeout
+        self.timeout: float = require_seconds("timeout", timeout)
         self.version: int | None = None
         self._model = model
         may_keep = model.device.type == "cpu" and not loads_in_chunks

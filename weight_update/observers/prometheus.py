@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from weight_update.arguments import port_number
 from weight_update.report import Event, PolicyLag, SyncReport, WorkerEvent
 
 BUCKETS = tuple(
@@ -39,6 +40,7 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
 
     Raises:
         ImportError: the package ``prometheus_client`` is not installed.
+        ValueError: ``port`` is not the number of a port.
         OSError: the port is taken, or the address is not of this machine.
 
     Attributes:
@@ -47,6 +49,7 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
     """
 
     def __init__(self, port: int = 0, addr: str = "127.0.0.1") -> None:
+        port_number(port)
         try:
             import prometheus_client
         except ImportError as error:

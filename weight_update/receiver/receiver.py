@@ -53,11 +53,13 @@ class Receiver:
     Attributes:
         staging: the weights of this receiver.
         error: reason why no more updates come; None while they do.
+        refused: whether the sender answered that this receiver is not admitted; the link is usable then.
     """
 
     def __init__(self, options: ReceiverOptions, model: Any) -> None:
         self.link, self.gate, self.worker = options.link, options.gate, options.worker
         self.error: Exception | None = None
+        self.refused = False
         self.options = options
         self._closing = threading.Event()
         self._updates = UpdateHandler(options, self._closing)
@@ -115,8 +117,6 @@ class Receiver:
         reply = self._await_frame(deadline)
         while reply.kind in (Kind.UPDATE, Kind.COMMIT, Kind.ABORT):  # meant for the worker before this one
             reply = self._await_frame(deadline)
-        if reply.kind is Kind.REFUSED:
-            raise _refusal(reply)
         if reply.kind is not Kind.WELCOME:
             raise FormatError(f"expected WELCOME, got {reply.kind.name}")
         applied = self._updates.applied
@@ -159,6 +159,9 @@ class Receiver:
             raise SyncTimeoutError(
                 f"worker {self.worker}: the sender did not answer in time; has it called connect()?"
             )
+        if chunk.kind is Kind.REFUSED:
+            self.refused = True
+            raise _refusal(chunk)
         return chunk
 
     def start(self) -> None:

@@ -136,8 +136,9 @@ class EngineTarget(Target):
 
     def schema(self) -> WeightSchema | None:
         expected = self._engine.expected_weights()
-        self._dtypes = {} if expected is None else {name: one.dtype for name, one in expected.items()}
-        return None if expected is None else WeightSchema.of(expected)
+        schema = None if expected is None else WeightSchema.of(expected)
+        self._dtypes = {} if schema is None else dict(zip(schema.names, schema.dtypes, strict=True))
+        return schema
 
     def read(self) -> NamedWeights:
         return NamedWeights({})

@@ -28,7 +28,7 @@ from weight_update.receiver.flat_buffers import MissingBaseError
 from weight_update.receiver.group_commit import commit_group
 from weight_update.receiver.staging import ReceiverOptions, Staging
 from weight_update.receiver.targets import StagedUpdate
-from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.wire.frames import Kind, WeightChunk, require_chunk
 
 _log = logging.getLogger(__name__)
 _PARTING_SECONDS = 3.0
@@ -62,7 +62,7 @@ class UpdateHandler:
     def next_frame(self, timeout: float | None) -> WeightChunk | None:
         """Return the next frame; tell the sender if the frame's payload cannot be reached here."""
         try:
-            return self._link.recv_chunk(timeout, self._allocate)
+            return require_chunk(self._link.recv_chunk(timeout, self._allocate), self._link)
         except (UnreachableMemoryError, MemoryError) as error:
             version = getattr(error, "version", None)
             if version is None:  # a part of a frame is lost, and the version it belongs to is not known

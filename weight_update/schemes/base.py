@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from weight_update.arguments import require_bool, require_seconds
+from weight_update.arguments import require_bool, require_seconds, whole_number
 from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError
 from weight_update.receiver.forked_threads import warn_if_forked
 from weight_update.receiver.gate import shared_gate
@@ -21,7 +21,7 @@ from weight_update.receiver.staging import ReceiverOptions
 from weight_update.report import SyncReport
 from weight_update.schemes.collector import ContextObserver, register_with_torchrl, resolve_model
 from weight_update.schemes.sender_side import SenderListener, SenderSide, close_all
-from weight_update.schemes.sources import DeviceMap, Sources, whole_number
+from weight_update.schemes.sources import DeviceMap, Sources
 from weight_update.schemes.updates import SchemeUpdates
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import NOBODY
@@ -408,10 +408,10 @@ class WeightSyncScheme(SchemeUpdates):
         receiver = Receiver(options, self._model)
         try:
             receiver.connect(max(deadline - time.monotonic(), 0.0))
-        except (TransportError, FormatError):
-            receiver.close()
-            raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, TransportError | FormatError) and not receiver.refused:
+                receiver.close()
+                raise
             receiver.staging.unguard()
             self._link = link  # it is usable
             self._close_at_end(link.close)

@@ -13,11 +13,11 @@ from typing import Any, get_args
 import torch.distributed as dist
 from typing_extensions import Unpack
 
+from weight_update.arguments import whole_number
 from weight_update.errors import LifecycleError, SyncTimeoutError
 from weight_update.schemes.collector import first_worker_of
 from weight_update.schemes.options import RemoteOptions, takes_options_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
-from weight_update.schemes.sources import whole_number
 from weight_update.strategy.named_weights import ExtractAs
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.text import format_seconds

@@ -25,9 +25,15 @@ def group_schemes(schemes: Iterable[WeightSyncScheme]) -> None:
         group_schemes([actor, critic])
         ...initialize, start workers, connect...
         send_together({actor: None, critic: None})
+
+    Raises:
+        TypeError: ``schemes`` is not a list of schemes, or a similar collection.
     """
+    found = () if isinstance(schemes, Mapping) or not isinstance(schemes, Iterable) else tuple(schemes)
+    if not found or not all(isinstance(scheme, WeightSyncScheme) for scheme in found):
+        raise TypeError(f"group_schemes takes a list of schemes, such as [actor, critic], not {schemes!r}")
     name = secrets.token_hex(8)
-    for scheme in schemes:
+    for scheme in found:
         scheme.group = name
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from weight_update.arguments import require_reachable, require_token
+from weight_update.arguments import port_number, require_reachable, require_token
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.options import SchemeOptions, takes_options_of
-from weight_update.schemes.sources import port_number
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.relay.nccl import require_backend

@@ -15,6 +15,8 @@ from tensordict import TensorDictBase
 from weight_update.errors import (
     JoinRefusedError,
     NothingToSendError,
+    SyncFailedError,
+    SyncTimeoutError,
     UnknownWorkerError,
     UnsupportedSourceError,
 )
@@ -29,6 +31,7 @@ from weight_update.sharded import Follower, Gathering, Leader, Ranks
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.repeated import RepeatedRead
 from weight_update.strategy.strategy import GatherShards, WeightStrategy
+from weight_update.text import brief
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.rate_limit import Refusals
 from weight_update.wire.fixed import MANY
@@ -204,6 +207,7 @@ class SenderSide:
     Attributes:
         sender: sends versions to the workers, or follows the rank that does; set by :meth:`open`.
         listener: admits workers; None if links need no listener.
+        failure: how :meth:`connect` failed last; empty if it did not.
         ranks: connection to the other ranks; None if the trainer is not sharded.
     """
 
@@ -214,6 +218,7 @@ class SenderSide:
     ) -> None:
         self.sources, self._reader = sources, SourceReader(sources, strategy)
         self.listener: SenderListener | None = None
+        self.failure = ""
         self._strategy, self._timeout, self._connect_timeout = strategy, timeout, connect_timeout
         self._patience = 4 * timeout  # for messages of the leader, which waits for workers in between
         self._sending = threading.Lock()
@@ -286,8 +291,15 @@ class SenderSide:
             self.listener.refusals.clear()  # of an earlier call
             sender.refusals = self.listener.refusals
             self.listener.start()
-        with _outside_inference_mode(), self._in_step("connect", read, limit + self._patience) as named:
-            return sender.connect(named, limit, liveness(worker_alive))
+        try:
+            with _outside_inference_mode(), self._in_step("connect", read, limit + self._patience) as named:
+                return sender.connect(named, limit, liveness(worker_alive))
+        except Exception as error:
+            self.failure = f"connect() failed: {type(error).__name__}: {brief(error)}"
+            # those two are errors of workers, and others may still get weights
+            if isinstance(sender, Sender) and not isinstance(error, SyncTimeoutError | SyncFailedError):
+                sender.dismiss(error)
+            raise
 
     # -- sending -----------------------------------------------------------------------------------
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import nn
 
+from weight_update.arguments import whole_number
 from weight_update.errors import NothingToSendError
 from weight_update.schemes.collector import devices_of, factories_of, resolve_model
 from weight_update.sender.workers import NOBODY
@@ -130,7 +130,7 @@ class Sources:
             )
         if count == 0 and device_map_fn is not None:
             raise ValueError("device_map_fn needs workers from the start: give num_workers of at least 1")
-        places = [None if d is None else torch.device(d) for d in devices or [None] * count]
+        places = [_device(one) for one in devices or [None] * count]
         workers = range(count) or [NOBODY]
         return cls(dict.fromkeys(workers, source), dict(enumerate(places)), device_map_fn)
 
@@ -150,6 +150,16 @@ class Sources:
         return any(strategy.named(one).sharded for one in distinct.values())
 
 
+def _device(given: Any) -> torch.device | None:
+    try:
+        return None if given is None else torch.device(given)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"devices has {given!r}, which is no device; give a list with one for each worker, such as "
+            "['cpu', 'cuda:0']"
+        ) from None
+
+
 def _model_or_none(context: Any, model_id: str) -> Any:
     try:
         return resolve_model(context, model_id)
@@ -163,17 +173,3 @@ def _only(name: str, **others: Any) -> None:
     extra = [other for other, value in others.items() if value is not None]
     if extra:
         raise ValueError(f"{' and '.join(extra)} cannot be given together with {name}")
-
-
-def whole_number(value: Any, name: str, least: int, most: int | None = None) -> int:
-    """Return the value of the argument ``name``; raise ValueError if it is no integer in that range."""
-    number = int(value) if isinstance(value, Integral) else None
-    if number is None or number < least or (most is not None and number > most):
-        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} is an integer {limits}, not {value!r}")
-    return number
-
-
-def port_number(value: Any) -> int:
-    """Return the value of the argument ``port``; raise ValueError if it is not the number of a port."""
-    return whole_number(value, "port", least=0, most=65535)

@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from weight_update.arguments import require_seconds
+from weight_update.arguments import require_seconds, whole_number
 from weight_update.errors import LifecycleError
 from weight_update.receiver.gate import Hold
 from weight_update.receiver.receiver import Receiver
 from weight_update.report import SyncReport
 from weight_update.schemes.lifecycle import SchemeLifecycle
 from weight_update.schemes.sender_side import SenderSide
-from weight_update.schemes.sources import ModelOf, whole_number
+from weight_update.schemes.sources import ModelOf
 from weight_update.sender.handle import SendHandle
 from weight_update.sender.sender import Sender
 
@@ -32,7 +32,8 @@ class SchemeUpdates(SchemeLifecycle):
             raise LifecycleError("this is not a sender; call init_on_sender() first")
         if not side.sender.serving:  # connect() may have failed for some workers: the others are there
             self._require_open()
-            raise LifecycleError("the sender is not connected; call connect() first")
+            why = side.failure and f" ({side.failure})"
+            raise LifecycleError(f"the sender is not connected{why}; call connect() first")
         return side
 
     def _require_receiver(self) -> Receiver:
@@ -173,6 +174,7 @@ class SchemeUpdates(SchemeLifecycle):
 
         Raises:
             LifecycleError: this is not a receiver, or it has no model.
+            UnsupportedSourceError: it has an engine, which takes weights only from the sender.
             SchemaMismatchError: the weights do not fit; nothing was written.
         """
         if self._end != "receiver":

@@ -26,7 +26,7 @@ from weight_update.sender.buffers import MIXED, EncodedUpdate
 from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.workers import NOBODY, Outbox, WorkerState, WorkerTable
 from weight_update.transports.base import TransportBackend
-from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.wire.frames import Kind, WeightChunk, require_chunk
 
 _log = logging.getLogger(__name__)
 _GOODBYE_SECONDS = 1.0
@@ -263,7 +263,7 @@ class AnswerThreads:
                     arrivals.wait(timeout)
                     timeout = 0.0
                 with worker.reading:
-                    chunk = worker.link.recv_chunk(timeout)
+                    chunk = require_chunk(worker.link.recv_chunk(timeout), worker.link)
                     connection = None
                     if chunk is not None:
                         self._handle(worker, chunk)

@@ -21,6 +21,7 @@ from weight_update.transports.base import Arrivals
 from weight_update.wire.frames import Kind, WeightChunk
 
 _Paused = dict[Arrivals, WorkerState]
+_ABSENT = "it is not connected; has it called connect()?"
 
 
 class UpdateOwner(Protocol):
@@ -192,7 +193,7 @@ class Outcomes:
                 if version in worker.failures:
                     found[worker.idx] = worker.failures[version]
                 elif not worker.joined and worker.reached < version and worker.missed:
-                    found[worker.idx] = worker.lost or LinkClosedError("it is not connected")
+                    found[worker.idx] = worker.lost or LinkClosedError(_ABSENT)
             return found
 
     def settled(self, version: int, workers: Sequence[int]) -> bool:
@@ -393,11 +394,13 @@ def reason_of(worker: WorkerState, version: int, timeout: float) -> Exception:
     if (error := worker.failure(version)) is not None:
         return error
     if not worker.joined:
-        return worker.lost or LinkClosedError("it is not connected")
+        return worker.lost or LinkClosedError(_ABSENT)
     if not worker.awaited:
         return LinkClosedError(
             "it joined while this version was being sent; it gets weights with the next send()"
         )
+    if timeout == 0:
+        return SyncTimeoutError("has not applied it yet; wait() longer, or ask done(), which raises no error")
     return SyncTimeoutError(
         f"did not apply it within {format_seconds(timeout)}: it is stopped, or in hold() or a long forward "
         "pass; it gets the newest version when it goes on (or raise timeout=)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -25,10 +26,10 @@ from weight_update.progress import SHOW_AFTER, notice
 from weight_update.report import WorkerEvent
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import SendGroup
-from weight_update.sender.workers import ReceiverId, WorkerState, WorkerTable
+from weight_update.sender.workers import NOBODY, ReceiverId, WorkerState, WorkerTable
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.text import format_seconds
-from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.wire.frames import Kind, WeightChunk, require_chunk
 from weight_update.wire.schema import WeightSchema
 
 _log = logging.getLogger(__name__)
@@ -158,6 +159,26 @@ class Admission:
         _log.info("worker %d (process %d) joined", worker.idx, worker.pid)
         self._table.tell(WorkerEvent("joined", worker.idx, worker.version, late_joiner=worker.late))
         self._delivery.update(worker)
+
+    def dismiss(self, error: Exception) -> None:
+        """Refuse workers that wait for weights, because ``connect()`` failed with ``error``."""
+        refusal = JoinRefusedError(f"connect() failed in the trainer: {type(error).__name__}: {error}")
+        for worker in self._table:
+            with contextlib.suppress(TransportError, FormatError, TimeoutError):  # it has gone meanwhile
+                if self._waits(worker):
+                    self._refuse(worker, refusal)
+
+    def _waits(self, worker: WorkerState) -> bool:
+        """Return whether a worker waits for weights, and none are on their way."""
+        if worker.joined:
+            coming = worker.inflight is not None or worker.lacks is not None
+            return not coming and worker.version is None and worker.error is None
+        if worker.thread is not None or worker.idx == NOBODY:
+            return False
+        hello = require_chunk(worker.link.recv_chunk(0.0), worker.link)
+        if hello is None or hello.kind is not Kind.HELLO or not hello.shows(self._token):
+            return False
+        return hello.header["error"] is None
 
     def _refuse(self, worker: WorkerState, error: Exception) -> None:
         """Tell a worker why it is not admitted, unless it told us, and note it for waiting callers."""

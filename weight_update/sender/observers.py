@@ -58,6 +58,8 @@ class Observers:
             LifecycleError: this object, or a source, is closed.
             TypeError: ``function`` cannot be called.
         """
+        if isinstance(function, type):
+            raise TypeError(f"{function.__name__} is a class; give an instance: {function.__name__}(...)")
         if not callable(function):
             raise TypeError(f"an observer is a function of an event, not {type(function).__name__}")
         with self._starting:

@@ -176,6 +176,10 @@ class Sender(Outcomes):
         self.table.told = report.version
         return report
 
+    def dismiss(self, error: Exception) -> None:
+        """Tell workers that wait in their ``connect()`` that the sender's failed with ``error``."""
+        self._admission.dismiss(error)
+
     def _end_connect(self, weights: Mapping[int, NamedWeights]) -> None:
         """Encode the first weights of workers that did not join: ``weights`` may change until they do."""
         for idx, named in self._of_known(weights).items():

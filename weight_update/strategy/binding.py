@@ -22,8 +22,9 @@ from weight_update.strategy.named_weights import (
     key_name,
     named_parts,
     require_initialized,
+    require_instance,
 )
-from weight_update.wire.schema import WeightSchema
+from weight_update.wire.schema import WeightSchema, require_tensor
 
 _Place = tuple[str, tuple[Any, Any]]  # name of a tensor, the dict that holds it, and its key
 _CPU = torch.device("cpu")
@@ -229,14 +230,15 @@ class Binding:
 
     def _find(self) -> Iterator[_Place]:
         destination = self.destination
+        require_instance(destination)
         if isinstance(destination, nn.Module) and not isinstance(destination, TensorDictBase):
             yield from self._module_places(destination)
         elif isinstance(destination, MutableMapping):
             yield from _places(destination)
         else:
             raise UnsupportedSourceError(
-                f"cannot write weights into a {type(destination).__name__}; give an nn.Module, "
-                "a TensorDict, a dict of tensors or an InferenceEngine"
+                f"cannot write weights into a {type(destination).__name__}; give an nn.Module, a TensorDict "
+                "or a dict of tensors (an InferenceEngine takes weights only from send())"
             )
 
     def _module_places(self, module: nn.Module) -> Iterator[_Place]:
@@ -298,7 +300,8 @@ def _places(node: MutableMapping[Any, Any], prefix: str = "") -> Iterator[_Place
         if isinstance(value, MutableMapping):
             if key != EXTRA_IN_TENSORDICT or not isinstance(node, TensorDictBase):
                 yield from _places(value, name + ".")
-        elif isinstance(value, torch.Tensor):
+        elif isinstance(value, torch.Tensor) or not isinstance(node, TensorDictBase):
+            require_tensor(name, value)
             if isinstance(node, TensorDictBase) and node.get(key) is not value:
                 raise UnsupportedSourceError(
                     f"{name!r} of a {type(node).__name__} is made anew at each access, so it can be read but "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,11 +15,23 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from weight_update.encodings import Encoding
-from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError
+from weight_update.errors import (
+    ConversionError,
+    SchemaMismatchError,
+    UnsupportedSourceError,
+    WeightSyncError,
+)
 from weight_update.text import plural
 from weight_update.wire.fixed import FixedTensors
 from weight_update.wire.memory import memory_identity
-from weight_update.wire.schema import WeightSchema, differences, matching, untied, wrapper_hint
+from weight_update.wire.schema import (
+    WeightSchema,
+    differences,
+    matching,
+    require_tensor,
+    untied,
+    wrapper_hint,
+)
 
 ExtractAs = Literal["tensordict", "state_dict"]
 Select = Literal["trainable"] | Sequence[str] | Callable[[str, torch.Tensor], bool]
@@ -145,6 +158,20 @@ class NamedWeights:
             )
 
 
+def require_instance(given: Any) -> None:
+    """Raise UnsupportedSourceError if a class was given where an object is needed."""
+    if isinstance(given, type):
+        raise UnsupportedSourceError(f"{given.__name__} is a class; give an instance: {given.__name__}(...)")
+
+
+def called(source: Any) -> Any:
+    """Return ``source`` or, if it is a function, its result; UnsupportedSourceError for a class."""
+    while callable(source) and not isinstance(source, nn.Module | TensorDictBase | Mapping):
+        require_instance(source)
+        source = source()
+    return source
+
+
 def require_initialized(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise UnsupportedSourceError if some of the tensors are of a lazy module that was not run yet."""
     if not _LAZY.isdisjoint(map(type, tensors.values())):
@@ -175,6 +202,7 @@ class WeightReader:
         Raises:
             UnsupportedSourceError: ``source`` is of a type that has no weights; the message names the type.
         """
+        source = called(source)
         if isinstance(source, NamedWeights):
             return source
         if isinstance(source, TensorDictBase):
@@ -185,8 +213,6 @@ class WeightReader:
             return from_module(source)
         if isinstance(source, Mapping):
             return from_items(walk_mapping(source))
-        if callable(source):
-            return self.named(source())
         raise UnsupportedSourceError(
             f"cannot read weights from an object of type {type(source).__name__}; give an nn.Module, a "
             "TensorDict, a dict of tensors, or a callable that returns one of these"
@@ -200,8 +226,7 @@ class WeightReader:
         """
         if self.select is None:
             return None
-        while callable(source) and not isinstance(source, nn.Module):
-            source = source()
+        source = called(source)
         tensors = self.named(source).tensors
         if self.select == "trainable":
             names = set(tensors) - frozen_or_transient(source, tensors)
@@ -270,28 +295,45 @@ def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set
 def _checked(
     convert: Convert, source: Iterator[tuple[str, torch.Tensor]]
 ) -> Generator[tuple[str, torch.Tensor]]:
-    made: Any = convert(source)
-    if not isinstance(made, Iterable):
-        raise ConversionError(
-            f"convert gave a {type(made).__name__}, not an iterable of names and tensors; is it a function "
-            "that makes a converter, and has to be called first?"
-        )
+    taken = name = ""
     seen: set[str] = set()
-    for item in made:
-        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
-            raise UnsupportedSourceError(
-                f"convert gives {item!r:.60} ({type(item).__name__}), where pairs of a name and a tensor are "
-                "wanted"
+
+    def take(item: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+        nonlocal taken
+        taken = item[0]
+        return item
+
+    try:
+        made: Any = convert(map(take, source))
+        if not isinstance(made, Iterable):
+            raise ConversionError(
+                f"convert gave a {type(made).__name__}, not an iterable of names and tensors; is it a "
+                "function that makes a converter, and has to be called first?"
             )
-        name, value = item
-        if name in seen:
-            raise UnsupportedSourceError(f"convert gives {name!r} twice")
-        if not isinstance(value, torch.Tensor):
-            raise UnsupportedSourceError(f"convert gives a {type(value).__name__} as {name!r}, not a tensor")
-        seen.add(name)
-        del item
-        yield name, value
-        del value
+        for item in made:
+            if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
+                raise UnsupportedSourceError(
+                    f"convert gives {item!r:.60} ({type(item).__name__}), where pairs of a name and a tensor "
+                    "are wanted"
+                )
+            name, value = item
+            if name in seen:
+                raise UnsupportedSourceError(f"convert gives {name!r} twice")
+            if not isinstance(value, torch.Tensor):
+                raise UnsupportedSourceError(
+                    f"convert gives a {type(value).__name__} as {name!r}, not a tensor"
+                )
+            seen.add(name)
+            del item
+            yield name, value
+            del value
+    except WeightSyncError:
+        raise  # it names the weight
+    except Exception as error:
+        if taken and sys.version_info >= (3, 11):
+            given = f"; the last one that it gave is {name!r}" if name else ""
+            error.add_note(f"the last weight that convert took is {taken!r}{given}")
+        raise
 
 
 def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:
@@ -303,13 +345,9 @@ def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:
             raise UnsupportedSourceError(f"{name!r} is the name of two different entries")
         if name.endswith(EXTRA) and name.rpartition(".")[2] == EXTRA:
             extra[name] = value
-        elif isinstance(value, torch.Tensor):
-            tensors[name] = value
         else:
-            raise UnsupportedSourceError(
-                f"{name!r} is of type {type(value).__name__}; weights are tensors, and other "
-                f"state goes under a name whose last part is {EXTRA!r}, such as 'module.{EXTRA}'"
-            )
+            require_tensor(name, value)
+            tensors[name] = value
     return NamedWeights(tensors, extra)
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 
 from weight_update.strategy.named_weights import (
     ExtractAs,
     NamedWeights,
     WeightReader,
+    called,
     extra_owners,
     named_parts,
 )
@@ -49,8 +48,7 @@ class RepeatedRead:
         """
         if self._strategy.convert is not None:
             return self._strategy.outgoing(source, chosen)
-        while callable(source) and not isinstance(source, nn.Module | TensorDictBase | Mapping):
-            source = source()
+        source = called(source)
         named = self._again(source, chosen) or self._anew(source, chosen)
         self._find_fixed(named)
         return named

@@ -34,7 +34,7 @@ class _AsyncClient(Generic[_P]):
     @property
     def step(self) -> int:
         """Number of steps done so far; write ``client.step += 1`` after each step."""
-        return int(self.blocking.step)
+        return self.blocking.step
 
     @step.setter
     def step(self, step: int) -> None:

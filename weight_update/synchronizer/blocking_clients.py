@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from weight_update.arguments import require_reachable
+from weight_update.arguments import require_reachable, whole_number
 from weight_update.engines.base import InferenceEngine
 from weight_update.errors import TransportError
-from weight_update.schemes.sources import whole_number
 from weight_update.synchronizer.checkpoint import CheckpointExplorer, CheckpointTrainer
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.direct import DirectTrainer

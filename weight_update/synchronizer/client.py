@@ -10,7 +10,7 @@ import time
 import weakref
 from typing import Any, ClassVar
 
-from weight_update.arguments import require_seconds
+from weight_update.arguments import require_seconds, whole_number
 from weight_update.errors import LifecycleError, LinkClosedError, TransportError
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
@@ -63,6 +63,15 @@ class ClientBase:
         self._pid = os.getpid()
 
     # -- for users ---------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Number of steps done so far."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = whole_number(step, "step", least=0)
 
     def notify(self, status: RunningStatus | str) -> None:
         """Tell the synchronizer what this side is doing."""

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-from weight_update.arguments import require_token
+from weight_update.arguments import port_number, require_token
 from weight_update.errors import (
     FormatError,
     JoinRefusedError,
@@ -22,7 +22,6 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
 )
-from weight_update.schemes.sources import port_number
 from weight_update.synchronizer.service import Service
 from weight_update.synchronizer.sessions import Reply
 from weight_update.text import format_seconds

@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from weight_update.arguments import require_reachable, require_seconds
 from weight_update.errors import LifecycleError
@@ -216,6 +216,12 @@ class Synchronizer:
                 stack.callback(server.close)
             if self._service is not None:
                 stack.callback(self._service.close)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Synchronizer stays in its process; give clients in other processes the address and the token "
+            "of the server that serve() returns"
+        )
 
     def __enter__(self) -> Synchronizer:
         return self

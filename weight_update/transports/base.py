@@ -14,7 +14,7 @@ from weight_update.encodings import decoder_for
 from weight_update.errors import FormatError
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.wire.frames import Kind, Step, WeightChunk, extra_of, frames_of, payloads_of
+from weight_update.wire.frames import Kind, Step, WeightChunk, extra_of, frames_of, payloads_of, require_chunk
 from weight_update.wire.schema import WeightSchema
 
 Allocate = Callable[[int], torch.Tensor]
@@ -283,7 +283,7 @@ class TransportBackend(ABC):
             the weights, or None on timeout.
         """
         strategy = strategy or WeightStrategy()
-        first = self.recv_chunk(timeout)
+        first = require_chunk(self.recv_chunk(timeout), self)
         if first is None:
             return None
         if first.kind is not Kind.WELCOME:
@@ -291,7 +291,7 @@ class TransportBackend(ABC):
         schema = WeightSchema.from_header(first.header["schema"])
         chunks: list[WeightChunk] = []
         while not chunks or len(chunks) < chunks[0].header["count"]:
-            chunk = self.recv_chunk(None)
+            chunk = require_chunk(self.recv_chunk(None), self)
             if chunk is None or chunk.kind is not Kind.UPDATE:
                 raise FormatError("expected weights")
             chunks.append(chunk)

@@ -129,7 +129,9 @@ class WeightChunk:
             raise FormatError(f"{self.kind.name} frame: negative version or index")
         if self.kind is Kind.UPDATE and not self.header["index"] < self.header["count"]:
             raise FormatError(f"chunk {self.header['index']} of {self.header['count']}")
-        if self.payload is not None and (self.payload.dtype != torch.uint8 or self.payload.dim() != 1):
+        payload: object = self.payload  # a transport of a user may give anything
+        flat = isinstance(payload, torch.Tensor) and payload.dtype == torch.uint8 and payload.dim() == 1
+        if payload is not None and not flat:
             raise FormatError("a payload is a 1-D uint8 tensor")
 
     @property
@@ -329,6 +331,16 @@ def frame_of(
         "extra": step.extra if index == 0 else {},
     }
     return WeightChunk(Kind.UPDATE, header, payload)
+
+
+def require_chunk(found: object, link: object) -> WeightChunk | None:
+    """Return the result of ``link.recv_chunk()``; raise TypeError if it is neither a chunk nor None."""
+    if found is None or isinstance(found, WeightChunk):
+        return found
+    raise TypeError(
+        f"{type(link).__name__}.recv_chunk() returned {found!r:.60}; return a WeightChunk, or None where "
+        "none came in time"
+    )
 
 
 def payloads_of(chunks: Sequence[WeightChunk]) -> list[torch.Tensor]:

@@ -97,9 +97,11 @@ class WeightSchema:
         """Lay out ``named`` tensors one after the other, each aligned to 64 bytes.
 
         Raises:
-            UnsupportedSourceError: a tensor is sparse, nested, quantized or of an unknown dtype.
+            UnsupportedSourceError: a value is no tensor; or it is sparse, nested, quantized or of an unknown
+                dtype.
         """
         for name, tensor in named.items():
+            require_tensor(name, tensor)
             if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
                 kind, plain = _kind_and_cure(tensor)
                 raise UnsupportedSourceError(
@@ -249,6 +251,15 @@ class WeightSchema:
             raise FormatError("not a schema: a name occurs twice")
         _check_places(metas, nbytes)
         return cls(metas, nbytes)
+
+
+def require_tensor(name: str, value: Any) -> None:
+    """Raise UnsupportedSourceError, with the name, if a weight is not a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedSourceError(
+            f"{name!r} is of type {type(value).__name__}; weights are tensors, and other state goes under a "
+            "name whose last part is '_extra_state', such as 'module._extra_state'"
+        )
 
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
