@@ -226,6 +226,7 @@ def test_weights_that_the_model_does_not_know(server: Server, policy: Any) -> No
         assert server.tokens() == answer(policy)
 
 
+@pytest.mark.timeout(800)  # it starts two servers
 def test_a_second_server_that_is_killed_and_started_again(folder: Path, server: Server, policy: Any) -> None:
     """The second server has two tensor-parallel workers, and then two replicas of one worker each."""
     with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
