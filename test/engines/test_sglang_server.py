@@ -114,9 +114,10 @@ def test_tokens_after_patches(started: Any) -> None:
     sender.shutdown()
 
 
-def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
-    """A weight of which each rank has a part is loaded as a whole."""
-    with serving(tmp_path, tp_size=2) as (source, url):
+@pytest.mark.parametrize("split", ["tp_size", "pp_size"])
+def test_two_ranks(tmp_path: Path, split: str) -> None:
+    """A weight is loaded as a whole if a rank has a part of it, or nothing."""
+    with serving(tmp_path, **{split: 2}) as (source, url):
         engine = SGLangServer(url, api_key="user", admin_api_key="admin")
         sender, receiver = connected(source, engine)
         for version in range(3):
@@ -124,7 +125,7 @@ def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
                 change(source, version)
                 assert sender.send().encoding == "patch"
             assert generate(url)["output_ids"] == answer_of(source)
-        assert engine.last_patch["model.norm.weight"]
+        assert engine.last_patch["model.norm.weight"] == (split == "tp_size")
         assert not engine.last_patch["model.layers.1.self_attn.q_proj.weight"]
         receiver.shutdown()
         sender.shutdown()
