@@ -104,6 +104,9 @@ class StandInScheduler:
     def __init__(self) -> None:
         self.model, self.calls, self.session = Model(), [], False
         self.weight_version, self.fails, self.transforms = "default", "", False
+        self.late: Model | None = (
+            None  # of a second pipeline stage, which loads after the answer of the first
+        )
         self.info = {"version": "0.5.23", "tp_size": 1, "custom_weight_loader": [LOADER]}
 
     def call(self, name: str, **body: Any) -> tuple[bool, str]:
@@ -125,6 +128,8 @@ class StandInScheduler:
             assert body["load_format"] == LOADER
             assert not body["flush_cache"]
             load(self.model, body["named_tensors"])
+            if self.late is not None:
+                threading.Timer(0.05, load, (self.late, body["named_tensors"])).start()
         elif name == "update_weight_version":
             assert body["abort_all_requests"] is False
             self.weight_version = body["new_version"]
@@ -291,6 +296,19 @@ def test_patches_are_written_in_place(stand_in: Any, connected: Any, batch_bytes
         assert engine.last_patch == {name: not name.endswith("split") for name in source.state_dict()}
         assert stand_in.model.loads == ["layers.0.split", "layers.1.split"]
         assert (engine.version, stand_in.weight_version) == (version, str(version))
+
+
+@both
+def test_a_pipeline_stage_that_loads_later(stand_in: Any, connected: Any) -> None:
+    """Its memory is not written until it has read it."""
+    stand_in.late, stand_in.info["pp_size"] = Model(), 2
+    source, engine = Source(), adapter(stand_in, batch_bytes=300)
+    scheme = connected(source, engine, PatchEncoding())
+    for _ in range(2):
+        source.change()
+        scheme.send()
+        for model in (stand_in.model, stand_in.late):
+            assert_loaded(model, source)
 
 
 @both

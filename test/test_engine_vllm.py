@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 from torch import nn
 
-from weight_update import SharedMemWeightSyncScheme, SyncTimeoutError, TransportError
-from weight_update.serving.vllm import VLLMServer, connect_servers
+from weight_update import (
+    LifecycleError,
+    MemoryWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    SyncTimeoutError,
+    TransportError,
+    WeightSyncScheme,
+)
+from weight_update.serving.vllm import VLLMServer, connect_servers, init_info
 
 WAIT = 20.0
 
@@ -65,6 +73,18 @@ def test_no_server() -> None:
     for url in (nobody, "127.0.0.1:8000", "localhost", "http://localhost:port"):
         with pytest.raises(TransportError, match="start it, or give a URL such as http://host:8000"):
             VLLMServer(url).world_size()
+
+
+@pytest.mark.parametrize(
+    "scheme", [MultiProcessWeightSyncScheme("state_dict"), MemoryWeightSyncScheme("state_dict")]
+)
+def test_schemes_that_other_programs_cannot_join(scheme: WeightSyncScheme) -> None:
+    with pytest.raises(LifecycleError, match="not a sender yet"):
+        init_info(scheme)
+    with scheme:
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        with pytest.raises(TypeError, match=f"workers cannot join {type(scheme).__name__}: .* use SharedMem"):
+            init_info(scheme)
 
 
 def test_connect_servers_needs_servers() -> None:

@@ -30,6 +30,7 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
 )
+from weight_update.serving.vllm.joining import connect_with, init_info, receiving_scheme
 from weight_update.testing import (
     LateJoinerContract,
     SchemeContract,
@@ -504,6 +505,26 @@ def test_the_end_of_a_sender_is_no_refusal(troupe: Troupe, caplog: pytest.LogCap
     scheme, _ = troupe.launch(mlp(1), mlp(2), data="object_store")
     scheme.shutdown()
     assert caplog.messages == []
+
+
+def test_a_worker_of_vllm() -> None:
+    """A process that Ray does not know joins, as vLLM's workers do."""
+    source, model = mlp(1), mlp(2)
+    receivers = []
+
+    def join() -> None:
+        keys = ("scheme", "address", "port", "token", "timeout", "connect_timeout")
+        receivers.append(receiving_scheme(*map(init_info(scheme).get, keys)))
+        receivers[0].init_on_receiver(model=model, worker_idx=0)
+        receivers[0].connect()
+
+    with RayWeightSyncScheme("state_dict", data="torch") as scheme:
+        scheme.init_on_sender(model=source, num_workers=1)
+        connect_with(scheme, [join])
+        scramble(source, 1)
+        scheme.send()
+        assert fingerprint(model) == fingerprint(source)
+        receivers[0].shutdown()
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ WAIT = 60.0
 ENVIRONMENT = {
     "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'test' / 'engines' / 'without_gpu'}",
     "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|0",  # the core of each rank
 }
 
 OPTIONS: dict[str, Any] = {

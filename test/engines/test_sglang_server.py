@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def arguments(folder: Path, port: int) -> list[str]:
+def arguments(folder: Path, port: int, **options: Any) -> list[str]:
     given = ["--model-path", str(folder), "--host", "127.0.0.1", "--port", str(port)]
     given += ["--api-key", "user", "--admin-api-key", "admin", "--skip-server-warmup"]
-    for name, value in OPTIONS.items():
+    for name, value in {**OPTIONS, **options}.items():
         given.append("--" + name.replace("_", "-"))
         given += [] if value is True else value if isinstance(value, list) else [str(value)]
     return given
@@ -53,33 +54,41 @@ def get(url: str, body: Any = None) -> Any:
         return json.loads(response.read() or b"null")
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    folder = tmp_path_factory.mktemp("model")
+@contextmanager
+def serving(folder: Path, **options: Any) -> Iterator[Any]:
+    """Start a server; yield the trainer's model, and the URL."""
+    from sglang.srt.utils import kill_process_tree
+
     source, port = trainer(folder), free_port()
     url, log = f"http://127.0.0.1:{port}", folder / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", *arguments(folder, port)],
+            [sys.executable, "-m", "sglang.launch_server", *arguments(folder, port, **options)],
             env={**os.environ, **ENVIRONMENT},
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
     until = time.monotonic() + START
-    while True:
-        try:
-            get(f"{url}/health")
-            break
-        except (urllib.error.URLError, ConnectionError):
-            alive = process.poll() is None and time.monotonic() < until
-            assert alive, log.read_text()[-5000:]
-            time.sleep(0.5)
-    yield source, url
-    from sglang.srt.utils import kill_process_tree
+    try:
+        while True:
+            try:
+                get(f"{url}/health")
+                break
+            except (urllib.error.URLError, ConnectionError):
+                alive = process.poll() is None and time.monotonic() < until
+                assert alive, log.read_text()[-5000:]
+                time.sleep(0.5)
+        yield source, url
+    finally:
+        kill_process_tree(process.pid)
+        process.wait(30.0)
 
-    kill_process_tree(process.pid)
-    process.wait(30.0)
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with serving(tmp_path_factory.mktemp("model")) as found:
+        yield found
 
 
 def generate(url: str) -> Any:
@@ -103,6 +112,23 @@ def test_tokens_after_patches(started: Any) -> None:
     assert get(f"{url}/model_info")["weight_version"] == "2"
     receiver.shutdown()
     sender.shutdown()
+
+
+@pytest.mark.parametrize("split", ["tp_size", "pp_size"])
+def test_two_ranks(tmp_path: Path, split: str) -> None:
+    """A weight is loaded as a whole if a rank has a part of it, or nothing."""
+    with serving(tmp_path, **{split: 2}) as (source, url):
+        engine = SGLangServer(url, api_key="user", admin_api_key="admin")
+        sender, receiver = connected(source, engine)
+        for version in range(3):
+            if version:
+                change(source, version)
+                assert sender.send().encoding == "patch"
+            assert generate(url)["output_ids"] == answer_of(source)
+        assert engine.last_patch["model.norm.weight"] == (split == "tp_size")
+        assert not engine.last_patch["model.layers.1.self_attn.q_proj.weight"]
+        receiver.shutdown()
+        sender.shutdown()
 
 
 @pytest.mark.parametrize("pause", ["retract", "abort"])

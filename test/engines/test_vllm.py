@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm_parts import PATCH, OneWorker, assert_same, loaded_by_vllm, tensors, train, vllm_model
 
 from weight_update import (
@@ -21,6 +24,7 @@ from weight_update import (
     LifecycleError,
     LinkClosedError,
     PatchEncoding,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncTimeoutError,
@@ -65,14 +69,15 @@ def test_a_program_for_vllm_changes_one_line(
     trainer.shutdown()
 
 
-@pytest.mark.parametrize("kind", ["shared", "distributed"])
+@pytest.mark.parametrize(
+    "kind", [SharedMemWeightSyncScheme, DistributedWeightSyncScheme, RPCWeightSyncScheme]
+)
 @pytest.mark.parametrize("in_chunks", [False, True])
 def test_any_scheme_sends_the_same_bits(
-    vllm_config: VllmConfig, worker: OneWorker, policy: nn.Module, kind: str, in_chunks: bool
+    vllm_config: VllmConfig, worker: OneWorker, policy: nn.Module, kind: Any, in_chunks: bool
 ) -> None:
     strategy = WeightStrategy("state_dict", encoding=BucketEncoding(bucket_size=20_000))
-    made = {"shared": SharedMemWeightSyncScheme, "distributed": DistributedWeightSyncScheme}[kind]
-    with made(strategy=strategy) as scheme:
+    with kind(strategy=strategy) as scheme:
         join(scheme, worker, policy, in_chunks=in_chunks)
         train(policy)
         send(scheme, worker)
@@ -178,6 +183,22 @@ def test_a_version_that_does_not_load_is_an_error_on_both_sides(
     trainer.shutdown()
 
 
+class Stages(ModuleSource):
+    """A source of a pipeline, whose second rank has the last weights."""
+
+    @cached_property
+    def metadata(self) -> list[ParamMeta]:
+        whole = ModuleSource(self._module).metadata
+        return [replace(meta, owners=(int(meta.name == "lm_head.weight"),)) for meta in whole]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_weights_that_rank_0_does_not_have(worker: OneWorker, policy: nn.Module, rank: int) -> None:
+    info = TrainerInitInfo(rank=rank, world_size=2)
+    with pytest.raises(ValueError, match=r"rank 0 sends all weights, but .* give it these: lm_head\.weight;"):
+        WeightTransferTrainerFactory.trainer_init(info, client=worker, source=Stages(policy))
+
+
 def _refuse(self: nn.Module, weights: Any) -> None:
     name, _ = next(iter(weights))
     raise ValueError(f"no room for {name}")
@@ -216,6 +237,17 @@ def test_an_update_waits_for_vllm(worker: OneWorker, policy: nn.Module) -> None:
         worker.update_weights({"timeout": 20.0})  # the next version, whichever it is
         worker.finish_weight_update()
         assert worker.engine.version == 1
+
+
+def test_several_workers_need_the_number_of_a_version(
+    worker: OneWorker, policy: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DistributedWeightSyncScheme(strategy="state_dict") as scheme:
+        join(scheme, worker, policy)
+        monkeypatch.setattr(worker.engine.parallel_config, "world_size", 2)
+        worker.start_weight_update()
+        with pytest.raises(ValueError, match="several workers must load the same version"):
+            worker.update_weights({})
 
 
 def test_calls_for_other_versions_are_errors(worker: OneWorker, policy: nn.Module) -> None:

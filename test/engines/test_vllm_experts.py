@@ -16,7 +16,9 @@ from vllm import _custom_ops
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm_parts import (
+    EXPERTS,
     PATCH,
+    Experts,
     OneWorker,
     assert_same,
     config,
@@ -27,17 +29,6 @@ from vllm_parts import (
 )
 
 from weight_update import DistributedWeightSyncScheme
-
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [],
-}
 
 
 @pytest.fixture(scope="module")
@@ -62,20 +53,6 @@ def kernel_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(UnquantizedFusedMoEMethod, "process_weights_after_loading", shuffle)
     # a compiled operation, which no reload calls
     monkeypatch.setattr(_custom_ops, "cpu_prepack_moe_weight", lambda weight, isa: weight)
-
-
-class Experts(nn.Module):
-    """The feed-forward part of one layer, under the names of a checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(32, 4, bias=False)
-        self.experts = nn.ModuleList(
-            nn.ModuleDict(
-                {part: nn.Linear(32, 32, bias=False) for part in ("gate_proj", "up_proj", "down_proj")}
-            )
-            for _ in range(4)
-        )
 
 
 def loaded(vllm_config: VllmConfig, policy: nn.Module) -> dict[str, torch.Tensor]:

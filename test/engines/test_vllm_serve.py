@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,6 +76,7 @@ class Server(VLLMServer):
             "ignore_eos": True,
             "detokenize": False,
             "return_token_ids": True,
+            "return_weight_versions": True,
         }
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -105,6 +109,7 @@ def serving(folder: Path, *options: str) -> Iterator[Server]:
             env={**os.environ, **ENVIRONMENT},
             stdout=output,
             stderr=output,
+            start_new_session=True,
         )
     server = Server(f"http://127.0.0.1:{port}", process)
     try:
@@ -163,7 +168,7 @@ def test_tokens_are_those_of_the_trainer(server: Server, policy: Any, kind: Any)
             if version:
                 train(policy, 0.05)
                 assert scheme.send().encoding == "patch"
-                assert server.weight_version() == str(version)
+            assert server.weight_version() == str(version)
             assert server.cached() == 0, "an update drops cached prefixes"
             assert server.cached() > 0
             seen.append(server.tokens())
@@ -191,9 +196,20 @@ def test_a_request_that_runs_during_an_update(server: Server, policy: Any, pause
         else:
             assert len(found["token_ids"]) == 200
             assert (found["token_ids"] == before) == (pause == "wait")
+            versions = [span["version"] for span in found["weight_versions"]]
+            assert versions == (["0"] if pause == "wait" else ["0", "1"])
         if pause == "keep":
             server.reset_prefix_cache()
         assert server.tokens() == answer(policy)
+
+
+@pytest.mark.parametrize("pause", ["wait", "abort"])
+def test_a_request_that_arrives_during_a_pause(server: Server, pause: Any) -> None:
+    server.pause(pause)
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        server.tokens()
+    server.resume()
+    assert len(server.tokens()) == 16
 
 
 def test_weights_that_the_model_does_not_know(server: Server, policy: Any) -> None:
@@ -210,19 +226,37 @@ def test_weights_that_the_model_does_not_know(server: Server, policy: Any) -> No
         assert server.tokens() == answer(policy)
 
 
-def test_tensor_parallel_workers_and_a_second_server(folder: Path, server: Server, policy: Any) -> None:
-    with (
-        serving(folder, "--tensor-parallel-size", "2") as wide,
-        DistributedWeightSyncScheme(strategy=PATCH) as scheme,
-    ):
-        assert (server.world_size(), wide.world_size()) == (1, 2)
+@pytest.mark.timeout(800)  # it starts two servers
+def test_a_second_server_that_is_killed_and_started_again(folder: Path, server: Server, policy: Any) -> None:
+    """The second server has two tensor-parallel workers, and then two replicas of one worker each."""
+    with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
         scheme.init_on_sender(model=policy, num_workers=3)
-        connect_servers(scheme, server, wide)
-        for version in (1, 2):
-            train(policy, 0.05)
+        with serving(folder, "--tensor-parallel-size", "2") as second:
+            assert (server.world_size(), second.world_size()) == (1, 2)
+            connect_servers(scheme, server, second)
+            for version in (1, 2):
+                train(policy, 0.05)
+                scheme.send()
+                assert scheme.worker_versions == dict.fromkeys(range(3), version)
+                assert server.tokens() == second.tokens() == answer(policy)
+            os.killpg(second.process.pid, signal.SIGKILL)
+        train(policy, 0.05)
+        with pytest.raises(SyncFailedError) as failed:
             scheme.send()
-            assert scheme.worker_versions == dict.fromkeys(range(3), version)
-            assert server.tokens() == wide.tokens() == answer(policy)
+        assert set(failed.value.failures) == {1, 2}
+        assert server.tokens() == answer(policy)
+        with serving(folder, "--data-parallel-size", "2") as again:
+            assert again.world_size() == 2
+            connect_servers(scheme, again, first_worker=1)
+            assert again.weight_version() == "3"
+            assert again.tokens() == answer(policy)
+            train(policy, 0.05)
+            assert scheme.send().encoding == "patch"
+            assert scheme.worker_versions == dict.fromkeys(range(3), 4)
+            assert again.weight_version() == server.weight_version() == "4"
+            with ThreadPoolExecutor() as clients:  # so that both replicas answer
+                answers = list(clients.map(Server.tokens, [server, *[again] * 8]))
+            assert answers == [answer(policy)] * 9
 
 
 def test_an_llm_in_the_program(folder: Path, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,4 +290,6 @@ def test_an_llm_in_the_program(folder: Path, policy: Any, monkeypatch: pytest.Mo
                 handle.wait(60.0)
             (found,) = llm.generate([{"prompt_token_ids": PROMPT}], greedy)
             assert list(found.outputs[0].token_ids) == answer(policy)
+            (span,) = found.outputs[0].weight_versions
+            assert span.version == (str(version) if version else "default")
     llm.llm_engine.engine_core.shutdown()

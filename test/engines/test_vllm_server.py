@@ -65,6 +65,10 @@ class EngineClient:
     async def get_weight_version(self) -> str:
         return self.worker.weight_version
 
+    async def update_weight_version(self, new_version: str) -> None:
+        self.calls.append("update_weight_version")
+        self.worker.weight_version = new_version
+
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         assert clear_cache
         self.calls.append(f"pause {mode}")
@@ -117,7 +121,13 @@ def test_send_alone_updates_a_server(
     with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
         scheme.init_on_sender(model=policy, num_workers=server.world_size())
         connect_servers(scheme, server)
-        assert engine.calls == ["pause wait", "init_weight_transfer_engine", "resume"]
+        assert engine.calls == [
+            "pause wait",
+            "init_weight_transfer_engine",
+            "update_weight_version",
+            "resume",
+        ]
+        assert server.weight_version() == "0"
         for version in (1, 2):
             engine.calls.clear()
             train(policy, 0.01)
@@ -142,6 +152,7 @@ def test_a_server_is_added_while_another_one_runs(
         scheme.send()
         connect_servers(scheme, VLLMServer(other), first_worker=1)
         assert second.engine.version == 1
+        assert VLLMServer(other).weight_version() == "1"
         train(policy, 0.01)
         scheme.send()
         assert scheme.worker_versions == {0: 2, 1: 2}

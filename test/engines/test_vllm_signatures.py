@@ -126,6 +126,7 @@ def test_routes() -> None:
         ("/start_weight_update", "POST"),
         ("/update_weights", "POST"),
         ("/finish_weight_update", "POST"),
+        ("/update_weight_version", "POST"),
         ("/weight_info", "GET"),
         ("/get_world_size", "GET"),
         ("/reset_prefix_cache", "POST"),

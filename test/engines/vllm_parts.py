@@ -44,11 +44,49 @@ TINY = {
     "tie_word_embeddings": False,
 }
 
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+
+LATENT = {
+    **{name: value for name, value in TINY.items() if name != "head_dim"},
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 2,  # all layers: no mixture of experts
+}
+"""DeepSeek's attention, in the sizes that vLLM's kernels for GPUs know."""
+
 
 def trainer_model(**changes: int) -> nn.Module:
     """Hugging Face's Qwen3 with random weights: what a trainer has, in the format of a checkpoint."""
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(**{**TINY, **changes})).to(torch.float32)
+
+
+class Experts(nn.Module):
+    """The feed-forward part of one layer of EXPERTS, under the names of a checkpoint."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 4, bias=False)
+        shapes = {"gate_proj": (width, 32), "up_proj": (width, 32), "down_proj": (32, width)}
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({part: nn.Linear(*shape, bias=False) for part, shape in shapes.items()})
+            for _ in range(4)
+        )
 
 
 def config(directory: Path, **changes: Any) -> VllmConfig:

@@ -15,8 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 def register() -> None:
     """Define the operations, unless this process has them."""
+    from vllm.utils import cpu_resource_utils
+
     torch.accelerator.synchronize = lambda *args: None  # vLLM's CUDA build calls these without asking
     torch.accelerator.empty_cache = lambda: None
+    visible = cpu_resource_utils.get_visible_memory_node
+    cpu_resource_utils.get_visible_memory_node = lambda nodes=None: visible()  # else one for each replica
     if hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
         return
     for schema, function in _OPERATIONS.items():

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import re
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from weight_update.wire.schema import WeightSchema
 
 NAME = "weight_update_sglang"
 PATH = re.compile(r"/proc/\d+/fd/\d+")
+_POLL_SECONDS = 0.001
 
 
 class SharedBatch:
@@ -46,10 +48,14 @@ class SharedBatch:
         order = {"data": f"{here}/{self._data}", "answers": f"{here}/{self._answers}"}
         return json.dumps({"kind": kind, "schema": schema.to_header(), **order})
 
-    def answers(self) -> list[dict[str, Any]]:
-        """Return the answers to the last order."""
-        text = os.pread(self._answers, os.fstat(self._answers).st_size, 0)
-        return [json.loads(line) for line in text.splitlines()]
+    def answers(self, count: int, seconds: float) -> list[dict[str, Any]]:
+        """Return the answers to the last order: wait for ``count`` of them, at most ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while True:
+            *lines, _ = os.pread(self._answers, os.fstat(self._answers).st_size, 0).split(b"\n")
+            if len(lines) >= count or time.monotonic() >= deadline:
+                return [json.loads(line) for line in lines]
+            time.sleep(_POLL_SECONDS)
 
 
 def read(order: Mapping[str, Any]) -> dict[str, torch.Tensor]:

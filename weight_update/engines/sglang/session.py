@@ -17,6 +17,8 @@ from weight_update.engines.sglang.memory import SharedBatch
 from weight_update.errors import UnreachableMemoryError
 
 LOADER = "weight_update.engines.sglang.load"
+_STAGE_SECONDS = 60.0
+"""Seconds that later pipeline stages may take to read weights; SGLang answers when the first one has."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +70,9 @@ class Session:
                 f"SGLang {info.get('version')} runs without our weight loader; start the server with "
                 f"--custom-weight-loader {LOADER}, or the engine with custom_weight_loader=[{LOADER!r}]"
             )
-        self._ranks = int(info["tp_size"])
+        stages = int(info.get("pp_size", 1))
+        self._ranks = stages * int(info["tp_size"])
+        self._answer_seconds = _STAGE_SECONDS if stages > 1 else 0.0
         self._loaded = False  # whole weights, in this update
         self._memory = SharedBatch()
         weakref.finalize(self, self._memory.close)
@@ -124,7 +128,7 @@ class Session:
     def _order(self, kind: str, batch: list[tuple[str, torch.Tensor]]) -> set[str]:
         """Send a batch; return the names that some process did not take."""
         self._calls.load(self._memory.write(kind, dict(batch)))
-        answers = self._memory.answers()
+        answers = self._memory.answers(self._ranks, self._answer_seconds)
         for content in answers:
             if "error" in content:
                 which = f"{batch[0][0]!r} to {batch[-1][0]!r}" if batch else "a version"

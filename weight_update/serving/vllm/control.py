@@ -37,8 +37,12 @@ class VLLMServer:
         return int(self._call("GET", "get_world_size")["world_size"])
 
     def weight_version(self) -> str:
-        """Return the version that :meth:`finish_weight_update` was given last; ``"default"`` before."""
+        """Return the version that the server was told last; ``"default"`` before."""
         return str(self._call("GET", "weight_info")["weight_version"])
+
+    def update_weight_version(self, new_version: str) -> None:
+        """Have the server state another version, without an update."""
+        self._call("POST", "update_weight_version", {"new_version": new_version})
 
     def pause(self, mode: PauseMode = "wait") -> None:
         """Pause generation; ``"abort"`` and ``"wait"`` also drop all cached prefixes."""
@@ -168,9 +172,9 @@ def connect_servers(
         scheme.send()
 
     For each update, the worker of rank 0 of each server calls its server: ``/pause``, the three calls of an
-    update, and ``/resume``. If an update fails, the server stays paused until an update succeeds. If its
-    workers cannot join, the server also stays paused: call this function again, or ``server.resume()`` if the
-    server's weights may be used.
+    update, and ``/resume``. If an update fails, the server stays paused until an update succeeds. If workers
+    cannot join, the servers of this call also stay paused: call this function again, or ``server.resume()``
+    if the server's weights may be used.
 
     If a server was restarted, or is added, call this function on the connected ``scheme`` with only that
     server, and with the ``first_worker`` of its workers.
@@ -203,9 +207,12 @@ def connect_servers(
         first_worker += server.world_size()
         calls.append(functools.partial(_init, server, info, pause))
     connect_with(scheme, calls)
+    assert scheme.last_report is not None
+    for server in servers:
+        server.update_weight_version(str(scheme.last_report.version))
+        server.resume()
 
 
 def _init(server: VLLMServer, info: dict[str, Any], pause: PauseMode) -> None:
     server.pause(pause)
     server.init_weight_transfer_engine(info)
-    server.resume()

@@ -103,7 +103,7 @@ class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
         """Have vLLM's workers join, and send them the first weights.
 
         Raises:
-            ValueError: there is no source.
+            ValueError: there is no source, or its rank 0 does not own all weights.
             TypeError: the source does not yield full tensors.
             Exception: errors of the client, and those of :meth:`~weight_update.WeightSyncScheme.connect`.
         """
@@ -113,6 +113,12 @@ class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
             )
         if not source.implements_iter_full():
             raise TypeError(f"{type(source).__name__} must implement iter_full(): full tensors are sent")
+        elsewhere = [meta.name for meta in source.metadata if 0 not in (meta.owners or (0,))]
+        if elsewhere:  # the metadata of all ranks are equal, so all ranks raise
+            raise ValueError(
+                f"rank 0 sends all weights, but {type(source).__name__} does not give it these: "
+                f"{', '.join(elsewhere[:10])}; gather them on rank 0"
+            )
         trainer = cls(client=client, source=source, info=init_info)
         trainer._connect(init_info)
         return trainer
