@@ -163,7 +163,7 @@ def _rates_table(plan: Plan, *, beside: bool) -> Table:
             rows.append([rate, label, f"{megabytes:.2f}", least.show(1e3, 1), shown, times])
     note = (
         f"Milliseconds, median (min .. max) of {plan.rates_turns} turns. {_FRACTION:.0%} of all elements\n"
-        "change, as above. *link*: time of the bytes sent at this rate. The headers of packets are not\n"
+        "change by 1 to 4 ulp. *link*: time of the bytes sent at this rate. The headers of packets are not\n"
         "counted; they are 4 % more. *bare TCP*: one socket, the bytes of dense. Where it takes much longer\n"
         "than the link, the machine cannot feed a link of that rate."
     )

@@ -37,9 +37,9 @@ def merge_lora(
         prefix: prefix that is removed from names.
 
     The weights of one layer may come in any order, but must be adjacent. The converter raises
-    :class:`~weight_update.ConversionError` if they are not adjacent, if a factor or base is missing, if no
-    weight has an adapter of ``scaling``, if shapes do not fit, and for variants that it cannot merge: DoRA,
-    biases of ``lora_B``, and convolutions.
+    :class:`~weight_update.ConversionError` if they are not adjacent, if a factor or base is missing, if an
+    adapter of ``scaling`` belongs to no weight, if shapes do not fit, and for variants that it cannot merge:
+    DoRA, biases of ``lora_B``, and convolutions.
     """
     factors = scaling.values() if isinstance(scaling, Mapping) else [scaling]
     if not all(isinstance(factor, numbers.Real) for factor in factors):

@@ -25,7 +25,7 @@ def rename(names: Mapping[str, str] | Sequence[tuple[str | re.Pattern[str], str]
         ValueError: ``names`` is neither a table nor a list of pairs.
 
     The converter raises :class:`~weight_update.ConversionError` when two weights get the same name, and
-    at the end when no weight has a name of the table.
+    at the end when a name of the table belongs to no weight.
     """
     try:
         pairs: list[tuple[Any, Any]] = [*(names.items() if isinstance(names, Mapping) else names)]
