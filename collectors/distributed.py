@@ -51,8 +51,8 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
         total_frames: number of frames; -1 for no end.
         tcp_port: port of the group's rendezvous; None for the environment's ``TCP_PORT``, or for a free one
             with ``launcher="mp"``.
-        max_weight_update_interval: number of batches after which a worker without a new version is updated;
-            -1 for never.
+        max_weight_update_interval: largest number of batches for which a worker gets no new version; -1 for
+            no limit.
 
     Raises:
         WorkerError: workers could not start; the error has their tracebacks. Also raised while iterating,

@@ -139,8 +139,8 @@ class Intervals(Launched):
     """A mixin for collectors that take ``sync=`` and can update workers automatically.
 
     Attributes:
-        max_weight_update_interval: number of batches after which a worker without a new version is updated;
-            -1 for never.
+        max_weight_update_interval: largest number of batches for which a worker gets no new version; -1 for
+            no limit.
     """
 
     max_weight_update_interval: int

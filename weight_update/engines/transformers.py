@@ -87,7 +87,7 @@ class TransformersEngine(InferenceEngine):
             tokens so far, and ``finished=False``. Requests that arrive during an update begin after it.
         loads_in_chunks: as :attr:`~weight_update.InferenceEngine.loads_in_chunks`.
         stable_addresses: whether weights are copied into the model's tensors. False makes the model's tensors
-            refer to the received memory, which takes less than a millisecond; the model must be on the CPU.
+            refer to the received memory, without a copy; the model must be on the CPU.
             None is False on the CPU, unless weights are loaded in chunks, and True elsewhere.
         timeout: seconds that an update waits for generation to pause, and a request for an update to end.
 

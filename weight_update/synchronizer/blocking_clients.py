@@ -150,7 +150,7 @@ class BlockingExplorer(ClientBase):
         return bool(reply["need"])
 
     def sync_weight(self) -> Metrics:
-        """Wait for new weights; when this returns they are in force."""
+        """Wait for weights that are new enough; without them, the metrics have a ``reason``."""
         with self._syncing:
             start, step, before = time.perf_counter(), self.step, self.version
             metrics: dict[str, Any] = {"waited": 0.0}
