@@ -22,7 +22,7 @@ from collectors.frames import (
     require_seconds,
 )
 from collectors.locks import WithProcessLock
-from collectors.requests import Request, real
+from collectors.requests import Request, find_model, real
 from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta
 from collectors.updating import WithWorkers
@@ -146,7 +146,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             if self._relayed is None:
                 self._relayed = factory()
             return self._relayed
-        return super().get_model(model_id)
+        return find_model(super().get_model, model_id)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a ``state_dict`` on the workers; the next update gets a number above the restored version."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,17 @@ def require_ours(schemes: Mapping[str, Any]) -> None:
                 f"the scheme of {model_id!r} is a {kind}; these collectors need one of weight_update "
                 "(usually it is enough to change the import)"
             )
+
+
+def find_model(find: Callable[[str], Any], model_id: str) -> Any:
+    """Return ``find(model_id)``; raise AttributeError, in one line, if there is no such model."""
+    try:
+        return find(model_id)
+    except AttributeError as error:
+        raise AttributeError(
+            f"this collector has no model {model_id!r}; a model id is 'policy' or a path of attributes, such "
+            "as 'env.transform[0]'"
+        ) from error
 
 
 def group_once(schemes: Iterable[WeightSyncScheme]) -> None:

@@ -17,7 +17,7 @@ from collectors.backends import BackendChoice
 from collectors.closing import close_all
 from collectors.in_process import apply_all, receive_here
 from collectors.policy_call import PolicyCall
-from collectors.requests import Request, group_once, real, require_ours
+from collectors.requests import Request, find_model, group_once, real, require_ours
 from collectors.updating import Updating
 from collectors.versions import (
     KEY,
@@ -167,6 +167,10 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         return random
 
     # -- the policy --------------------------------------------------------------------------------
+
+    def get_model(self, model_id: str) -> Any:
+        """Return a model, as in TorchRL."""
+        return find_model(super().get_model, model_id)
 
     def _init_policy(self, policy: Any, *args: Any, **kwargs: Any) -> Any:
         policy = super()._init_policy(policy, *args, **kwargs)

@@ -19,17 +19,6 @@ class Updating(Observed):
 
     _legacy_weight_updater: bool
 
-    def get_model(self, model_id: str) -> Any:
-        """Return a model, as in TorchRL; raise AttributeError, in one line, if there is no such model."""
-        collector: Any = super()
-        try:
-            return collector.get_model(model_id)
-        except AttributeError as error:
-            raise AttributeError(
-                f"this collector has no model {model_id!r}; a model id is 'policy' or a path of attributes, "
-                "such as 'env.transform[0]'"
-            ) from error
-
     def update_policy_weights_(
         self,
         policy_or_weights: Any = None,
