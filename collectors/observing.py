@@ -57,15 +57,11 @@ class Observed:
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         collector: Any = super()
-        ended = self._has_ended
+        ended = self._has_ended  # not asked after an error, because of which TorchRL shuts the collector down
         try:
             with closing(collector.__iter__()) as batches:
                 for batch in batches:
-                    if self._observers is not None and self._observers.functions:
-                        try:
-                            self._tell_lag(self._observers, batch)
-                        except Exception:  # noqa: BLE001 - observers never end collection
-                            _log.warning("the policy lag of a batch is unknown", exc_info=True)
+                    self._tell_lag(batch)
                     yield batch
                     ended = self._has_ended
         except Exception as error:
@@ -73,14 +69,19 @@ class Observed:
                 raise
             raise LifecycleError("this collector was shut down; make a new collector") from error
 
-    def _tell_lag(self, observers: Observers, batch: Any) -> None:
+    def _tell_lag(self, batch: Any) -> None:
         """Tell observers of the policy lag of a batch, unless its frames have no versions."""
-        versions = versions_of(batch)
-        newest = None if versions is None else self._newest_version()
-        if versions is not None and newest is not None:
-            lags = newest - versions
-            lag = PolicyLag(newest, lags.numel(), float(lags.double().mean()), int(lags.max()))
-            observers.tell(lag)
+        if self._observers is None or not self._observers.functions:
+            return
+        try:
+            versions = versions_of(batch)
+            newest = None if versions is None else self._newest_version()
+            if versions is not None and newest is not None:
+                lags = newest - versions
+                lag = PolicyLag(newest, lags.numel(), float(lags.double().mean()), int(lags.max()))
+                self._observers.tell(lag)
+        except Exception:  # noqa: BLE001 - observers never end collection
+            _log.warning("the policy lag of a batch is unknown", exc_info=True)
 
     def _newest_version(self) -> int | None:
         """Return the newest version of the policy that was sent; None if the collector does not know it."""

@@ -19,7 +19,9 @@ from weight_update import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     RPCWeightSyncScheme,
+    SchemaMismatchError,
     SharedMemWeightSyncScheme,
+    UnsupportedSourceError,
     WeightStrategy,
     WeightSyncScheme,
 )
@@ -156,5 +158,49 @@ def test_workers_are_told_that_connect_failed_in_the_trainer(
         joining = pool.submit(receiver.connect)
         sender.connect()
         joining.result()
+        assert sender.send().version == receiver.version
+        receiver.shutdown()
+
+
+def test_workers_that_cannot_join_are_told_why_if_connect_fails_in_the_trainer() -> None:
+    with MultiProcessWeightSyncScheme() as sender, ThreadPoolExecutor(2) as pool:
+        sender.init_on_sender(model=nn.Linear(8, 8, device="meta"), num_workers=2)
+        stranger, misfit = copy.copy(sender), copy.copy(sender)
+        stranger.token = "another"
+        stranger.init_on_receiver(model=nn.Linear(8, 8), worker_idx=0)
+        misfit.init_on_receiver(model=nn.Linear(8, 9), worker_idx=1)
+        joining = [pool.submit(one.connect, timeout=10.0) for one in (stranger, misfit)]
+        while wait(joining, 0.5).not_done:
+            with pytest.raises(UnsupportedSourceError, match="on the meta device"):
+                sender.connect()
+        with pytest.raises(JoinRefusedError, match="wrong token"):
+            joining[0].result()
+        with pytest.raises(SchemaMismatchError, match="weight"):
+            joining[1].result()
+        stranger.shutdown()
+        misfit.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "host"),
+    [
+        (SharedMemWeightSyncScheme, None),
+        (DistributedWeightSyncScheme, None),
+        (DistributedWeightSyncScheme, "another"),
+    ],
+)
+def test_a_worker_that_a_listener_refused_may_connect_again(
+    kind: type[WeightSyncScheme], host: str | None
+) -> None:
+    with kind(connect_timeout=20.0) as sender, ThreadPoolExecutor(1) as pool:
+        sender.init_on_sender(model=nn.Linear(2, 2), num_workers=1, device_map_fn=lambda _, weights: weights)
+        connecting = pool.submit(sender.connect)
+        receiver: Any = copy.copy(sender)
+        receiver.host = host
+        receiver.init_on_receiver(model=nn.Linear(2, 2))
+        with pytest.raises(JoinRefusedError, match="unknown worker index 7"):
+            receiver.connect(worker_idx=7)
+        receiver.connect(worker_idx=0)
+        connecting.result()
         assert sender.send().version == receiver.version
         receiver.shutdown()

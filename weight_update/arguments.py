@@ -65,11 +65,10 @@ def require_reachable(address: Any) -> str:
 def whole_number(value: Any, name: str, least: int, most: int | None = None) -> int:
     """Return the value of the argument ``name``; raise ValueError if it is no integer in that range."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    number = int(value) if whole else None
-    if number is None or number < least or (most is not None and number > most):
+    if not whole or value < least or (most is not None and value > most):
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise ValueError(f"{name} is an integer {limits}, not {value!r}")
-    return number
+    return int(value)
 
 
 def port_number(value: Any) -> int:

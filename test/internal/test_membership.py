@@ -160,7 +160,7 @@ def test_a_slow_log_does_not_hold_the_sender_up(caplog: pytest.LogCaptureFixture
         log.addHandler(probe)
         try:
             with caplog.at_level(logging.INFO, "weight_update"):
-                sender._admission.screen(state, WeightChunk(Kind.HELLO, header))
+                sender.admission.screen(state, WeightChunk(Kind.HELLO, header))
                 state.replaced = False
                 sender._delivery.lose(state, LinkClosedError("the other end is gone"))
         finally:

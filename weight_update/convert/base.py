@@ -6,6 +6,7 @@ import functools
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -54,6 +55,15 @@ def stream(items: Iterable[Item], rule: Rule, finish: Callable[[], Iterable[Item
     made = deque(finish())
     while made:
         yield made.popleft()
+
+
+def compiled_pairs(pairs: Any, fits: Callable[[Any], bool]) -> list[tuple[re.Pattern[str], Any]] | None:
+    """Compile the patterns in pairs of pattern and value; None if these are no pairs or a value is unfit."""
+    try:
+        compiled = [(re.compile(pattern), value) for pattern, value in pairs]
+    except (TypeError, ValueError):
+        return None
+    return compiled if all(fits(value) for _, value in compiled) else None
 
 
 def check_only(only: Only | None) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
-from weight_update.convert.base import Converter, Item, stream
+from weight_update.convert.base import Converter, Item, compiled_pairs, stream
 from weight_update.errors import ConversionError
 
 
@@ -27,17 +26,14 @@ def rename(names: Mapping[str, str] | Sequence[tuple[str | re.Pattern[str], str]
     The converter raises :class:`~weight_update.ConversionError` when two weights get the same name, and
     at the end when a name of the table belongs to no weight.
     """
-    try:
-        pairs: list[tuple[Any, Any]] = [*(names.items() if isinstance(names, Mapping) else names)]
-        if not all(isinstance(new, str) or callable(new) for _, new in pairs):
-            raise TypeError
-        if isinstance(names, Mapping):
+    if isinstance(names, Mapping):
+        if all(isinstance(new, str) for new in names.values()):
             return functools.partial(_by_table, dict(names))
-        return functools.partial(_by_patterns, [(re.compile(pattern), new) for pattern, new in pairs])
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"rename takes a dict {{old: new}} or a list of (pattern, replacement), not {names!r:.100}"
-        ) from None
+    elif (pairs := compiled_pairs(names, lambda new: isinstance(new, str) or callable(new))) is not None:
+        return functools.partial(_by_patterns, pairs)
+    raise ValueError(
+        f"rename takes a dict {{old: new}} or a list of (pattern, replacement), not {names!r:.100}"
+    )
 
 
 def _by_table(table: Mapping[str, str], items: Iterator[Item]) -> Iterator[Item]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from weight_update.convert.base import Converter, Item, stream
+from weight_update.convert.base import Converter, Item, compiled_pairs, stream
 from weight_update.errors import ConversionError
 
 
@@ -98,12 +98,9 @@ def gather_tensor_parallel(
     weights end or fail, the converter raises :class:`~weight_update.ConversionError` on all ranks, with the
     state of each. If a rank stops early, the others wait for the timeout of the group.
     """
-    try:
-        compiled = [(re.compile(pattern), how) for pattern, how in shards]
-        if not all(isinstance(how, Sharded) for _, how in compiled):
-            raise TypeError
-    except (TypeError, ValueError):
-        raise ValueError(f"shards= takes pairs of a pattern and a Sharded, not {shards!r:.100}") from None
+    compiled = compiled_pairs(shards, lambda how: isinstance(how, Sharded))
+    if compiled is None:
+        raise ValueError(f"shards= takes pairs of a pattern and a Sharded, not {shards!r:.100}")
     return functools.partial(_gather, group, compiled)
 
 

@@ -411,10 +411,10 @@ class WeightSyncScheme(SchemeUpdates):
         except BaseException as error:
             if isinstance(error, TransportError | FormatError) and not receiver.refused:
                 receiver.close()
-                raise
-            receiver.staging.unguard()
-            self._link = link  # it is usable
-            self._close_at_end(link.close)
+            else:
+                receiver.staging.unguard()
+                self._link = link  # it is usable
+                self._close_at_end(link.close)
             raise
         receiver.start()
         self._receiver = receiver

@@ -29,7 +29,7 @@ def group_schemes(schemes: Iterable[WeightSyncScheme]) -> None:
     Raises:
         TypeError: ``schemes`` is not a list of schemes, or a similar collection.
     """
-    found = () if isinstance(schemes, Mapping) or not isinstance(schemes, Iterable) else tuple(schemes)
+    found = tuple(schemes) if isinstance(schemes, Iterable) else ()
     if not found or not all(isinstance(scheme, WeightSyncScheme) for scheme in found):
         raise TypeError(f"group_schemes takes a list of schemes, such as [actor, critic], not {schemes!r}")
     name = secrets.token_hex(8)

@@ -207,7 +207,7 @@ class SenderSide:
     Attributes:
         sender: sends versions to the workers, or follows the rank that does; set by :meth:`open`.
         listener: admits workers; None if links need no listener.
-        failure: how :meth:`connect` failed last; empty if it did not.
+        failure: remark on how :meth:`connect` failed last; empty if it did not.
         ranks: connection to the other ranks; None if the trainer is not sharded.
     """
 
@@ -295,10 +295,10 @@ class SenderSide:
             with _outside_inference_mode(), self._in_step("connect", read, limit + self._patience) as named:
                 return sender.connect(named, limit, liveness(worker_alive))
         except Exception as error:
-            self.failure = f"connect() failed: {type(error).__name__}: {brief(error)}"
+            self.failure = f" (connect() failed: {type(error).__name__}: {brief(error)})"
             # those two are errors of workers, and others may still get weights
             if isinstance(sender, Sender) and not isinstance(error, SyncTimeoutError | SyncFailedError):
-                sender.dismiss(error)
+                sender.admission.dismiss(error)
             raise
 
     # -- sending -----------------------------------------------------------------------------------

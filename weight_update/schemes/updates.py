@@ -32,8 +32,7 @@ class SchemeUpdates(SchemeLifecycle):
             raise LifecycleError("this is not a sender; call init_on_sender() first")
         if not side.sender.serving:  # connect() may have failed for some workers: the others are there
             self._require_open()
-            why = side.failure and f" ({side.failure})"
-            raise LifecycleError(f"the sender is not connected{why}; call connect() first")
+            raise LifecycleError(f"the sender is not connected{side.failure}; call connect() first")
         return side
 
     def _require_receiver(self) -> Receiver:

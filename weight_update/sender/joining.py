@@ -29,7 +29,7 @@ from weight_update.sender.groups.base import SendGroup
 from weight_update.sender.workers import NOBODY, ReceiverId, WorkerState, WorkerTable
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.text import format_seconds
-from weight_update.wire.frames import Kind, WeightChunk, require_chunk
+from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.schema import WeightSchema
 
 _log = logging.getLogger(__name__)
@@ -161,24 +161,28 @@ class Admission:
         self._delivery.update(worker)
 
     def dismiss(self, error: Exception) -> None:
-        """Refuse workers that wait for weights, because ``connect()`` failed with ``error``."""
+        """Refuse workers that wait for weights, because ``connect()`` failed with ``error``.
+
+        Workers that ask to join after this wait for the next ``connect()``.
+        """
         refusal = JoinRefusedError(f"connect() failed in the trainer: {type(error).__name__}: {error}")
         for worker in self._table:
             with contextlib.suppress(TransportError, FormatError, TimeoutError):  # it has gone meanwhile
-                if self._waits(worker):
+                if worker.thread is None and worker.idx != NOBODY:
+                    self._dismiss_unheard(worker, refusal)
+                elif _waits_in_vain(worker):
                     self._refuse(worker, refusal)
 
-    def _waits(self, worker: WorkerState) -> bool:
-        """Return whether a worker waits for weights, and none are on their way."""
-        if worker.joined:
-            coming = worker.inflight is not None or worker.lacks is not None
-            return not coming and worker.version is None and worker.error is None
-        if worker.thread is not None or worker.idx == NOBODY:
-            return False
-        hello = require_chunk(worker.link.recv_chunk(0.0), worker.link)
-        if hello is None or hello.kind is not Kind.HELLO or not hello.shows(self._token):
-            return False
-        return hello.header["error"] is None
+    def _dismiss_unheard(self, worker: WorkerState, refusal: JoinRefusedError) -> None:
+        """Refuse a worker that no thread reads from, if it has asked to join."""
+        if not worker.reading.acquire(blocking=False):
+            return  # its thread has started just now
+        try:
+            hello = worker.link.recv_chunk(0.0)
+            if isinstance(hello, WeightChunk) and hello.kind is Kind.HELLO:
+                self._refuse(worker, self._misfit(worker, hello) or refusal)
+        finally:
+            worker.reading.release()
 
     def _refuse(self, worker: WorkerState, error: Exception) -> None:
         """Tell a worker why it is not admitted, unless it told us, and note it for waiting callers."""
@@ -190,6 +194,12 @@ class Admission:
         with self._table.lock:
             worker.joined, worker.leaving, worker.lost = False, False, without_frames(error)
             self._table.changed.notify_all()
+
+
+def _waits_in_vain(worker: WorkerState) -> bool:
+    """Return whether a connected worker has no weights, and none are on their way."""
+    coming = worker.inflight is not None or worker.lacks is not None
+    return worker.joined and not coming and worker.version is None and worker.error is None
 
 
 def initial(table: WorkerTable) -> list[WorkerState]:

@@ -40,6 +40,7 @@ class Sender(Outcomes):
         tracked: names of the weights that updates carry, for each worker; None for all of its schema.
 
     Attributes:
+        admission: welcomes or refuses receivers.
         refusals: reasons for which the listener refused join requests, for the errors of :meth:`connect`.
     """
 
@@ -69,18 +70,18 @@ class Sender(Outcomes):
         self._delivery = Delivery(table, timeout)
         self._groups = GroupAssignment(table, strategy.encoding, self._pool.borrow)
         self._pipelines = PipelineSender(self._groups, strategy, self._pool, self._delivery)
-        self._admission = Admission(table, self._delivery, strategy, token, self._group_to_join)
+        self.admission = Admission(table, self._delivery, strategy, token, self._group_to_join)
         self._answers = AnswerThreads(
             table,
             self._delivery,
-            self._admission.welcome,
+            self.admission.welcome,
             lambda worker: self._groups.move([worker], None),
             self._publishing,
             copies=strategy.encoding.receiver_copies,
         )
         self._reader = AnswerReader(table, self._answers.record_result)
         for worker in table:
-            self._admission.watch(worker)
+            self.admission.watch(worker)
         try:
             for schema in {schema.digest: schema for schema in schemas.values()}.values():
                 self._reserve(schema)
@@ -123,7 +124,7 @@ class Sender(Outcomes):
                 new = WorkerState(idx, link, like.schema, like.tracked, late=True)
                 worker = next(iter(self.table.known([idx])), new)  # it may be remembered
                 worker.link = link
-                self._admission.watch(worker)
+                self.admission.watch(worker)
                 self.table.add(worker)
             worker = self.table[idx]
             worker.admitted_until = time.monotonic() + _ADMITTED_SECONDS
@@ -175,10 +176,6 @@ class Sender(Outcomes):
         self.fill(report, self.table.known(weights))
         self.table.told = report.version
         return report
-
-    def dismiss(self, error: Exception) -> None:
-        """Tell workers that wait in their ``connect()`` that the sender's failed with ``error``."""
-        self._admission.dismiss(error)
 
     def _end_connect(self, weights: Mapping[int, NamedWeights]) -> None:
         """Encode the first weights of workers that did not join: ``weights`` may change until they do."""

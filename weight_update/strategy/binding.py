@@ -302,7 +302,7 @@ def _places(node: MutableMapping[Any, Any], prefix: str = "") -> Iterator[_Place
                 yield from _places(value, name + ".")
         elif isinstance(value, torch.Tensor) or not isinstance(node, TensorDictBase):
             require_tensor(name, value)
-            if isinstance(node, TensorDictBase) and node.get(key) is not value:
+            if node.get(key) is not value:
                 raise UnsupportedSourceError(
                     f"{name!r} of a {type(node).__name__} is made anew at each access, so it can be read but "
                     "not written"

@@ -15,12 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from weight_update.encodings import Encoding
-from weight_update.errors import (
-    ConversionError,
-    SchemaMismatchError,
-    UnsupportedSourceError,
-    WeightSyncError,
-)
+from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError, WeightSyncError
 from weight_update.text import plural
 from weight_update.wire.fixed import FixedTensors
 from weight_update.wire.memory import memory_identity
@@ -327,10 +322,9 @@ def _checked(
             del item
             yield name, value
             del value
-    except WeightSyncError:
-        raise  # it names the weight
     except Exception as error:
-        if taken and sys.version_info >= (3, 11):
+        known = isinstance(error, WeightSyncError)  # it names the weight
+        if taken and not known and sys.version_info >= (3, 11):
             given = f"; the last one that it gave is {name!r}" if name else ""
             error.add_note(f"the last weight that convert took is {taken!r}{given}")
         raise

@@ -66,6 +66,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         self._connection: _C | None = None
         self._hello: WeightChunk | None = None  # first chunk of the connection, until it is received
         self._asked: Mapping[str, Any] | None = None  # header of the HELLO that waits for its answer
+        self._refused = False  # by the last chunk
         self._closed = False
 
     @property
@@ -118,6 +119,9 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         """Open a new connection, unless there is one that works."""
         if self._closed or not self._joins:
             raise LinkClosedError("this end was closed")
+        if self._refused:
+            self._refused = False
+            self._drop(self._connection)  # a listener that refuses a worker closes its end
         if self._connection is None:
             try:
                 connection = self.connect(timeout)
@@ -166,7 +170,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             self._drop(connection)
             raise _error_of_link(error) from error.__cause__
         if chunk is not None:
-            self._asked = None
+            self._asked, self._refused = None, chunk.kind is Kind.REFUSED
         return chunk
 
     def disconnect(self) -> None:

@@ -113,7 +113,7 @@ class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
             )
         if not source.implements_iter_full():
             raise TypeError(f"{type(source).__name__} must implement iter_full(): full tensors are sent")
-        elsewhere = [meta.name for meta in source.metadata if 0 not in (meta.owners or (0,))]
+        elsewhere = [meta.name for meta in source.metadata if meta.owners and 0 not in meta.owners]
         if elsewhere:  # the metadata of all ranks are equal, so all ranks raise
             raise ValueError(
                 f"rank 0 sends all weights, but {type(source).__name__} does not give it these: "
