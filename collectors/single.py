@@ -267,7 +267,10 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             raise UnknownWorkerError(f"no worker {request.worker_ids}: this collector has one process")
         start, began = time.perf_counter(), time.time()
         models = {model_id: _module(model_id, self.get_model(model_id)) for model_id in request.weights}
-        weights = {model_id: self._given(model_id, given) for model_id, given in request.weights.items()}
+        weights = {
+            model_id: _known(model_id, self._source) if given is None else given
+            for model_id, given in request.weights.items()
+        }
         moving = {model_id: model for model_id, model in models.items() if weights[model_id] is not model}
 
         def apply() -> None:
@@ -282,11 +285,6 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         seconds = {"apply": time.perf_counter() - start}
         report = SyncReport(self._versions.now(), "local", seconds=seconds, began=began)
         return dict.fromkeys(models, report) if request.several else report
-
-    def _given(self, model_id: str, weights: Any) -> Any:
-        if weights is None and model_id != "policy":
-            raise NothingToSendError(f"give the weights of {model_id!r}; only those of the policy are known")
-        return self._source if weights is None else weights
 
     # -- end ---------------------------------------------------------------------------------------
 
@@ -303,6 +301,13 @@ def _module(model_id: str, model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UnsupportedSourceError(f"{model_id!r} is a {type(model).__name__}, which has no weights")
     return model
+
+
+def _known(model_id: str, policy: Any) -> Any:
+    """Return the weights to apply where none were given."""
+    if model_id != "policy":
+        raise NothingToSendError(f"give the weights of {model_id!r}; only those of the policy are known")
+    return policy
 
 
 def _keep_addresses(schemes: Mapping[str, WeightSyncScheme]) -> None:
