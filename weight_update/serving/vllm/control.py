@@ -172,9 +172,9 @@ def connect_servers(
         scheme.send()
 
     For each update, the worker of rank 0 of each server calls its server: ``/pause``, the three calls of an
-    update, and ``/resume``. If an update fails, the server stays paused until an update succeeds. If workers
-    cannot join, the servers of this call also stay paused: call this function again, or ``server.resume()``
-    if the server's weights may be used.
+    update, and ``/resume``. If an update fails, the server stays paused until an update succeeds. If this
+    function raises, servers of this call may also stay paused: call it again, or ``server.resume()`` if the
+    server's weights may be used.
 
     If a server was restarted, or is added, call this function on the connected ``scheme`` with only that
     server, and with the ``first_worker`` of its workers.
