@@ -82,15 +82,22 @@ class Model(nn.Module):
                 layer.out.data.copy_(weight)
 
 
-class Deriving(Model):
+class Computing(Model):
     """Computes from its weights when they are loaded, as SGLang's models with latent attention do."""
 
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         super().load_weights(weights)
-        self.post_load_weights()
+        self.compute()
+
+    def compute(self) -> None:
+        self.derived = self.layers[0].out.detach() * 2
+
+
+class Deriving(Computing):
+    """Does so in a method that SGLang calls, too."""
 
     def post_load_weights(self) -> None:
-        self.derived = self.layers[0].out.detach() * 2
+        self.compute()
 
 
 class Source(nn.Module):
@@ -472,9 +479,10 @@ def test_weights_that_sglang_transforms(stand_in: Any, connected: Any) -> None:
 
 
 @both
-def test_models_that_compute_from_their_weights(stand_in: Any, connected: Any) -> None:
+@pytest.mark.parametrize("kind", [Computing, Deriving])
+def test_models_that_compute_from_their_weights(stand_in: Any, connected: Any, kind: Any) -> None:
     """SGLang computes again only in load_weights(), so nothing is written past it."""
-    stand_in.model = Deriving()
+    stand_in.model = kind()
     source, engine = Source(), adapter(stand_in)
     scheme = connected(source, engine, PatchEncoding())
     source.change()

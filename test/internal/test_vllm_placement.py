@@ -120,6 +120,16 @@ def test_a_loader_that_computes_spoils_its_own_weight_only() -> None:
     assert found.others == {"k", "turned", "quantized"}
 
 
+def test_a_loader_that_computes_from_the_model_spoils_all_weights() -> None:
+    model = Rank1()
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        model.load_weights(weights)
+        model.derived = model.qk.weight.data * 2
+
+    assert not find_placements(model, load, SHAPES, MODULES).blocks
+
+
 def test_what_a_patch_reloads() -> None:
     model = Rank1()
     found = find_placements(model, model.load_weights, SHAPES, MODULES)

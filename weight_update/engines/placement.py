@@ -92,9 +92,9 @@ def find_blocks(model: nn.Module, load: Load, weights: Shapes) -> dict[str, tupl
     """Return the blocks of ``weights`` that ``model`` stores one to one, without changing it.
 
     ``load`` gets weights without data, and the copies that it makes into the model are recorded, not made.
-    The result lacks a weight that is not stored as plain copies of blocks. It has no blocks of a weight that
-    the model does not use. Whether the blocks have the right values is for the caller to check: a model may
-    process its weights after loading.
+    The result lacks a weight that is not stored as plain copies of blocks, and all weights if ``load``
+    computes something from them. It has no blocks of a weight that the model does not use. Whether the blocks
+    have the right values is for the caller to check: a model may process its weights after loading.
 
     Args:
         model: the model.
@@ -166,8 +166,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _PADDING:
             if _memory_of(args[0]) in self._tensors:
                 return args[0]  # it was filled when the last version was loaded
-        elif func._schema.is_mutable and any(_memory_of(one) in self._tensors for one in _tensors_in(args)):
-            raise _NotTracedError(str(func))
+        elif not func.is_view and any(_memory_of(one) in self._tensors for one in _tensors_in(args)):
+            raise _NotTracedError(str(func))  # it writes to the model, or computes from its weights
         return func(*args, **(kwargs or {}))
 
 

@@ -53,9 +53,9 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) ->
     instead of copying it. If these are blocks of the weight, and the parameters have its bits there, later
     changes are written in place: also in parameters that SGLang fuses, and in the part of a weight that a
     tensor-parallel rank has. The answer names the weights that are stored in another form, and the sender
-    sends them as a whole. It does the same with all weights of a model that has ``post_load_weights``, which
-    computes from them. Before the first patch, all parameters must still have the bits with which they were
-    loaded; if SGLang transforms them, the update fails.
+    sends them as a whole. It does the same with all weights of a model that computes from them when they are
+    loaded, such as one with ``post_load_weights``. Before the first patch, all parameters must still have the
+    bits with which they were loaded; if SGLang transforms them, the update fails.
 
     Args:
         model: the model of the process.
