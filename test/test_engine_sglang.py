@@ -44,58 +44,80 @@ LOADER = "weight_update.engines.sglang.load"
 
 
 class Model(nn.Module):
-    """Stores q and k as one parameter, out as it is, and a half of split."""
+    """One of two tensor-parallel ranks, with a pipeline stage of two layers.
 
-    def __init__(self) -> None:
+    It stores q and k as one parameter, out as it is, a half of the rows of split and of the columns of cut,
+    and turned in another form.
+    """
+
+    def __init__(self, rank: int = 0, stage: int = 0) -> None:
         super().__init__()
+        self.rank, self.stage = rank, stage
         self.layers = nn.ModuleList([nn.Module() for _ in range(2)])
         for layer in self.layers:
             layer.qk = nn.Parameter(torch.zeros(12, 6))
             layer.out = nn.Parameter(torch.zeros(6, 6))
             layer.split = nn.Parameter(torch.zeros(4, 6))
+            layer.cut = nn.Parameter(torch.zeros(6, 4))
+            layer.turned = nn.Parameter(torch.zeros(6, 4))
         self.loads: list[str] = []
 
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         for name, weight in weights:
             self.loads.append(name)
-            layer, kind = self.layers[int(name.split(".")[1])], name.split(".")[2]
+            number, kind = int(name.split(".")[1]) - 2 * self.stage, name.split(".")[2]
+            if number not in (0, 1):
+                continue
+            layer = self.layers[number]
             if kind in "qk":
                 rows = slice(0, 8) if kind == "q" else slice(8, 12)
                 layer.qk.data[rows].copy_(weight)
             elif kind == "split":
-                layer.split.data.copy_(weight[:4])
+                layer.split.data.copy_(weight.narrow(0, 4 * self.rank, 4))
+            elif kind == "cut":
+                layer.cut.data.copy_(weight.narrow(1, 4 * self.rank, 4))
+            elif kind == "turned":
+                layer.turned.data.copy_(weight.t())
             else:
                 layer.out.data.copy_(weight)
 
 
-class Deriving(Model):
+class Computing(Model):
     """Computes from its weights when they are loaded, as SGLang's models with latent attention do."""
 
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         super().load_weights(weights)
-        self.post_load_weights()
+        self.compute()
+
+    def compute(self) -> None:
+        self.derived = self.layers[0].out.detach() * 2
+
+
+class Deriving(Computing):
+    """Does so in a method that SGLang calls, too."""
 
     def post_load_weights(self) -> None:
-        self.derived = self.layers[0].out.detach() * 2
+        self.compute()
 
 
 class Source(nn.Module):
     """The trainer's weights, each by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(1)
-        shapes = {"q": (8, 6), "k": (4, 6), "out": (6, 6), "split": (8, 6)}
+        shapes = {"q": (8, 6), "k": (4, 6), "out": (6, 6), "split": (8, 6), "cut": (6, 8), "turned": (4, 6)}
         self.layers = nn.ModuleList(
             nn.ParameterDict({kind: nn.Parameter(torch.randn(shape)) for kind, shape in shapes.items()})
-            for _ in range(2)
+            for _ in range(layers)
         )
 
     def change(self) -> None:
-        """Change one element of each weight."""
+        """Change two elements of each weight, one in each half."""
         with torch.no_grad():
             for weight in self.parameters():
-                weight.view(-1)[torch.randint(20, ())] += 1.0
+                weight.view(-1)[torch.randint(weight.numel() // 2, ())] += 1.0
+                weight.view(-1)[-1] += 1.0
 
 
 class StandInScheduler:
@@ -104,9 +126,8 @@ class StandInScheduler:
     def __init__(self) -> None:
         self.model, self.calls, self.session = Model(), [], False
         self.weight_version, self.fails, self.transforms = "default", "", False
-        self.late: Model | None = (
-            None  # of a second pipeline stage, which loads after the answer of the first
-        )
+        self.others: list[Model] = []  # of other tensor-parallel ranks
+        self.late: list[Model] = []  # of a second pipeline stage, which loads after the answer of the first
         self.info = {"version": "0.5.23", "tp_size": 1, "custom_weight_loader": [LOADER]}
 
     def call(self, name: str, **body: Any) -> tuple[bool, str]:
@@ -127,13 +148,17 @@ class StandInScheduler:
             assert self.session
             assert body["load_format"] == LOADER
             assert not body["flush_cache"]
-            load(self.model, body["named_tensors"])
-            if self.late is not None:
-                threading.Timer(0.05, load, (self.late, body["named_tensors"])).start()
+            self.load(body["named_tensors"])
         elif name == "update_weight_version":
             assert body["abort_all_requests"] is False
             self.weight_version = body["new_version"]
         return True, "Success"
+
+    def load(self, named: Any) -> None:
+        for model in (self.model, *self.others):
+            load(model, named)
+        for model in self.late:
+            threading.Timer(0.05, load, (model, named)).start()
 
 
 class StandInEngine(StandInScheduler):
@@ -273,7 +298,7 @@ def connected() -> Iterator[Any]:
 
 
 def assert_loaded(model: Model, source: Source) -> None:
-    expected = Model()
+    expected = Model(model.rank, model.stage)
     expected.load_weights(list(source.state_dict().items()))
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, expected.state_dict()[name]), name
@@ -293,21 +318,64 @@ def test_patches_are_written_in_place(stand_in: Any, connected: Any, batch_bytes
         source.change()
         assert scheme.send().encoding == "patch"
         assert_loaded(stand_in.model, source)
-        assert engine.last_patch == {name: not name.endswith("split") for name in source.state_dict()}
-        assert stand_in.model.loads == ["layers.0.split", "layers.1.split"]
+        assert engine.last_patch == {name: not name.endswith("turned") for name in source.state_dict()}
+        assert stand_in.model.loads == ["layers.0.turned", "layers.1.turned"]
         assert (engine.version, stand_in.weight_version) == (version, str(version))
+
+
+@both
+def test_each_process_writes_its_part(stand_in: Any, connected: Any) -> None:
+    """Two tensor-parallel ranks have halves of a weight, and of two pipeline stages only one has a part."""
+    stand_in.others, stand_in.late = [Model(rank=1)], [Model(0, stage=1), Model(1, stage=1)]
+    stand_in.info.update(tp_size=2, pp_size=2)
+    source, engine = Source(layers=4), adapter(stand_in, batch_bytes=300)
+    scheme = connected(source, engine, PatchEncoding())
+    for _ in range(2):
+        for model in (stand_in.model, *stand_in.others, *stand_in.late):
+            assert_loaded(model, source)
+            model.loads.clear()
+        source.change()
+        scheme.send()
+        assert engine.last_patch == {name: not name.endswith("turned") for name in source.state_dict()}
+    for model in (stand_in.model, *stand_in.others, *stand_in.late):
+        assert_loaded(model, source)
+        assert model.loads == [f"layers.{number}.turned" for number in range(4)]
+
+
+@both
+def test_a_weight_that_no_process_has(stand_in: Any, connected: Any) -> None:
+    """It is not counted as written in place."""
+    source, engine = Source(layers=3), adapter(stand_in)
+    scheme = connected(source, engine, PatchEncoding())
+    source.change()
+    scheme.send()
+    assert engine.last_patch["layers.1.out"]
+    assert not engine.last_patch["layers.2.out"]
+
+
+@both
+def test_a_trainer_with_another_dtype(stand_in: Any, connected: Any) -> None:
+    """Its elements are cast to SGLang's dtype, as a load does it."""
+    connected(Source(), adapter(stand_in), PatchEncoding())
+    source = Source().bfloat16()
+    engine = adapter(stand_in)
+    scheme = connected(source, engine, PatchEncoding())
+    source.change()
+    assert scheme.send().encoding == "patch"
+    assert engine.last_patch["layers.0.cut"]
+    assert_loaded(stand_in.model, source)
 
 
 @both
 def test_a_pipeline_stage_that_loads_later(stand_in: Any, connected: Any) -> None:
     """Its memory is not written until it has read it."""
-    stand_in.late, stand_in.info["pp_size"] = Model(), 2
+    stand_in.late, stand_in.info["pp_size"] = [Model()], 2
     source, engine = Source(), adapter(stand_in, batch_bytes=300)
     scheme = connected(source, engine, PatchEncoding())
     for _ in range(2):
         source.change()
         scheme.send()
-        for model in (stand_in.model, stand_in.late):
+        for model in (stand_in.model, *stand_in.late):
             assert_loaded(model, source)
 
 
@@ -411,9 +479,10 @@ def test_weights_that_sglang_transforms(stand_in: Any, connected: Any) -> None:
 
 
 @both
-def test_models_that_compute_from_their_weights(stand_in: Any, connected: Any) -> None:
+@pytest.mark.parametrize("kind", [Computing, Deriving])
+def test_models_that_compute_from_their_weights(stand_in: Any, connected: Any, kind: Any) -> None:
     """SGLang computes again only in load_weights(), so nothing is written past it."""
-    stand_in.model = Deriving()
+    stand_in.model = kind()
     source, engine = Source(), adapter(stand_in)
     scheme = connected(source, engine, PatchEncoding())
     source.change()

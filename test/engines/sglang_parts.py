@@ -65,11 +65,11 @@ def trainer(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def change(model: Any, seed: int) -> None:
-    """Change a tenth of the elements."""
+def change(model: Any, seed: int, share: float = 0.1) -> None:
+    """Change a share of the elements."""
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
-        chosen = torch.rand(weight.shape, generator=generator) < 0.1
+        chosen = torch.rand(weight.shape, generator=generator) < share
         weight[chosen] += 0.3 * torch.randn(int(chosen.sum()), generator=generator).to(weight.dtype)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from weight_update.engines.placement import tensors_of
 from weight_update.serving.vllm.placement import find_placements
 
 WEIGHTS = {
@@ -84,13 +85,15 @@ def test_changed_elements_are_written_where_a_load_puts_them(name: str) -> None:
     weight = WEIGHTS[name].clone()
     positions = torch.randperm(weight.numel())[: weight.numel() // 2].sort().values
     weight.view(-1)[positions] += 1.0
-    block.write(weight.shape, positions, weight.view(-1)[positions])
+    tensors = tensors_of(model)
+    block.write(tensors, weight.shape, positions, weight.view(-1)[positions])
     expected.load_weights({**WEIGHTS, name: weight}.items())
     for key, value in model.state_dict().items():
         assert torch.equal(value, expected.state_dict()[key]), key
     everything = torch.arange(weight.numel())
-    assert block.has(weight.shape, everything, weight.view(-1))
-    assert torch.equal(block.of(weight).to(block.stored.dtype), block.stored)
+    assert block.has(tensors, weight.shape, everything, weight.view(-1))
+    stored = block.stored(tensors)
+    assert torch.equal(block.of(weight).to(stored.dtype), stored)
 
 
 def test_a_block_tells_other_values_apart() -> None:
@@ -99,7 +102,7 @@ def test_a_block_tells_other_values_apart() -> None:
     (block,) = find_placements(model, model.load_weights, SHAPES, MODULES).blocks["cut"]
     everything = torch.arange(24)
     model.cut.weight.data.copy_(model.cut.weight.data.flip(0))  # as a kernel's own form
-    assert not block.has(WEIGHTS["cut"].shape, everything, WEIGHTS["cut"].view(-1))
+    assert not block.has(tensors_of(model), WEIGHTS["cut"].shape, everything, WEIGHTS["cut"].view(-1))
 
 
 def test_a_loader_that_computes_spoils_its_own_weight_only() -> None:
@@ -115,6 +118,16 @@ def test_a_loader_that_computes_spoils_its_own_weight_only() -> None:
     found = find_placements(model, load, SHAPES, MODULES)
     assert "q" in found.blocks
     assert found.others == {"k", "turned", "quantized"}
+
+
+def test_a_loader_that_computes_from_the_model_spoils_all_weights() -> None:
+    model = Rank1()
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        model.load_weights(weights)
+        model.derived = model.qk.weight.data * 2
+
+    assert not find_placements(model, load, SHAPES, MODULES).blocks
 
 
 def test_what_a_patch_reloads() -> None:

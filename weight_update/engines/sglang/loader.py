@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-import re
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -14,27 +12,31 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from weight_update.encodings.patch.changes import BITS
 from weight_update.engines.base import WeightChange
+from weight_update.engines.placement import Block, Tensors, bits_of, find_blocks
 from weight_update.engines.sglang.memory import answer, read
-
-PROBES = 8  # elements that are compared before all are
 
 _log = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
-    """Consecutive elements of a parameter that hold a weight: the parameter's name, and the first element."""
+class Placement(NamedTuple):
+    """How a model stores a weight.
 
-    parameter: str
-    start: int
+    Attributes:
+        form: shape and dtype of the weight.
+        blocks: its blocks in parameters; empty if the process has no part of it. None if it is stored in
+            another form.
+    """
+
+    form: tuple[torch.Size, torch.dtype]
+    blocks: tuple[Block, ...] | None
 
 
 # By model and parameter: the digest after the last complete load; empty once a patch found them unchanged.
-_digests: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
+_digests: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
-# By model and weight. None: the weight is not stored as it arrives, or in several places.
-_places: weakref.WeakKeyDictionary[nn.Module, dict[str, Place | None]] = weakref.WeakKeyDictionary()
+# By model and weight.
+_placements: weakref.WeakKeyDictionary[nn.Module, dict[str, Placement]] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -47,12 +49,13 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) ->
     SGLang would end the server. It returns errors to the sender with the answer.
 
     Weights are loaded by ``model.load_weights``, which splits and fuses them. After the first load of a
-    weight, this function looks for its bits in the parameters of its layer. If they are there exactly once,
-    as consecutive elements of one parameter, later changes are written in place, also in parameters that
-    SGLang fuses. The answer names all other weights, such as those of which a process has only a part, and
-    the sender sends them as a whole. It does the same with all weights of a model that has
-    ``post_load_weights``, which computes from them. Before the first patch, all parameters must still have
-    the bits with which they were loaded; if SGLang transforms them, the update fails.
+    weight, this function calls it again with a weight without data, and records where it would be copied to,
+    instead of copying it. If these are blocks of the weight, and the parameters have its bits there, later
+    changes are written in place: also in parameters that SGLang fuses, and in the part of a weight that a
+    tensor-parallel rank has. The answer names the weights that are stored in another form, and the sender
+    sends them as a whole. It does the same with all weights of a model that computes from them when they are
+    loaded, such as one with ``post_load_weights``. Before the first patch, all parameters must still have the
+    bits with which they were loaded; if SGLang transforms them, the update fails.
 
     Args:
         model: the model of the process.
@@ -61,7 +64,9 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) ->
     for text, _ in named_tensors:
         order = json.loads(text)
         try:
-            content: dict[str, str | list[str]] = {"kept": _PERFORM[order["kind"]](model, read(order))}
+            content: dict[str, str | dict[str, bool]] = {
+                "in_place": _PERFORM[order["kind"]](model, read(order))
+            }
         except Exception:  # noqa: BLE001 - the sender gets it, and raises it
             content = {"error": traceback.format_exc()}
         try:
@@ -70,35 +75,54 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) ->
             _log.exception("no answer to weight_update; content: %s", content)
 
 
-def _load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
+def _load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, bool]:
     model.load_weights(list(weights.items()))  # type: ignore[operator]
+    if not _derives(model):
+        _find_placements(model, weights)
+    return {}
+
+
+def _find_placements(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Find out how the model stores weights that it has just loaded, unless that is known."""
+    known = _placements.setdefault(model, {})
+    forms = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
+    new = {name: form for name, form in forms.items() if name not in known or known[name].form != form}
+    if not new:
+        return
     parameters = dict(model.named_parameters())
-    places = _places.setdefault(model, {})
-    for name, weight in weights.items():
-        if name not in places and not _constant(weight):
-            found = [
-                Place(key, start)
-                for key, parameter in parameters.items()
-                if _layer(key) == _layer(name)
-                for start in _starts(weight, parameter)
-            ]
-            places[name] = found[0] if len(found) == 1 else None
-    return []
+    found = find_blocks(model, model.load_weights, new)  # type: ignore[arg-type]
+    for name, form in new.items():
+        blocks = found.get(name)
+        if blocks is not None and not all(_holds(parameters, block, weights[name]) for block in blocks):
+            blocks = None
+        known[name] = Placement(form, blocks)
 
 
-def _load_elements(model: nn.Module, packed: Mapping[str, torch.Tensor]) -> list[str]:
-    """Write elements in place; return the names of the weights where that is not possible."""
+def _holds(parameters: Tensors, block: Block, weight: torch.Tensor) -> bool:
+    """Return whether a block of a weight is stored bit for bit, in a parameter."""
+    if block.tensor not in parameters:
+        return False  # a buffer, which SGLang may change
+    stored = block.stored(parameters)
+    return torch.equal(bits_of(stored), bits_of(block.of(weight).to(stored)))
+
+
+def _load_elements(model: nn.Module, packed: Mapping[str, torch.Tensor]) -> dict[str, bool]:
+    """Write elements in place; return for each weight of this process whether that is possible."""
     _check_unchanged(model)
     parameters = dict(model.named_parameters())
-    places = {} if _derives(model) else _places.get(model, {})
-    left = []
+    known = _placements.get(model, {})
+    in_place = {}
     for name, content in packed.items():
-        place = places.get(name)
-        if place is None:
-            left.append(name)
-        else:
-            _write(parameters[place.parameter], place.start, content)
-    return left
+        placement = known.get(name)
+        if placement is None or placement.blocks is None:
+            in_place[name] = False
+        elif placement.blocks:
+            in_place[name] = True
+            shape, dtype = placement.form
+            positions, values = _unpack(content, dtype)
+            for block in placement.blocks:
+                block.write(parameters, shape, positions, values)
+    return in_place
 
 
 def _derives(model: nn.Module) -> bool:
@@ -110,11 +134,11 @@ def _derives(model: nn.Module) -> bool:
     return any(getattr(module, "post_load_weights", None) is not None for module in model.modules())
 
 
-def _remember(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> list[str]:
+def _remember(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> dict[str, bool]:
     """Note the bits of all parameters, which now have a complete version."""
     if _digests.get(model) != {}:
         _digests[model] = {key: _digest(parameter) for key, parameter in model.named_parameters()}
-    return []
+    return {}
 
 
 def _check_unchanged(model: nn.Module) -> None:
@@ -132,7 +156,7 @@ def _check_unchanged(model: nn.Module) -> None:
     _digests[model] = {}
 
 
-_PERFORM: Mapping[str, Callable[[nn.Module, Mapping[str, torch.Tensor]], list[str]]] = {
+_PERFORM: Mapping[str, Callable[[nn.Module, Mapping[str, torch.Tensor]], dict[str, bool]]] = {
     "weights": _load_weights,
     "elements": _load_elements,
     "remember": _remember,
@@ -146,53 +170,16 @@ def pack(change: WeightChange) -> torch.Tensor:
     return torch.cat([change.positions.view(torch.uint8), change.values.contiguous().view(torch.uint8)])
 
 
-def _write(parameter: torch.Tensor, start: int, packed: torch.Tensor) -> None:
-    flat = parameter.data.view(-1)
-    count = packed.numel() // (8 + flat.element_size())
-    positions = packed[: 8 * count].view(torch.int64).to(flat.device) + start
-    values = packed[8 * count :].view(flat.dtype).to(flat.device)
-    bits = BITS.get(flat.element_size(), flat.dtype)
-    flat.view(bits)[positions] = values.view(bits)
+def _unpack(packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return positions and values of :func:`pack`, as views."""
+    count = packed.numel() // (8 + dtype.itemsize)
+    return packed[: 8 * count].view(torch.int64), packed[8 * count :].view(dtype)
 
 
-def _digest(parameter: torch.Tensor) -> int:
-    """Return a number that depends on the bits of all elements, and on their order."""
+def _digest(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return numbers that depend on the layout, on the bits of all elements, and on their order."""
     total = 0
-    bits = BITS.get(parameter.element_size(), parameter.dtype)
-    for part in torch.split(parameter.data.reshape(-1).view(bits), 1 << 22):
+    for part in torch.split(bits_of(parameter.data.reshape(-1)), 1 << 22):
         factors = torch.arange(1, len(part) + 1, device=part.device)
         total = (31 * total + int((part.to(torch.int64) * factors).sum())) % (1 << 61)
-    return total
-
-
-def _layer(name: str) -> str:
-    """Return the name up to its first number; empty if it has none."""
-    found = re.match(r"(.*?\.\d+)\.", name)
-    return found[1] if found else ""
-
-
-def _constant(weight: torch.Tensor) -> bool:
-    """Return whether all elements are equal, so that any arrangement of them looks the same."""
-    flat = weight.reshape(-1)
-    return flat.numel() < 2 or bool((flat == flat[0]).all())
-
-
-def _starts(weight: torch.Tensor, parameter: torch.Tensor) -> list[int]:
-    """Return the first elements of all places in ``parameter`` that hold the bits of ``weight``, by rows."""
-    width = math.prod(weight.shape[1:])
-    rows, spare = weight.numel() // width, parameter.numel() - weight.numel()
-    if (
-        weight.dtype != parameter.dtype
-        or parameter.shape[parameter.ndim - weight.ndim + 1 :] != weight.shape[1:]
-        or spare < 0
-        or not parameter.is_contiguous()
-    ):
-        return []
-    bits = BITS.get(weight.element_size(), weight.dtype)
-    theirs = parameter.data.view(-1).view(bits)
-    ours = weight.to(parameter.device).contiguous().view(-1).view(bits)
-    starts = torch.arange(0, spare + 1, width, device=ours.device)
-    for row in range(0, rows, max(1, rows // PROBES)):
-        probe = row * width + row % width
-        starts = starts[theirs[starts + probe] == ours[probe]]
-    return [start for start in starts.tolist() if torch.equal(theirs[start : start + len(ours)], ours)]
+    return int(parameter.storage_offset()), *parameter.stride(), total

@@ -106,7 +106,9 @@ class Session:
                 yield change.name, pack(change)
 
         for batch in batches(elements(), self._batch_bytes):
-            in_place.update(dict.fromkeys(self._order("elements", batch), False))
+            written = self._order("elements", batch)
+            for name, _ in batch:
+                in_place[name] = in_place[name] and written.get(name, False)  # missing: no process has it
         left = [(name, whole[name]) for name, good in in_place.items() if not good]
         for batch in batches(left, self._batch_bytes):
             self._order("weights", batch)
@@ -125,8 +127,8 @@ class Session:
         """End the session of an update that failed."""
         self._calls.end()
 
-    def _order(self, kind: str, batch: list[tuple[str, torch.Tensor]]) -> set[str]:
-        """Send a batch; return the names that some process did not take."""
+    def _order(self, kind: str, batch: list[tuple[str, torch.Tensor]]) -> dict[str, bool]:
+        """Send a batch; return for each weight that some process has whether all wrote it in place."""
         self._calls.load(self._memory.write(kind, dict(batch)))
         answers = self._memory.answers(self._ranks, self._answer_seconds)
         for content in answers:
@@ -139,4 +141,5 @@ class Session:
                 "open this process's memory: run the receiver as the same user, on the same host and in the "
                 "same container as the server"
             )
-        return {name for content in answers for name in content["kept"]}
+        found: list[dict[str, bool]] = [content["in_place"] for content in answers]
+        return {name: all(one.get(name, True) for one in found) for name in set().union(*found)}

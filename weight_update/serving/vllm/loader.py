@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from weight_update.engines.base import WeightChange
-from weight_update.serving.vllm.placement import Block, Placements, find_modules, find_placements
+from weight_update.engines.placement import Block, Tensors, tensors_of
+from weight_update.serving.vllm.placement import Placements, find_modules, find_placements
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -113,9 +114,10 @@ class ModelLoader:
         """Find out how weights are stored, and check it with elements of the version just loaded."""
         modules = find_modules(self._model, self._load_into_model, self._shapes, self._config)
         self.placements = find_placements(self._model, self._load_into_model, self._shapes, modules)
+        tensors = tensors_of(self._model)
         for name, (positions, values) in self._samples.items():
             blocks = self.placements.blocks.get(name, ())
-            if not all(block.has(self._shapes[name][0], positions, values) for block in blocks):
+            if not all(block.has(tensors, self._shapes[name][0], positions, values) for block in blocks):
                 self.placements.drop(name)
         self._shapes, self._samples = {}, {}
         _log.info("how patches are loaded, in weights of the trainer: %s", self.placements)
@@ -140,8 +142,9 @@ class ModelLoader:
         changes = list(changes)
         names, modules = self.placements.reload_of([one.name for one in changes if one.values.numel()])
         in_place = [change for change in changes if change.name not in names]
+        tensors = tensors_of(self._model)
         for change in in_place:
-            self._patch_in_place(change, self.placements.blocks[change.name])
+            self._patch_in_place(change, self.placements.blocks[change.name], tensors)
         if names:
             self._reload([(one.name, one.weight) for one in changes if one.name in names], modules)
         self._process_attention()
@@ -149,12 +152,12 @@ class ModelLoader:
         self.last_patch = PatchCounts(len(in_place), elements, len(names))
         return self.last_patch
 
-    def _patch_in_place(self, change: WeightChange, blocks: Iterable[Block]) -> None:
+    def _patch_in_place(self, change: WeightChange, blocks: Iterable[Block], tensors: Tensors) -> None:
         for block in blocks:
             if change.positions is None:
-                block.stored.copy_(block.of(change.weight))
+                block.stored(tensors).copy_(block.of(change.weight))
             else:
-                block.write(change.weight.shape, change.positions, change.values)
+                block.write(tensors, change.weight.shape, change.positions, change.values)
 
     def _reload(self, weights: Iterable[tuple[str, torch.Tensor]], modules: Iterable[str]) -> None:
         """Load all weights of some modules, and process the modules again."""
