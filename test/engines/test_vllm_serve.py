@@ -181,20 +181,20 @@ def test_a_request_that_runs_during_an_update(server: Server, policy: Any, pause
     with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
         scheme.init_on_sender(model=policy, num_workers=server.world_size())
         connect_servers(scheme, server, pause=pause)
-        before = server.complete(PROMPT, 200)["choices"][0]["token_ids"]
+        before = server.complete(PROMPT, 440)["choices"][0]["token_ids"]
         answers: list[dict[str, Any]] = []
-        thread = threading.Thread(target=lambda: answers.append(server.complete(PROMPT, 200)["choices"][0]))
+        thread = threading.Thread(target=lambda: answers.append(server.complete(PROMPT, 440)["choices"][0]))
         thread.start()
-        time.sleep(0.3)  # the request runs; 200 tokens take longer
+        time.sleep(0.3)  # the request runs; 440 tokens take longer
         train(policy, 0.5)
         scheme.send()
         thread.join(60.0)
         (found,) = answers
         if pause == "abort":
             assert found["finish_reason"] == "abort"
-            assert len(found["token_ids"]) < 200
+            assert len(found["token_ids"]) < 440
         else:
-            assert len(found["token_ids"]) == 200
+            assert len(found["token_ids"]) == 440
             assert (found["token_ids"] == before) == (pause == "wait")
             versions = [span["version"] for span in found["weight_versions"]]
             assert versions == (["0"] if pause == "wait" else ["0", "1"])
