@@ -61,7 +61,7 @@ class RunningStatus(_Name):
     """It trains or explores."""
 
     REQUIRE_SYNC = "require_sync"
-    """It waits or is about to wait: an explorer for new weights, a trainer for explorers."""
+    """An explorer waits, or is about to wait, for new weights; a trainer waits for explorers."""
 
 
 @dataclass(frozen=True)
