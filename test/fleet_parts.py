@@ -11,7 +11,6 @@ import signal
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -133,18 +132,9 @@ Usage = Counter[str]
 
 
 class Fleet:
-    """A trainer that starts without engines, and then has ``count``.
+    """A trainer that starts without engines, and then has ``count``."""
 
-    ``engines`` holds further arguments of the engines' schemes.
-    """
-
-    def __init__(
-        self,
-        kind: type[WeightSyncScheme],
-        count: int,
-        stack: ExitStack,
-        engines: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, kind: type[WeightSyncScheme], count: int, stack: ExitStack) -> None:
         self.board = Board(count)
         self.launcher = RemoteObject(Launcher, kind, self.board, name="launcher")
         stack.callback(self.launcher.stop)
@@ -155,7 +145,7 @@ class Fleet:
         self.scheme.init_on_sender(model=self.model, num_workers=0)
         self.scheme.add_observer(self.metrics)
         self.scheme.connect()
-        where = {"address": self.scheme.address, "token": "fleet", **(engines or {})}
+        where = {"address": self.scheme.address, "token": "fleet"}
         if isinstance(self.scheme, DistributedWeightSyncScheme):
             where["port"] = self.scheme.port
         self.launcher.call("configure", **where)

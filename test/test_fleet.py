@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 from fleet_parts import LIMIT, MODEL_BYTES, Fleet, Usage, Watched
@@ -30,19 +29,19 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "engines", "count", "restarts"),
+    ("kind", "count", "restarts"),
     [
-        slow(SharedMemWeightSyncScheme, None, 8, 6),
-        slow(DistributedWeightSyncScheme, None, 8, 6),
-        slow(SharedMemWeightSyncScheme, None, 100, 60),
-        slow(DistributedWeightSyncScheme, None, 100, 60),
+        slow(SharedMemWeightSyncScheme, 8, 6),
+        slow(DistributedWeightSyncScheme, 8, 6),
+        slow(SharedMemWeightSyncScheme, 100, 60),
+        slow(DistributedWeightSyncScheme, 100, 60),
     ],
 )
 @pytest.mark.timeout(600)
 def test_engines_that_come_and_go(
-    kind: type[WeightSyncScheme], engines: dict[str, Any] | None, count: int, restarts: int, stack: ExitStack
+    kind: type[WeightSyncScheme], count: int, restarts: int, stack: ExitStack
 ) -> None:
-    fleet = Fleet(kind, count, stack, engines)
+    fleet = Fleet(kind, count, stack)
     trainer = stack.enter_context(ThreadPoolExecutor(1))
     before = slow_down(fleet, trainer)
     rng = random.Random(count)
