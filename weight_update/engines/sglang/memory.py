@@ -29,6 +29,7 @@ class SharedBatch:
         self._data, self._answers = os.memfd_create(NAME), os.memfd_create(NAME)
         for fd in (self._data, self._answers):
             os.fchmod(fd, 0o600)
+        self._number = 0  # of the last order
 
     def close(self) -> None:
         """Free the memory."""
@@ -45,16 +46,21 @@ class SharedBatch:
         ):
             view.copy_(tensor)
         here = f"/proc/{os.getpid()}/fd"
-        order = {"data": f"{here}/{self._data}", "answers": f"{here}/{self._answers}"}
+        self._number += 1
+        order = {"data": f"{here}/{self._data}", "answers": f"{here}/{self._answers}", "number": self._number}
         return json.dumps({"kind": kind, "schema": schema.to_header(), **order})
 
     def answers(self, count: int, seconds: float) -> list[dict[str, Any]]:
-        """Return the answers to the last order: wait for ``count`` of them, at most ``seconds``."""
+        """Return the answers to the last order: wait for ``count`` of them, at most ``seconds``.
+
+        A process that was late with an earlier order may answer that one meanwhile.
+        """
         deadline = time.monotonic() + seconds
         while True:
             *lines, _ = os.pread(self._answers, os.fstat(self._answers).st_size, 0).split(b"\n")
-            if len(lines) >= count or time.monotonic() >= deadline:
-                return [json.loads(line) for line in lines]
+            found = [one for one in map(json.loads, lines) if one["number"] == self._number]
+            if len(found) >= count or time.monotonic() >= deadline:
+                return found
             time.sleep(_POLL_SECONDS)
 
 
@@ -77,7 +83,7 @@ def answer(order: Mapping[str, Any], content: Mapping[str, Any]) -> None:
     """Append an answer to an order; several processes may do so at once."""
     fd = _opened(order["answers"], os.O_WRONLY | os.O_APPEND)
     try:
-        os.write(fd, json.dumps(content).encode() + b"\n")
+        os.write(fd, json.dumps({**content, "number": order["number"]}).encode() + b"\n")
     finally:
         os.close(fd)
 
