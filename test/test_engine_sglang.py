@@ -381,8 +381,7 @@ def test_a_pipeline_stage_that_loads_later(stand_in: Any, connected: Any) -> Non
 
 @both
 def test_without_loads_changes_each_update_loads_all_weights(stand_in: Any, connected: Any) -> None:
-    """The remedy that the error for transformed weights names."""
-    stand_in.transforms = True  # which patches would not survive
+    stand_in.transforms = True
     source, engine = Source(), adapter(stand_in, loads_changes=False)
     scheme = connected(source, engine, PatchEncoding())
     stand_in.model.loads.clear()
@@ -469,13 +468,55 @@ def test_a_session_that_another_receiver_left_open(stand_in: Any, connected: Any
 
 @both
 def test_weights_that_sglang_transforms(stand_in: Any, connected: Any) -> None:
-    """A patch is refused before an element is written; the next update carries all weights."""
+    """Each update loads all weights of the module, and those stored in another form; others are patched."""
     stand_in.transforms = True
-    source = Source()
-    scheme = connected(source, adapter(stand_in), PatchEncoding())
-    source.change()
-    with pytest.raises(SyncFailedError, match=r"no patches: layers\.0\.out;.*loads_changes=False"):
-        scheme.send()
+    stand_in.others, stand_in.info["tp_size"] = [Model(rank=1)], 2
+    source, engine = Source(), adapter(stand_in)
+    scheme = connected(source, engine, PatchEncoding())
+    transformed = [name for name in source.state_dict() if name.startswith("layers.0")] + ["layers.1.turned"]
+    for number in range(3):
+        stand_in.model.loads.clear()
+        with torch.no_grad():
+            source.layers[1]["out"].add_(1.0)
+            source.layers[1]["out"][0, 0] -= number  # a patch of single elements, and one of all
+            source.layers[0]["q"][1, 1] += number
+        assert scheme.send().encoding == "patch"
+        assert sorted(stand_in.model.loads) == sorted(transformed)
+        assert engine.last_patch == {**dict.fromkeys(transformed, False), "layers.1.out": True}
+        assert torch.equal(stand_in.model.layers[0].out, source.layers[0]["out"].flip(0))
+        for model in (stand_in.model, *stand_in.others):
+            assert torch.equal(model.layers[0].qk[:8], source.layers[0]["q"])
+            assert torch.equal(model.layers[1].out, source.layers[1]["out"])
+
+
+@both
+def test_parameters_that_sglang_adds_and_removes(stand_in: Any, connected: Any) -> None:
+    """It stores a weight as a packed parameter, and loads it from there again."""
+    source, engine = Source(), adapter(stand_in)
+    scheme = connected(source, engine, PatchEncoding())
+    layer = stand_in.model.layers[1]
+    layer.packed, layer.cut = nn.Parameter(layer.cut.detach().clone()), nn.Parameter(layer.cut.detach()[:0])
+    del layer._parameters["split"]
+    layer.split = layer.packed.new_empty(4, 6)
+    with torch.no_grad():
+        source.layers[0]["out"][0, 0] = 7.0
+    layer.cut = nn.Parameter(torch.zeros(6, 4))  # as SGLang's begin_weight_update does
+    scheme.send()
+    assert torch.equal(layer.cut, source.layers[1]["cut"][:, :4])
+    assert engine.last_patch["layers.0.out"]
+    assert not engine.last_patch["layers.1.out"]
+
+
+@both
+def test_a_patch_without_weights_that_sglang_transforms(stand_in: Any, connected: Any) -> None:
+    stand_in.transforms = True
+    engine = adapter(stand_in)
+    connected(Source(), engine, PatchEncoding())
+    weight = torch.ones(6, 6)
+    engine.begin_update(1)
+    with pytest.raises(RuntimeError, match=r"transforms these .*needs them: layers\.0\.cut, layers\.0\.k,"):
+        engine.load_changes(iter([WeightChange("layers.0.out", None, weight, weight)]), 0)
+    engine.abort_update(1)
 
 
 @both
@@ -563,19 +604,12 @@ def test_an_order_for_another_file(tmp_path: Any) -> None:
 
 
 @both
-@pytest.mark.parametrize("transforms", [False, True])
-def test_patches_of_whole_weights(stand_in: Any, connected: Any, transforms: bool) -> None:
-    """Before the first patch SGLang's weights are checked, also if the patch changes no single elements."""
-    stand_in.transforms = transforms
+def test_patches_of_whole_weights(stand_in: Any, connected: Any) -> None:
+    """A patch that replaces all elements of a weight, and one of a single element after it."""
     engine = adapter(stand_in)
     connected(Source(), engine, PatchEncoding())
     name, weight = "layers.0.out", torch.ones(6, 6)
     engine.begin_update(1)
-    if transforms:
-        with pytest.raises(RuntimeError, match=r"no patches: layers\.0\.out;"):
-            engine.load_changes(iter([WeightChange(name, None, weight, weight)]), 0)
-        engine.abort_update(1)
-        return
     engine.load_changes(iter([WeightChange(name, None, weight, weight)]), 0)
     engine.finish_update(1)
     assert engine.last_patch == {name: False}

@@ -16,9 +16,12 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 TOKENS = 8
 WAIT = 60.0
 
-# SGLang's processes find this library, the stand-ins for packages that need CUDA, and its CPU backend.
+HERE = Path(__file__).parent
+
+# SGLang's processes find this library, stand-ins for CUDA packages, the tests' models, and its CPU backend.
 ENVIRONMENT = {
-    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'test' / 'engines' / 'without_gpu'}",
+    "PYTHONPATH": os.pathsep.join(map(str, [ROOT, HERE / "without_gpu", HERE])),
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_models",
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_CPU_OMP_THREADS_BIND": "0|0",  # the core of each rank
 }
@@ -40,8 +43,8 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def trainer(folder: Path) -> Any:
-    """Return a tiny Qwen3 of Hugging Face, whose configuration is in ``folder`` for SGLang."""
+def trainer(folder: Path, architecture: str = "Qwen3ForCausalLM") -> Any:
+    """Return a tiny Qwen3 of Hugging Face, whose configuration is in ``folder`` for SGLang's class."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -59,7 +62,7 @@ def trainer(folder: Path) -> Any:
         eos_token_id=2,
     )
     model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.config.architectures = ["Qwen3ForCausalLM"]
+    model.config.architectures = [architecture]
     model.config.save_pretrained(folder)
     return model
 

@@ -55,11 +55,11 @@ def get(url: str, body: Any = None) -> Any:
 
 
 @contextmanager
-def serving(folder: Path, **options: Any) -> Iterator[Any]:
+def serving(folder: Path, architecture: str = "Qwen3ForCausalLM", **options: Any) -> Iterator[Any]:
     """Start a server; yield the trainer's model, and the URL."""
     from sglang.srt.utils import kill_process_tree
 
-    source, port = trainer(folder), free_port()
+    source, port = trainer(folder, architecture), free_port()
     url, log = f"http://127.0.0.1:{port}", folder / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -128,6 +128,24 @@ def test_two_ranks(tmp_path: Path, split: str) -> None:
             assert not [name for name, in_place in engine.last_patch.items() if not in_place]
             matrices = {name for name in source.state_dict() if "norm" not in name}
             assert engine.last_patch.keys() >= matrices
+        receiver.shutdown()
+        sender.shutdown()
+
+
+def test_weights_that_sglang_transforms(tmp_path: Path) -> None:
+    """Each update loads all weights of a transformed module, because SGLang transforms it again."""
+    with serving(tmp_path, "FlippedQwen3ForCausalLM") as (source, url):
+        engine = SGLangServer(url, api_key="user", admin_api_key="admin")
+        sender, receiver = connected(source, engine)
+        transformed = {
+            name for name in source.state_dict() if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+        }
+        assert generate(url)["output_ids"] == answer_of(source)
+        for version in range(1, 4):
+            change(source.model.layers[0].mlp if version == 2 else source, version)
+            assert sender.send().encoding == "patch"
+            assert generate(url)["output_ids"] == answer_of(source)
+            assert {name for name, in_place in engine.last_patch.items() if not in_place} == transformed
         receiver.shutdown()
         sender.shutdown()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -39,8 +39,9 @@ class SGLangEngine(ExclusiveEngine):
         timeout: as for :class:`~weight_update.engines.ExclusiveEngine`.
 
     Attributes:
-        last_patch: for each weight that the last patch changed, whether the elements were written in place.
-            False: SGLang stores the weight in another form, so it was loaded as a whole.
+        last_patch: for each weight that the last patch wrote, whether the elements were written in place.
+            False: SGLang stores the weight in another form, or transforms its module after loading, so it was
+            loaded as a whole.
 
     Raises:
         RuntimeError: the engine was not started with our loader.
@@ -76,6 +77,9 @@ class SGLangEngine(ExclusiveEngine):
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._session.load(weights)
+
+    def needs_with(self, changed: Collection[str]) -> Collection[str]:
+        return self._session.needs_with()
 
     def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
         self.last_patch = self._session.load_changes(changes)

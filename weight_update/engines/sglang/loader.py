@@ -7,6 +7,7 @@ import logging
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -32,11 +33,30 @@ class Placement(NamedTuple):
     blocks: tuple[Block, ...] | None
 
 
-# By model and parameter: the digest after the last complete load; empty once a patch found them unchanged.
-_digests: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, ...]]] = weakref.WeakKeyDictionary()
+@dataclass
+class Loaded:
+    """What a process of SGLang knows of a model that has loaded weights.
 
-# By model and weight.
-_placements: weakref.WeakKeyDictionary[nn.Module, dict[str, Placement]] = weakref.WeakKeyDictionary()
+    Attributes:
+        placements: how the model stores each weight, by name.
+        digests: digest of each parameter after the last complete load, by name; None before.
+        transformed: names of the modules that SGLang transformed after that load. None until the first patch.
+    """
+
+    placements: dict[str, Placement] = field(default_factory=dict)
+    digests: dict[str, tuple[int, ...]] | None = None
+    transformed: set[str] | None = None
+
+    def blocks(self, name: str) -> tuple[Block, ...] | None:
+        """Return the blocks in which a weight takes elements; None if it must be loaded as a whole."""
+        placement = self.placements.get(name)
+        blocks = None if placement is None else placement.blocks
+        if blocks is None or any(block.module in (self.transformed or ()) for block in blocks):
+            return None
+        return blocks
+
+
+_models: weakref.WeakKeyDictionary[nn.Module, Loaded] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -54,8 +74,9 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) ->
     changes are written in place: also in parameters that SGLang fuses, and in the part of a weight that a
     tensor-parallel rank has. The answer names the weights that are stored in another form, and the sender
     sends them as a whole. It does the same with all weights of a model that computes from them when they are
-    loaded, such as one with ``post_load_weights``. Before the first patch, all parameters must still have the
-    bits with which they were loaded; if SGLang transforms them, the update fails.
+    loaded, such as one with ``post_load_weights``. Before the first patch, this function finds the parameters
+    whose bits SGLang has transformed after they were loaded. SGLang transforms their modules again at the end
+    of each update, so each update loads all weights of these modules.
 
     Args:
         model: the model of the process.
@@ -77,20 +98,19 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) ->
 
 def _load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, bool]:
     model.load_weights(list(weights.items()))  # type: ignore[operator]
-    if not _derives(model):
-        _find_placements(model, weights)
+    _find_placements(model, weights)
     return {}
 
 
 def _find_placements(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Find out how the model stores weights that it has just loaded, unless that is known."""
-    known = _placements.setdefault(model, {})
+    known = _models.setdefault(model, Loaded()).placements
     forms = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
     new = {name: form for name, form in forms.items() if name not in known or known[name].form != form}
     if not new:
         return
     parameters = dict(model.named_parameters())
-    found = find_blocks(model, model.load_weights, new)  # type: ignore[arg-type]
+    found = {} if _derives(model) else find_blocks(model, model.load_weights, new)  # type: ignore[arg-type]
     for name, form in new.items():
         blocks = found.get(name)
         if blocks is not None and not all(_holds(parameters, block, weights[name]) for block in blocks):
@@ -108,19 +128,18 @@ def _holds(parameters: Tensors, block: Block, weight: torch.Tensor) -> bool:
 
 def _load_elements(model: nn.Module, packed: Mapping[str, torch.Tensor]) -> dict[str, bool]:
     """Write elements in place; return for each weight of this process whether that is possible."""
-    _check_unchanged(model)
+    loaded = _loaded(model)
     parameters = dict(model.named_parameters())
-    known = _placements.get(model, {})
     in_place = {}
     for name, content in packed.items():
-        placement = known.get(name)
-        if placement is None or placement.blocks is None:
+        blocks = loaded.blocks(name)
+        if blocks is None:
             in_place[name] = False
-        elif placement.blocks:
+        elif blocks:
             in_place[name] = True
-            shape, dtype = placement.form
+            shape, dtype = loaded.placements[name].form
             positions, values = _unpack(content, dtype)
-            for block in placement.blocks:
+            for block in blocks:
                 block.write(parameters, shape, positions, values)
     return in_place
 
@@ -136,30 +155,41 @@ def _derives(model: nn.Module) -> bool:
 
 def _remember(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> dict[str, bool]:
     """Note the bits of all parameters, which now have a complete version."""
-    if _digests.get(model) != {}:
-        _digests[model] = {key: _digest(parameter) for key, parameter in model.named_parameters()}
+    loaded = _models.setdefault(model, Loaded())
+    if loaded.transformed is None:
+        loaded.digests = _digests(model)
     return {}
 
 
-def _check_unchanged(model: nn.Module) -> None:
-    noted = _digests.get(model)
-    if noted is None:
+def _compare(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> dict[str, bool]:
+    """Find the modules that SGLang has transformed; return, as False, the weights to load in each update.
+
+    If there are such modules, these are all weights that take no elements: they may belong to the modules.
+    """
+    loaded = _loaded(model)
+    if loaded.transformed is None:
+        before, now = loaded.digests or {}, _digests(model)
+        changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
+        loaded.digests, loaded.transformed = {}, {key.rpartition(".")[0] for key in changed}
+        if changed:
+            _log.info("SGLang transforms these after loading, so patches load them: %s", sorted(changed))
+    if not loaded.transformed:
+        return {}
+    return {name: False for name in loaded.placements if loaded.blocks(name) is None}
+
+
+def _loaded(model: nn.Module) -> Loaded:
+    loaded = _models.get(model)
+    if loaded is None or loaded.digests is None:
         raise RuntimeError("SGLang has been started again since the last update; send all weights")
-    changed = [
-        key for key, parameter in model.named_parameters() if noted and noted[key] != _digest(parameter)
-    ]
-    if changed:
-        raise RuntimeError(
-            f"SGLang transforms weights after loading, so they take no patches: {', '.join(changed)}; "
-            "create the engine with loads_changes=False"
-        )
-    _digests[model] = {}
+    return loaded
 
 
 _PERFORM: Mapping[str, Callable[[nn.Module, Mapping[str, torch.Tensor]], dict[str, bool]]] = {
     "weights": _load_weights,
     "elements": _load_elements,
     "remember": _remember,
+    "compare": _compare,
 }
 
 
@@ -174,6 +204,10 @@ def _unpack(packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     """Return positions and values of :func:`pack`, as views."""
     count = packed.numel() // (8 + dtype.itemsize)
     return packed[: 8 * count].view(torch.int64), packed[8 * count :].view(dtype)
+
+
+def _digests(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {key: _digest(parameter) for key, parameter in model.named_parameters()}
 
 
 def _digest(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 import torch
@@ -86,6 +86,9 @@ class SGLangServer(InferenceEngine):
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._session.load(weights)
+
+    def needs_with(self, changed: Collection[str]) -> Collection[str]:
+        return self._session.needs_with()
 
     def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
         self.last_patch = self._session.load_changes(changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -74,6 +74,8 @@ class Session:
         self._ranks = stages * int(info["tp_size"])
         self._answer_seconds = _STAGE_SECONDS if stages > 1 else 0.0
         self._loaded = False  # whole weights, in this update
+        self._names: set[str] = set()  # of the weights of the last whole version
+        self._reloaded: set[str] | None = None  # in each update; None: not known before the first patch
         self._memory = SharedBatch()
         weakref.finalize(self, self._memory.close)
 
@@ -90,25 +92,45 @@ class Session:
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load whole weights; raise RuntimeError with SGLang's traceback if that failed."""
+        if not self._loaded:
+            self._names = set()
         for batch in batches(weights, self._batch_bytes):
             self._order("weights", batch)
-        self._loaded = True
+            self._names.update(name for name, _ in batch)
+        self._loaded, self._reloaded = True, None
+
+    def needs_with(self) -> Collection[str]:
+        """Return the weights of modules that SGLang transforms; all weights if these are not known yet."""
+        return self._names if self._reloaded is None else self._reloaded
 
     def load_changes(self, changes: Iterator[WeightChange]) -> dict[str, bool]:
-        """Load changes; return for each weight whether its elements were written in place."""
+        """Load changes; return for each weight whether its elements were written in place.
+
+        Raises:
+            RuntimeError: SGLang reports a failure, or weights of :meth:`needs_with` are missing.
+        """
+        if self._reloaded is None:
+            self._reloaded = self._names.intersection(self._order("compare", []))
+        reloaded = self._reloaded
         whole: dict[str, torch.Tensor] = {}
         in_place: dict[str, bool] = {}
 
         def elements() -> Iterator[tuple[str, torch.Tensor]]:
             for change in changes:
+                if change.name not in reloaded and change.positions is not None and not len(change.positions):
+                    continue
                 whole[change.name] = change.weight
-                in_place[change.name] = change.positions is not None
+                in_place[change.name] = change.positions is not None and change.name not in reloaded
                 yield change.name, pack(change)
 
         for batch in batches(elements(), self._batch_bytes):
             written = self._order("elements", batch)
             for name, _ in batch:
                 in_place[name] = in_place[name] and written.get(name, False)  # missing: no process has it
+        if missing := reloaded - whole.keys():
+            raise RuntimeError(
+                f"SGLang transforms these weights, and needs them: {', '.join(sorted(missing))}"
+            )
         left = [(name, whole[name]) for name, good in in_place.items() if not good]
         for batch in batches(left, self._batch_bytes):
             self._order("weights", batch)
