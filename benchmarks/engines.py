@@ -1,4 +1,4 @@
-"""Patches into the model of an inference engine, beside loading all weights."""
+"""Patches into the model of an inference engine that generates, beside loading all weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,23 +16,20 @@ from benchmarks.processes import Process
 from benchmarks.report import Figure, Table, Unable, chosen, machine, ratio, say
 from benchmarks.targets import Target, target, targets_table
 from benchmarks.updates import Weights, change
-from weight_update import (
-    InferenceEngine,
-    PatchEncoding,
-    SharedMemWeightSyncScheme,
-    SyncReport,
-    WeightStrategy,
-    WeightSyncScheme,
-)
+from weight_update import PatchEncoding, SharedMemWeightSyncScheme, WeightStrategy, WeightSyncScheme
 from weight_update.engines import TransformersEngine
 from weight_update.wire.memory import digest
 
 QUICK = "40 MB, 2 turns"
 
-LOADED, PATCHED = "dense, load_state_dict()", "patch, TransformersEngine"
+LOADED = "dense, load_state_dict()"
+PATCHED = "patch, tensors exchanged"
+IN_PLACE = "patch, elements written in place"
 _LINKS = {"1 Gbit/s": 1e9 / 8, "10 Gbit/s": 10e9 / 8}
 _VOCABULARY, _LAYERS = 32_000, 24
 _WARM = 2
+_PATIENCE = 100.0  # seconds for an answer of an engine
+_PROMPT, _TOKENS, _REQUEST_SECONDS = [1, 2, 3], 24, 2.0
 
 
 def make_model(megabytes: float) -> Any:
@@ -64,18 +61,41 @@ def make_model(megabytes: float) -> Any:
     return model
 
 
-class Loader(InferenceEngine):
+class Engine(TransformersEngine):
+    """An engine that continues requests after an update, and measures how long no step can run.
+
+    Attributes:
+        pauses: seconds of each update in which generation was paused.
+    """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        super().__init__(
+            model,
+            GenerationConfig(max_new_tokens=_TOKENS, do_sample=False, eos_token_id=-1),
+            ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64),
+            pause="keep",
+            **options,
+        )
+        self.pauses: list[float] = []
+
+    def begin_update(self, version: int) -> None:
+        super().begin_update(version)
+        self._since = time.perf_counter()
+
+    def finish_update(self, version: int) -> None:
+        super().finish_update(version)
+        self.pauses.append(time.perf_counter() - self._since)
+
+
+class Loader(Engine):
     """Loads all weights by ``load_state_dict``."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def begin_update(self, version: int) -> None: ...
+    loads_changes = False
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._model.load_state_dict(dict(weights))
-
-    def finish_update(self, version: int) -> None: ...
 
 
 class Receiver:
@@ -83,20 +103,29 @@ class Receiver:
 
     def __init__(self, name: str, scheme: WeightSyncScheme, megabytes: float) -> None:
         self._model, self._scheme = make_model(megabytes), scheme
-        self._engine: Any = Loader(self._model) if name == LOADED else self._transformers_engine()
+        kind = Loader if name == LOADED else Engine
+        self._engine = kind(self._model, stable_addresses=name != PATCHED)
+        self._step = 0.0  # seconds of a decoding step
         scheme.init_on_receiver(model=self._engine, worker_idx=0)
 
-    def _transformers_engine(self) -> TransformersEngine:
-        from transformers import ContinuousBatchingConfig, GenerationConfig
-
-        return TransformersEngine(
-            self._model,
-            GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1),
-            ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64),
-        )
-
     def join(self) -> None:
+        """Connect; then find out how long a decoding step takes."""
         self._scheme.connect()
+        for _ in range(2):
+            start = time.perf_counter()
+            self._engine.generate([_PROMPT])
+            self._step = (time.perf_counter() - start) / _TOKENS
+
+    def submit(self) -> None:
+        """Begin a request, and return when it has some tokens."""
+        tokens = max(_TOKENS, int(_REQUEST_SECONDS / self._step))
+        self._running = self._engine.submit(_PROMPT, max_new_tokens=tokens)
+        time.sleep(4 * self._step)
+
+    def pause(self) -> float | None:
+        """Wait for the answer; return the seconds of the last pause, None if the answer missed the update."""
+        versions = set(self._running.result(_PATIENCE).versions)
+        return self._engine.pauses[-1] if len(versions) == 2 else None
 
     def digests(self) -> list[str]:
         """Return a digest of each weight that the engine generates with."""
@@ -104,26 +133,42 @@ class Receiver:
 
     def close(self) -> None:
         self._scheme.shutdown()
-        if isinstance(self._engine, TransformersEngine):
-            self._engine.close()
+        self._engine.close()
 
 
 def schemes() -> dict[str, WeightSyncScheme]:
-    patch = WeightStrategy("state_dict", encoding=PatchEncoding())
+    def patch() -> WeightStrategy:
+        return WeightStrategy("state_dict", encoding=PatchEncoding())
+
     return {
         LOADED: SharedMemWeightSyncScheme("state_dict"),
-        PATCHED: SharedMemWeightSyncScheme(patch),
+        IN_PLACE: SharedMemWeightSyncScheme(patch()),
+        PATCHED: SharedMemWeightSyncScheme(patch()),
     }
 
 
-def measure(megabytes: float, fraction: float, turns: int) -> dict[str, list[tuple[float, SyncReport]]]:
-    """Send updates by each scheme, in turns; return the seconds and the report of each ``send()``."""
+class Update(NamedTuple):
+    """One measured update.
+
+    Attributes:
+        seconds: from ``send()`` until generation continues.
+        pause: seconds in which no step could run.
+        wire_bytes: bytes that a link would have to carry.
+    """
+
+    seconds: float
+    pause: float
+    wire_bytes: int
+
+
+def measure(megabytes: float, fraction: float, turns: int) -> dict[str, list[Update]]:
+    """Send updates by each scheme, in turns, each while the engine answers a request."""
     model = make_model(megabytes)
     live: Weights = model.state_dict()
     owned = {value.data_ptr(): value for value in live.values()}
     context, found, random = mp.get_context("spawn"), schemes(), np.random.default_rng(0)
     receivers = {}
-    sent: dict[str, list[tuple[float, SyncReport]]] = {name: [] for name in found}
+    sent: dict[str, list[Update]] = {name: [] for name in found}
     try:
         for name, scheme in found.items():
             scheme.init_on_sender(model=model, num_workers=1, ctx=context)
@@ -135,9 +180,14 @@ def measure(megabytes: float, fraction: float, turns: int) -> dict[str, list[tup
         for _ in range(_WARM + turns):
             change(dict(enumerate(owned.values())), fraction, "1..4 ulp", random)  # type: ignore[arg-type]
             for name, scheme in found.items():
+                receivers[name].ask("submit")
                 start = time.perf_counter()
                 report = scheme.send()
-                sent[name].append((time.perf_counter() - start, report))
+                seconds = time.perf_counter() - start
+                pause = receivers[name].ask("pause")
+                if pause is None:
+                    raise Unable(f"{name}: the request ended before the update, or began after it")
+                sent[name].append(Update(seconds, pause, report.wire_bytes))
         expected = [digest(value) for value in live.values()]
         for name, receiver in receivers.items():
             if receiver.ask("digests") != expected:
@@ -169,19 +219,17 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     size, fraction, turns = given.get("size", 1000.0), given.get("fraction", 0.01), given.get("turns", 7)
     say(f"{size:g} MB, {fraction:.1%} changed, {turns} turns")
     found = measure(size, fraction, turns)
-    seconds = {name: Figure(tuple(time for time, _ in sent)) for name, sent in found.items()}
-    pauses = {
-        name: Figure(tuple(report.stall_seconds[0] for _, report in sent)) for name, sent in found.items()
-    }
+    seconds = {name: Figure(tuple(one.seconds for one in sent)) for name, sent in found.items()}
+    pauses = {name: Figure(tuple(one.pause for one in sent)) for name, sent in found.items()}
     over = {
-        (name, link): Figure(tuple(time + report.wire_bytes / speed for time, report in sent))
+        (name, link): Figure(tuple(one.seconds + one.wire_bytes / speed for one in sent))
         for name, sent in found.items()
         for link, speed in _LINKS.items()
     }
     rows = [
         [
             name,
-            Figure(tuple(float(report.wire_bytes) for _, report in sent)).show(1e-6, 1),
+            Figure(tuple(float(one.wire_bytes) for one in sent)).show(1e-6, 1),
             seconds[name].cell(1e3, 0),
             *(over[name, link].cell(1e3, 0) for link in _LINKS),
             pauses[name].cell(1e3, 1),
@@ -190,9 +238,9 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     ]
     yield Table(
         f"A Qwen3 model of {size:g} MB in bfloat16, {fraction:.1%} of its elements changed",
-        "Milliseconds, median (min .. max), from ``send()`` in the trainer until the engine may go on. *on "
-        "one host*: measured, over shared memory. *at 1 (10) Gbit/s*: the same, plus the time that the link "
-        "needs for the bytes. *pause*: time in which the engine may not generate.",
+        "Milliseconds, median (min .. max), from ``send()`` in the trainer until the engine continues a "
+        "request that ran before. *on one host*: measured, over shared memory. *at 1 (10) Gbit/s*: the same, "
+        "plus the time that the link needs for the bytes. *pause*: time in which no decoding step could run.",
         ["update", "MB", "on one host", *(f"at {link}" for link in _LINKS), "pause"],
         rows,
     )
