@@ -23,11 +23,11 @@ if importlib.util.find_spec("vllm"):
 
 
 @pytest.fixture(scope="module")
-def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Return a ``VllmConfig``, while vLLM's groups of one process exist."""
+def vllm_config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return a ``VllmConfig`` of the test module's MODEL, while vLLM's groups of one process exist."""
     from vllm_parts import config, parallel_state
 
-    found = config(tmp_path_factory.mktemp("model"))
+    found = config(tmp_path_factory.mktemp("model"), **getattr(request.module, "MODEL", {}))
     state = parallel_state(found)
     next(state)
     yield found

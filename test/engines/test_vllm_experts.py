@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,23 +20,14 @@ from vllm_parts import (
     Experts,
     OneWorker,
     assert_same,
-    config,
     loaded_by_vllm,
-    parallel_state,
     trainer_model,
     vllm_model,
 )
 
 from weight_update import DistributedWeightSyncScheme
 
-
-@pytest.fixture(scope="module")
-def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    found = config(tmp_path_factory.mktemp("model"), **EXPERTS)
-    state = parallel_state(found)
-    next(state)
-    yield found
-    next(state, None)
+MODEL = EXPERTS
 
 
 @pytest.fixture(autouse=True)

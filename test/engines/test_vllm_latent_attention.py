@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 pytest.importorskip("vllm", reason="make test-engines installs vLLM")
@@ -19,8 +17,6 @@ from vllm_parts import (
     PATCH,
     OneWorker,
     assert_same,
-    config,
-    parallel_state,
     tensors,
     train,
     vllm_model,
@@ -28,14 +24,7 @@ from vllm_parts import (
 
 from weight_update import DistributedWeightSyncScheme
 
-
-@pytest.fixture(scope="module")
-def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    found = config(tmp_path_factory.mktemp("model"), **LATENT)
-    state = parallel_state(found)
-    next(state)
-    yield found
-    next(state, None)
+MODEL = LATENT
 
 
 def loaded(vllm_config: VllmConfig, policy: nn.Module) -> dict[str, torch.Tensor]:
