@@ -35,7 +35,7 @@ class Placement(NamedTuple):
 
 @dataclass
 class Loaded:
-    """What a process of SGLang knows of a model that has loaded weights.
+    """Knowledge of a process of SGLang about a model that has loaded weights.
 
     Attributes:
         placements: how the model stores each weight, by name.
