@@ -161,7 +161,10 @@ class Receiver:
             )
         if chunk.kind is Kind.REFUSED:
             self.refused = True
-            raise _refusal(chunk)
+            reason, problems = chunk.header["reason"], tuple(map(str, chunk.header["problems"]))
+            if problems:
+                raise SchemaMismatchError(reason, problems)
+            raise JoinRefusedError(f"the sender refused this worker: {reason}")
         return chunk
 
     def start(self) -> None:
@@ -316,10 +319,3 @@ class Receiver:
                 return False
         time.sleep(_RETRY_SECONDS)
         return time.monotonic() < deadline and not self._closing.is_set()
-
-
-def _refusal(reply: WeightChunk) -> Exception:
-    problems = tuple(str(line) for line in reply.header["problems"])
-    if problems:
-        return SchemaMismatchError(reply.header["reason"], problems)
-    return JoinRefusedError(f"the sender refused this worker: {reply.header['reason']}")
