@@ -314,9 +314,6 @@ class Hold:
 
     Another thread or coroutine than the one that entered may leave it. Coroutines of which more than one
     holds at a time must enter it by ``async with``.
-
-    Args:
-        gate: the gate.
     """
 
     def __init__(self, gate: Gate) -> None:

@@ -74,11 +74,7 @@ class Receiver:
     # -- joining -----------------------------------------------------------------------------------
 
     def bind(self, model: Any) -> None:
-        """Keep ``model`` current from now on, beginning with the version that is in force.
-
-        Raises:
-            LifecycleError, UnsupportedSourceError, SchemaMismatchError: as :meth:`Staging.bind`.
-        """
+        """Keep ``model`` current from now on; see :meth:`Staging.bind`, whose errors it raises."""
         self._model = None
         self.staging.bind(model, self.options.timeout)
 

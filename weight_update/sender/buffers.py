@@ -186,9 +186,6 @@ class ChunkWindow:
 
     At most ``limit`` chunks exist at one time, including the one that is being filled. A worker has
     ``timeout`` seconds to read a chunk. Callers of all methods hold the sender's lock.
-
-    Attributes:
-        version: number of the version.
     """
 
     def __init__(self, version: int, limit: int, timeout: float, changed: threading.Condition) -> None:
