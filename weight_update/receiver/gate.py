@@ -36,7 +36,6 @@ class _Section:
         frame: ``ends_with``, if it is a frame.
         hold: weak reference to ``ends_with``, if it is a hold.
         outer: section that this context entered before and that has not ended.
-        thread: thread that entered.
         wake: called when a section that had to wait for an update may begin.
     """
 

@@ -46,7 +46,6 @@ class Receiver:
     a background thread that applies updates as they come; :meth:`close` ends it.
 
     Args:
-        options: how to join and apply updates.
         model: module, TensorDict, dict or :class:`~weight_update.InferenceEngine` to keep current; None only
             keeps the weights for :meth:`receive`.
 

@@ -23,7 +23,6 @@ class Slot:
     """A buffer of the pool, with the number of its users.
 
     Attributes:
-        buffer: the memory.
         users: number of encoded updates in use that lie in it.
         abandoned: whether a lost worker may still read it; it is then never written again.
         taken: number of the update, counted by the pool, that it was last taken for.
