@@ -105,10 +105,7 @@ class OwnCopy(Storage):
     """
 
     def __init__(
-        self,
-        schema: WeightSchema,
-        binding: Binding | None,
-        owns: Callable[[torch.Tensor], bool] = lambda payload: False,
+        self, schema: WeightSchema, binding: Binding | None, owns: Callable[[torch.Tensor], bool]
     ) -> None:
         super().__init__(schema)
         self._binding, self._owns = binding, owns
