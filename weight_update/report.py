@@ -54,17 +54,14 @@ class SyncReport:
 
     def __str__(self) -> str:
         workers = len(self.apply_seconds)
-        parts = [f"version {self.version}: {self._how()}, {self._bytes()}"]
+        how = f"{self.encoding} ({self.compression})" if self.compression else self.encoding
+        parts = [f"version {self.version}: {how}, {self._bytes()}"]
         if workers:
             parts.append(f"applied by {plural(workers, 'worker')}")
         if self.stall_seconds:
             parts.append(f"longest stall {1e3 * max(self.stall_seconds.values()):.2f} ms")
         took = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in self.seconds.items())
         return ", ".join(parts) + (f"; took {1e3 * self.total_seconds:.2f} ms ({took})" if took else "")
-
-    def _how(self) -> str:
-        """Return the encoding, with the compression where there is one."""
-        return f"{self.encoding} ({self.compression})" if self.compression else self.encoding
 
     def _bytes(self) -> str:
         """Return the bytes sent, and the bytes of all weights if the update carries a part of them."""

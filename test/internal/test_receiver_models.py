@@ -227,7 +227,7 @@ def test_a_dict_within_a_dict(join: Join) -> None:
 def own_copy(model: nn.Module) -> OwnCopy:
     """Return the weights of a receiver whose ``model`` has version 0, and that may be changed."""
     target = ModelTarget(WeightStrategy(), model, stable=False)
-    weights = OwnCopy(target.schema(), target.binding)
+    weights = OwnCopy(target.schema(), target.binding, lambda payload: False)
     update = StagedUpdate(0, None, [], [torch.ones(4, 4), torch.ones(4)], {}, weights)
     weights.stage(update, target)
     weights.switch(update, target)
@@ -270,7 +270,7 @@ def test_a_parameter_replaced_while_a_change_is_applied_is_noticed() -> None:
 def test_a_write_right_after_a_switch_is_noticed() -> None:
     model = linear()
     target = ModelTarget(WeightStrategy(), model, stable=False)
-    weights = OwnCopy(target.schema(), target.binding)
+    weights = OwnCopy(target.schema(), target.binding, lambda payload: False)
     write = target.write
 
     def write_and_be_followed(*args: Any) -> None:
@@ -309,7 +309,7 @@ def test_changes_of_tied_and_cast_weights_fit_again_and_again(stable: bool) -> N
     target = ModelTarget(WeightStrategy(), model, stable=stable)
     own = target.schema()
     schema = WeightSchema.of({m.name: torch.ones(m.shape) for m in own.tensors})  # float32
-    weights = OwnCopy(schema, target.binding)
+    weights = OwnCopy(schema, target.binding, lambda payload: False)
     update = StagedUpdate(0, None, [], [torch.ones(m.shape) for m in schema.tensors], {}, weights)
     weights.stage(update, target)
     weights.switch(update, target)

@@ -1,8 +1,4 @@
-"""Flat buffers in which a receiver keeps weights while versions come and go.
-
-A :class:`FlatBuffer` holds a model of many small tensors, so that a version enters it by one copy. An
-:class:`OwnCopy` holds the weights of a receiver whose updates are changes.
-"""
+"""Flat buffers in which a receiver keeps weights while versions come and go."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ class MissingBaseError(Exception):
 
 
 class FlatBuffer(Storage):
-    """A flat buffer that one model lies in.
+    """A flat buffer that a model of many small tensors lies in, so that a version enters it by one copy.
 
     Pointing 5,000 tensors of 1 KB at other memory takes over 5 ms; copying their 5 MB takes less than one.
 
@@ -109,10 +105,7 @@ class OwnCopy(Storage):
     """
 
     def __init__(
-        self,
-        schema: WeightSchema,
-        binding: Binding | None,
-        owns: Callable[[torch.Tensor], bool] = lambda payload: False,
+        self, schema: WeightSchema, binding: Binding | None, owns: Callable[[torch.Tensor], bool]
     ) -> None:
         super().__init__(schema)
         self._binding, self._owns = binding, owns

@@ -36,7 +36,6 @@ class _Section:
         frame: ``ends_with``, if it is a frame.
         hold: weak reference to ``ends_with``, if it is a hold.
         outer: section that this context entered before and that has not ended.
-        thread: thread that entered.
         wake: called when a section that had to wait for an update may begin.
     """
 
@@ -314,9 +313,6 @@ class Hold:
 
     Another thread or coroutine than the one that entered may leave it. Coroutines of which more than one
     holds at a time must enter it by ``async with``.
-
-    Args:
-        gate: the gate.
     """
 
     def __init__(self, gate: Gate) -> None:

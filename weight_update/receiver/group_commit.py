@@ -14,7 +14,6 @@ from weight_update.errors import SyncTimeoutError, WorkerError, kept_error
 class _GroupCommit:
     """One commit of a group, from its first member's arrival to its outcome."""
 
-    size: int
     members: list[Any] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
@@ -41,9 +40,9 @@ def commit_group(
         SyncTimeoutError: other members did not arrive, so ``action`` is not called.
     """
     with _lock:
-        commit = _pending.setdefault(key, _GroupCommit(size))
+        commit = _pending.setdefault(key, _GroupCommit())
         commit.members.append(member)
-        last = len(commit.members) == commit.size
+        last = len(commit.members) == size
         if last:
             del _pending[key]
     if last:

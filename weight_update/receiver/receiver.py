@@ -46,7 +46,6 @@ class Receiver:
     a background thread that applies updates as they come; :meth:`close` ends it.
 
     Args:
-        options: how to join and apply updates.
         model: module, TensorDict, dict or :class:`~weight_update.InferenceEngine` to keep current; None only
             keeps the weights for :meth:`receive`.
 
@@ -74,11 +73,7 @@ class Receiver:
     # -- joining -----------------------------------------------------------------------------------
 
     def bind(self, model: Any) -> None:
-        """Keep ``model`` current from now on, beginning with the version that is in force.
-
-        Raises:
-            LifecycleError, UnsupportedSourceError, SchemaMismatchError: as :meth:`Staging.bind`.
-        """
+        """Keep ``model`` current from now on; see :meth:`Staging.bind`, whose errors it raises."""
         self._model = None
         self.staging.bind(model, self.options.timeout)
 
@@ -161,7 +156,10 @@ class Receiver:
             )
         if chunk.kind is Kind.REFUSED:
             self.refused = True
-            raise _refusal(chunk)
+            reason, problems = chunk.header["reason"], tuple(map(str, chunk.header["problems"]))
+            if problems:
+                raise SchemaMismatchError(reason, problems)
+            raise JoinRefusedError(f"the sender refused this worker: {reason}")
         return chunk
 
     def start(self) -> None:
@@ -316,10 +314,3 @@ class Receiver:
                 return False
         time.sleep(_RETRY_SECONDS)
         return time.monotonic() < deadline and not self._closing.is_set()
-
-
-def _refusal(reply: WeightChunk) -> Exception:
-    problems = tuple(str(line) for line in reply.header["problems"])
-    if problems:
-        return SchemaMismatchError(reply.header["reason"], problems)
-    return JoinRefusedError(f"the sender refused this worker: {reply.header['reason']}")

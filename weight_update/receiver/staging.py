@@ -73,6 +73,7 @@ class Staging:
         current: update in force, or the last one that an engine loaded.
         staged: update that waits to be applied.
         parts: chunks of the update that is arriving.
+        unguard: takes the hooks off the model, if it has any.
     """
 
     def __init__(self, options: ReceiverOptions) -> None:
@@ -88,7 +89,7 @@ class Staging:
         self._flat: tuple[Binding, FlatBuffer | None] | None = None  # found once for each binding
         self._decoders: dict[str, Decoder] = {}
         self._memory: list[torch.Tensor] = []
-        self._unguard: Callable[[], None] | None = None
+        self.unguard: Callable[[], None] = lambda: None
         self._guarded_outside = False
 
     # -- the target --------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ class Staging:
         self.unguard()
         self.target = target
         if isinstance(model, torch.nn.Module) and not self._guarded_outside:
-            self._unguard = self._gate.guard(model)
+            self.unguard = self._gate.guard(model)
         if self.current is not None and target.binding is not None and self._schema is not None:
             self._schema.require_same(target.binding.schema(), "the new model", more=True)
             self._gate.run(functools.partial(self._fill, self.current, self._schema), timeout)
@@ -128,12 +129,6 @@ class Staging:
         """Take the hooks off the model: the caller holds the gate around every forward pass itself."""
         self._guarded_outside = True
         self.unguard()
-
-    def unguard(self) -> None:
-        """Take the hooks off the model."""
-        if self._unguard is not None:
-            self._unguard()
-            self._unguard = None
 
     def weights(self) -> NamedWeights:
         """Return the weights in force: live tensors of the model, or copies where there is no model.

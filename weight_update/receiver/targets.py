@@ -198,11 +198,7 @@ class EngineTarget(Target):
 
 
 def target_for(model: Any, strategy: WeightStrategy, stable: bool) -> Target:
-    """Return the target for a module, TensorDict, dict or inference engine; None is memory alone.
-
-    Raises:
-        UnsupportedSourceError: the model is of a type that cannot be written to.
-    """
+    """Return the target for a module, TensorDict, dict or inference engine; None is memory alone."""
     if model is None:
         return Target()
     if isinstance(model, InferenceEngine):

@@ -17,18 +17,23 @@ _FINISH_SECONDS = 5.0
 def run_uninterrupted(action: Callable[[], float], leave: Callable[[], None]) -> float:
     """Run ``action`` in a thread of its own, where no signal handler can interrupt it.
 
-    If the wait for it is interrupted, ``leave`` is called.
+    The thread has the caller's context variables, modes and CUDA stream. If the wait for it is interrupted,
+    ``leave`` is called.
     """
     results: list[float] = []
     errors: list[BaseException] = []
     ended = threading.Lock()  # not Thread.join, which does not survive an interrupt
     ended.acquire()
-
-    bound = _with_state_of_caller(action)
+    context = contextvars.copy_context()
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    on_stream: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        on_stream = torch.cuda.stream(torch.cuda.current_stream())
 
     def run() -> None:
         try:
-            results.append(bound())
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad), on_stream:
+                results.append(context.run(action))
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
             errors.append(error)
         ended.release()
@@ -48,18 +53,3 @@ def run_uninterrupted(action: Callable[[], float], leave: Callable[[], None]) ->
     if errors:
         raise errors.pop()  # so that its frames do not refer to it
     return results[0]
-
-
-def _with_state_of_caller(action: Callable[[], float]) -> Callable[[], float]:
-    """Return ``action`` so that it runs in another thread with the state of this one."""
-    context = contextvars.copy_context()
-    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    on_stream: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        on_stream = torch.cuda.stream(torch.cuda.current_stream())
-
-    def run() -> float:
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad), on_stream:
-            return context.run(action)
-
-    return run

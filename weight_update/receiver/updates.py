@@ -40,7 +40,6 @@ class UpdateHandler:
     """Stages the updates of one sender, applies them inside the gate, and answers the sender.
 
     Attributes:
-        staging: weights of this receiver.
         applied: number of updates that were applied.
         busy: lock that is held while a frame is handled and answered.
         news: condition that is notified when an update was applied.

@@ -23,7 +23,6 @@ class Slot:
     """A buffer of the pool, with the number of its users.
 
     Attributes:
-        buffer: the memory.
         users: number of encoded updates in use that lie in it.
         abandoned: whether a lost worker may still read it; it is then never written again.
         taken: number of the update, counted by the pool, that it was last taken for.
@@ -186,9 +185,6 @@ class ChunkWindow:
 
     At most ``limit`` chunks exist at one time, including the one that is being filled. A worker has
     ``timeout`` seconds to read a chunk. Callers of all methods hold the sender's lock.
-
-    Attributes:
-        version: number of the version.
     """
 
     def __init__(self, version: int, limit: int, timeout: float, changed: threading.Condition) -> None:

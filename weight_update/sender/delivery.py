@@ -98,8 +98,8 @@ class Delivery:
             _log.exception("sending to worker %d ended", worker.idx)
             self.lose(worker, error)
 
-    def send(self, worker: WorkerState, chunks: Iterable[WeightChunk]) -> bool:
-        """Write frames and return whether that succeeded; otherwise the worker has left, is lost, or will be.
+    def send(self, worker: WorkerState, chunks: Iterable[WeightChunk]) -> None:
+        """Write frames; if that fails, the worker has left, is lost, or will be.
 
         The caller holds ``worker.sending``.
         """
@@ -109,8 +109,6 @@ class Delivery:
                 worker.link.send_chunk(chunk, self.timeout)
         except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
             self._lose_unless_it_left(worker, error, connection)
-            return False
-        return True
 
     def tell(self, states: Iterable[WorkerState], chunk: WeightChunk) -> None:
         """Write one frame to each worker that is connected; a worker for which that fails is lost."""

@@ -240,14 +240,9 @@ def wait_for_none(
 
 
 def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str] = ()) -> None:
-    """Raise an error if initial workers have no weights.
+    """Raise the error of :meth:`Sender.connect` if initial workers have no weights.
 
     ``refusals`` are reasons for which join requests were refused.
-
-    Raises:
-        SchemaMismatchError: a worker's model has other weights.
-        SyncTimeoutError: workers did not connect in time.
-        SyncFailedError: workers failed or were lost.
     """
     with table.lock:
         failures = {worker.idx: error for worker in initial(table) if (error := worker.error) is not None}

@@ -20,10 +20,7 @@ _BUSY_SECONDS = 1.0
 class ObservedUpdate:
     """An update on its way, of which observers are told.
 
-    Args:
-        outcomes: the sender.
-        report: the report as far as it is known; it is not changed.
-        workers: indices of the workers that are sent the update.
+    ``report``, as far as it is known, is not changed.
     """
 
     def __init__(self, outcomes: Outcomes, report: SyncReport, workers: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -60,12 +61,9 @@ class PipelineSender:
         with self._delivery.changed:
             ready = self._ready(states, step)
             pipeline = Pipeline(step, ready, limit, lambda: self._pool.take(largest), self._delivery)
-        items = named.items()
-        try:
+        with contextlib.closing(named.items()) as items:
             tensors = pipeline.checked(states[0].schema, items)
             pipeline.run(self._encoders[digest], group.schema, encoding, tensors)
-        finally:
-            items.close()
         for stage, seconds in pipeline.seconds.items():
             report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
         report.dense_bytes += group.schema.dense_bytes
@@ -143,11 +141,7 @@ class Pipeline:
     def checked(
         self, schema: WeightSchema, items: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[torch.Tensor]:
-        """Yield the tensors of ``items``, as long as they are those of ``schema``.
-
-        Raises:
-            SchemaMismatchError: they are not.
-        """
+        """Yield the tensors of ``items``; raise SchemaMismatchError once they are not those of ``schema``."""
         places: dict[int, object] = {}
         tied = {position for pair in schema.ties for position in pair}
         for position, meta in enumerate(schema.tensors):

@@ -295,9 +295,6 @@ class Sender(Outcomes):
         """Check weights that are to be sent, once for workers that are alike.
 
         Weights that updates do not carry are needed the first time only.
-
-        Raises:
-            SchemaMismatchError: they are not those agreed on.
         """
         alike: dict[tuple[int | bool, ...], int] = {}
         for idx, named in weights.items():

@@ -126,8 +126,7 @@ class Binding:
                 copy_tensors(places, sources, "applying weights")
             if counted:
                 count_writes(targets)
-        unreal = [(target, value) for target, value in pairs if target.is_meta]
-        self._materialise({id(t): _convert(t, value, copy=True) for t, value in unreal})
+        self._materialise({id(t): _convert(t, value, copy=True) for t, value in pairs if t.is_meta})
 
     def prepare(self, names: tuple[str, ...], values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return ``values``, converted to the destination's dtype and device where they differ."""

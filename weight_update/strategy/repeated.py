@@ -41,11 +41,7 @@ class RepeatedRead:
         self._fixed: FixedTensors | None = None
 
     def outgoing(self, source: Any, chosen: frozenset[str] | None) -> NamedWeights:
-        """Return the result of :meth:`WeightReader.outgoing`.
-
-        Raises:
-            UnsupportedSourceError: as :meth:`WeightReader.outgoing`.
-        """
+        """Return the result of :meth:`WeightReader.outgoing`, or raise its errors."""
         if self._strategy.convert is not None:
             return self._strategy.outgoing(source, chosen)
         source = called(source)
@@ -113,7 +109,6 @@ class ModuleStructure:
     buffers and submodules. For a state dict, also hooks, and the names of buffers that are not persistent.
 
     Attributes:
-        module: the module.
         extra_owners: submodules that have extra state, by the name of the state.
     """
 
