@@ -7,10 +7,8 @@ import ipaddress
 import logging
 import secrets
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from weight_update.errors import SyncFailedError, UnknownWorkerError, WeightSyncError
@@ -134,17 +132,19 @@ class Publisher:
     def _observe(self, observed: bool) -> None:
         """Observe the scheme, or end this."""
         if observed and self._unobserve is None:
-            self._unobserve = self._scheme.add_observer(partial(_pass_on, weakref.ref(self)))
+            sending, versions, tell = self._sending, self._versions, self._tell  # and not self: it is freed
+
+            def tell_full(event: Event) -> None:
+                if isinstance(event, WorkerEvent) and event.kind == "full_update":
+                    with sending:  # send() may be about to note it
+                        version = versions.get(event.version)
+                    if version is not None:  # the update is one to hear of
+                        tell(replace(event, version=version))
+
+            self._unobserve = self._scheme.add_observer(tell_full)
         elif not observed and self._unobserve is not None:
             self._unobserve()
             self._unobserve = None
-
-    def tell_full(self, event: WorkerEvent) -> None:
-        """Tell of an explorer that is sent all weights, if the update is one to hear of."""
-        with self._sending:  # send() may be about to note it
-            version = self._versions.get(event.version)
-        if version is not None:
-            self._tell(replace(event, version=version))
 
     def close(self) -> None:
         """Close all links."""
@@ -195,13 +195,6 @@ class Subscriber:
     def close(self) -> None:
         """Leave; the model keeps its weights."""
         self.scheme.shutdown()
-
-
-def _pass_on(publisher: weakref.ref[Publisher], event: Event) -> None:
-    """Pass an event of a publisher's scheme on if an explorer is sent all weights instead of a patch."""
-    sender = publisher()
-    if sender is not None and isinstance(event, WorkerEvent) and event.kind == "full_update":
-        sender.tell_full(event)
 
 
 def remember(known: dict[_K, _V], key: _K, value: _V) -> None:
