@@ -67,7 +67,7 @@ def test_close_takes_no_longer_than_a_look(tmp_path: Path) -> None:
 
 def test_closed_inside_hold_an_update_that_waits_is_dropped(tmp_path: Path) -> None:
     with background(tmp_path) as (trainer, source, explorer, model):
-        gate = explorer.blocking._method._gate
+        gate = explorer.blocking._method.gate
         with explorer.hold():
             publish(trainer, source)
             wait_until(lambda: gate._updates)
@@ -90,7 +90,7 @@ def test_closed_while_another_thread_synchronizes_the_model_stays(tmp_path: Path
 
         with explorer.hold():
             publish(trainer, source)
-            wait_until(lambda: client._method._gate._updates)
+            wait_until(lambda: client._method.gate._updates)
             fetching = threading.Thread(target=fetch)
             fetching.start()
             explorer.close()

@@ -177,7 +177,7 @@ class BlockingExplorer(ClientBase):
 
         In the other styles, weights change only in :meth:`sync_weight`.
         """
-        return self._method.hold()
+        return self._method.gate.hold()
 
     def give_up(self) -> None:
         """End the wait of :meth:`sync_weight` in another thread; the version does not change."""

@@ -66,9 +66,9 @@ class CheckpointExplorer(ExplorerMethod):
         self._reader: threading.Thread | None = None
         self._unfit = -1
         self._step = 0
-        self._gate = Gate()
+        self.gate = Gate()
         if isinstance(model, nn.Module):
-            self._gate.guard(model)
+            self.gate.guard(model)
         if client.plan.style is SyncStyle.FULLY_ASYNC:
             self._reader = threading.Thread(
                 target=self._read_all, args=(client,), name="weight_update-files", daemon=True
@@ -95,12 +95,9 @@ class CheckpointExplorer(ExplorerMethod):
             reply = client.ask("explorer_fetched", version=read, step=step, reason=reason)
         return reply
 
-    def hold(self) -> contextlib.AbstractContextManager[None]:
-        return self._gate.hold()
-
     def close(self) -> None:
         """Wait until nothing is put into the model any more, and the thread has ended."""
-        self._gate.look_again()
+        self.gate.look_again()
         if self._reading.acquire(timeout=self._timeout):
             self._reading.release()
         if self._reader is not None:
@@ -143,7 +140,7 @@ class CheckpointExplorer(ExplorerMethod):
                     return self._apply(version, closed)
                 weights = from_items(iter(found.items()))
                 put = self._strategy.apply_weights
-                self._gate.run(lambda: put(self._model, weights), self._timeout, closed.is_set)
+                self.gate.run(lambda: put(self._model, weights), self._timeout, closed.is_set)
         except (CorruptCheckpointError, FileNotFoundError) as error:
             _log.warning("checkpoint %d is not used: %s", version, error)
             return None

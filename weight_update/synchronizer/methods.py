@@ -6,7 +6,6 @@ that a client which is dropped is freed at once.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -14,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from weight_update.errors import SyncFailedError, SyncTimeoutError, TransportError, WeightSyncError
-from weight_update.receiver.gate import shared_gate
+from weight_update.receiver.gate import Gate, shared_gate
 from weight_update.report import SyncReport
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.sessions import Reply
@@ -65,7 +64,13 @@ class StoringTrainer(TrainerMethod):
 
 
 class ExplorerMethod(ABC):
-    """The part of an explorer's client that takes weights."""
+    """The part of an explorer's client that takes weights.
+
+    Attributes:
+        gate: gate through which updates pass.
+    """
+
+    gate: Gate
 
     @abstractmethod
     def held(self, version: int | None) -> list[Any] | None:
@@ -82,10 +87,6 @@ class ExplorerMethod(ABC):
         and the ``reason`` if it is the one before.
         """
 
-    @abstractmethod
-    def hold(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context inside which no update lands."""
-
     def check_link(self) -> None:  # noqa: B027 - files have no link
         """Close a link whose other end is gone, after a synchronization without new weights."""
 
@@ -101,7 +102,7 @@ class SubscribingExplorer(ExplorerMethod):
         self._model = model
         self.subscriber: Subscriber | None = None
         self._group = secrets.token_hex(8)  # its gate is that of each subscriber
-        self._gate = shared_gate(self._group)
+        self.gate = shared_gate(self._group)
 
     def held(self, version: int | None) -> list[Any] | None:
         del version
@@ -135,9 +136,6 @@ class SubscribingExplorer(ExplorerMethod):
         )
         if client.closed.is_set():  # another thread closed it meanwhile
             self.close()
-
-    def hold(self) -> contextlib.AbstractContextManager[None]:
-        return self._gate.hold()
 
     def check_link(self) -> None:
         subscriber = self.subscriber  # another thread may close it
