@@ -96,11 +96,6 @@ class SessionTable:
                 "id, only the newest may stay"
             )
 
-    def remove(self, name: str) -> Session | None:
-        """Remove and return a session; return None if there is none of this name."""
-        self._changed.notify_all()
-        return self.sessions.pop(name, None)
-
     def replace(self, member: MemberState | None) -> None:
         """Remove the session of ``member``, whose place a new client takes. Its later calls are refused."""
         for name, session in list(self.sessions.items()):
@@ -279,7 +274,7 @@ class SessionManager:
     def gone(self, session: str, how: str | None = "its connection ended") -> None:
         """Remove a client that left (``how`` is None) or is missed, and wake those that wait for it."""
         with self.changed:
-            ended = self.table.remove(session)
+            ended = self.table.sessions.pop(session, None)
             if ended is None:
                 return
             member, machine, suffix = ended.member, self.machine, "" if how is None else f": {how}"
