@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Generator, Iterator
 from functools import partial
 from typing import Any
@@ -158,7 +157,7 @@ class Gathering:
             return
         rows = rows_of(tensors)
         same, self._rows[0] = known and rows == self._rows[0], rows
-        self._ranks.report({"rows": None if same else [dataclasses.astuple(row) for row in rows]})
+        self._ranks.report({"rows": None if same else rows})
 
     @torch.no_grad()
     def _give(self, message: Message) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,8 +20,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A part of a tensor: its offset in each dimension, and its shape."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One rank's description of one of its weights.
 
     Attributes:
@@ -42,7 +41,7 @@ class Row:
 
     @classmethod
     def from_wire(cls, row: Sequence[Any]) -> Row:
-        """Return the row that ``dataclasses.astuple`` and JSON made ``row`` of."""
+        """Return the row that JSON made ``row`` of."""
         name, shape, dtype, layout, box, on_cpu, tie = row
         where = None if box is None else (tuple(box[0]), tuple(box[1]))
         return cls(name, tuple(shape), dtype, layout, where, on_cpu, tie)
