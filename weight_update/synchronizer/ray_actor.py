@@ -75,7 +75,7 @@ class RayChannel(Channel):
         self.address = str(self._ray.util.get_node_ip_address())
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
-        last = time.monotonic() + timeout + longer
+        last, errors = time.monotonic() + timeout + longer, self._ray.exceptions
         try:
             if self._actor is None:
                 self._actor = self._ray.get_actor(self._name, namespace=self._namespace)
@@ -83,11 +83,7 @@ class RayChannel(Channel):
             while not self._ray.wait([coming], timeout=timeout / 2)[0] and time.monotonic() < last:
                 self._ray.get(self._actor.ready.remote(), timeout=timeout / 2)  # raises if the actor died
             reply: Reply = self._ray.get(coming, timeout=0)
-        except (
-            self._ray.exceptions.RayActorError,
-            self._ray.exceptions.GetTimeoutError,
-            ValueError,
-        ) as error:
+        except (errors.RayActorError, errors.GetTimeoutError, ValueError) as error:
             self._actor = None
             raise LinkClosedError(f"no synchronizer in the actor {self._name!r} ({error})") from None
         return reply

@@ -205,10 +205,8 @@ class Service(SessionManager, ABC):
 
     def _lag(self, explorer: ExplorerState) -> str:
         """Return, for FIXED, how far the trainer is from the step that an explorer waits for."""
-        trainer = self.machine.trainer
-        if self.plan.style is not SyncStyle.FIXED or (
-            trainer is not None and trainer.step >= explorer.wanted
-        ):
+        trainer, fixed = self.machine.trainer, self.plan.style is SyncStyle.FIXED
+        if not fixed or (trainer is not None and trainer.step >= explorer.wanted):
             return ""
         at = "has not come" if trainer is None else f"is at step {trainer.step}"
         return f": it waits for weights of the trainer's step {explorer.wanted}, and the trainer {at}"
