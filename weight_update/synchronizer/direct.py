@@ -142,7 +142,11 @@ class DirectService(Service):
                     }
             if ids:
                 machine.begin(ids)
-            return {"ids": list(ids), "version": self._next_version(), "observed": self.observed}
+            return {
+                "ids": list(ids),
+                "version": self._next_version(),
+                "observed": bool(self.observers.functions),
+            }
 
     def _failures(self) -> str:
         """Return why explorers gave up, such as a model that is not the trainer's, to follow a reason."""

@@ -148,7 +148,7 @@ class MemoryService(Service):
         newest, publisher = self._newest, self._publisher
         if newest is None or publisher is None:
             raise LinkClosedError("the synchronizer holds no weights")
-        observed = newest.version if self.observed else None
+        observed = newest.version if self.observers.functions else None
         transfer = publisher.send(ids, newest.weights, spread=spread, observe=observed)
         with self.changed:
             self._record(publisher.endpoint, transfer.number, newest.version, newest.step)

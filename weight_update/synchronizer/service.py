@@ -101,7 +101,7 @@ class Service(SessionManager, ABC):
         """Return the number that the next version will have."""
         with self.changed:
             self._trainer(session, step)
-            return {"version": self._next_version(), "observed": self.observed}
+            return {"version": self._next_version(), "observed": bool(self.observers.functions)}
 
     def trainer_failed(self, session: str, step: int, reason: str) -> Reply:
         """Note that the trainer could not publish."""
@@ -223,11 +223,6 @@ class Service(SessionManager, ABC):
         self.changed.notify_all()
 
     # -- for observers -----------------------------------------------------------------------------
-
-    @property
-    def observed(self) -> bool:
-        """Whether there are observers, which need reports from the trainer."""
-        return bool(self.observers.functions)
 
     def _tell(self, report: Reply | None) -> None:
         """Tell observers of a report that the trainer sent."""
