@@ -78,16 +78,12 @@ def write_beside(part: Path, path: Path, data: Sequence[memoryview]) -> str:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
-    return result
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        os.fsync(directory)
     finally:
-        os.close(fd)
+        os.close(directory)
+    return result
 
 
 @contextlib.contextmanager

@@ -204,16 +204,12 @@ class RankLinks:
             )
         else:
             lost = SyncFailedError(f"{rank} is gone ({text})", {})
-        if self.leads and self.broken is None:
-            self._leave_words(lost)
+        if self.leads and self.broken is None:  # for the ranks that gloo cuts off as well when one is late
+            with contextlib.suppress(RuntimeError):  # the store is gone too
+                self._store.set("why", json.dumps(error_to_wire(lost)))
         self.broken = self.broken or kept_error(lost)
         self._gone.add(place)
         return lost
-
-    def _leave_words(self, error: Exception) -> None:
-        """Leave the reason in the store, for the ranks that gloo cuts off as well when one is late."""
-        with contextlib.suppress(RuntimeError):  # the store is gone too
-            self._store.set("why", json.dumps(error_to_wire(error)))
 
     def _last_words(self) -> Message | None:
         with contextlib.suppress(RuntimeError):

@@ -136,22 +136,13 @@ class DirectService(Service):
                     machine.trainer_gave_up(f"no explorer was ready within {format_seconds(timeout)}")
                 if not ids and trainer.outcome is not None:
                     self.changed.notify_all()
-                    return {
-                        "version": machine.newest,
-                        "reason": f"{trainer.outcome.reason}{self._failures()}",
-                    }
+                    why = [f"explorer {e.id}: {e.failure}" for e in machine.explorers.values() if e.failure]
+                    reason = "; ".join([str(trainer.outcome.reason), *why])
+                    return {"version": machine.newest, "reason": reason}
             if ids:
                 machine.begin(ids)
-            return {
-                "ids": list(ids),
-                "version": self._next_version(),
-                "observed": bool(self.observers.functions),
-            }
-
-    def _failures(self) -> str:
-        """Return why explorers gave up, such as a model that is not the trainer's, to follow a reason."""
-        explorers = self.machine.explorers.values()
-        return "".join(f"; explorer {one.id}: {one.failure}" for one in explorers if one.failure is not None)
+            observed = bool(self.observers.functions)
+            return {"ids": list(ids), "version": self._next_version(), "observed": observed}
 
     def sent_all(self, session: str, id: int, version: int, reason: str, time: float) -> Reply:
         """Tell observers of an explorer that the trainer sends all weights instead of a patch."""

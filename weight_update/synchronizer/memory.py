@@ -121,7 +121,11 @@ class MemoryService(Service):
                 raise LinkClosedError("the synchronizer has no link to the trainer")
             self._newest = HeldVersion(version, step, self._subscriber.scheme.weights)
             if self._publisher is None:
-                self._publisher = self._begin_to_publish(version, step)
+                tell = self.observers.tell
+                made = Publisher(self._weights, self.address, self._strategy, self._timeout, tell=tell)
+                with self.changed:  # explorers that join it begin with this version
+                    self._record(made.endpoint, 0, version, step)
+                self._publisher = made
             self._release_if_closed()
         with self.changed:
             self.publish(version, step)
@@ -131,13 +135,6 @@ class MemoryService(Service):
             with self._delivering:
                 self._send_to_waiting(spread=True)
         return {"version": version}
-
-    def _begin_to_publish(self, version: int, step: int) -> Publisher:
-        """Return a publisher that begins with the newest version, which explorers that join then have."""
-        made = Publisher(self._weights, self.address, self._strategy, self._timeout, tell=self.observers.tell)
-        with self.changed:
-            self._record(made.endpoint, 0, version, step)
-        return made
 
     def _weights(self) -> Any:
         assert self._newest is not None
