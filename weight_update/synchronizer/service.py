@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from weight_update.errors import WeightSyncError
 from weight_update.report import WorkerEvent, report_of
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
-from weight_update.synchronizer.sessions import Closed, Refused, Reply, Session, SessionManager, VersionFile
+from weight_update.synchronizer.sessions import Closed, Refused, Reply, Session, SessionManager
 from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState
 from weight_update.synchronizer.transfer import Endpoint, key_of, remember
 from weight_update.text import format_seconds
@@ -45,15 +45,8 @@ class Service(SessionManager, ABC):
     )
     """Methods that clients may call, by name."""
 
-    def __init__(
-        self,
-        plan: SyncPlan,
-        *,
-        version_file: VersionFile | None = None,
-        lease: float | None = None,
-        timeout: float = 60.0,
-    ) -> None:
-        super().__init__(plan, lease, version_file)
+    def __init__(self, plan: SyncPlan, *, timeout: float = 60.0, **options: Any) -> None:
+        super().__init__(plan, **options)
         self._timeout = timeout
         self._reserved = -1
         self._versions: dict[tuple[str, int], tuple[int, int]] = {}

@@ -144,7 +144,9 @@ class SessionManager:
         observers: functions that are told of explorers and of published versions.
     """
 
-    def __init__(self, plan: SyncPlan, lease: float | None, version_file: VersionFile | None) -> None:
+    def __init__(
+        self, plan: SyncPlan, *, lease: float | None = None, version_file: VersionFile | None = None
+    ) -> None:
         self.plan = plan
         self.machine: StateMachine = StateMachine(plan)
         self.changed: threading.Condition = threading.Condition(threading.RLock())
