@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from weight_update.arguments import require_reachable, require_seconds
 from weight_update.errors import LifecycleError
@@ -74,15 +74,13 @@ class Synchronizer:
         given = {name: value for name, value in fields.items() if value is not None}
         if isinstance(plan, SyncPlan) and given:
             raise ValueError(f"give a SyncPlan or its fields, not both: {', '.join(given)}")
-        self.plan: SyncPlan = (
-            plan if isinstance(plan, SyncPlan) else SyncPlan(cast("SyncMethod", plan), **given)
-        )
+        self.plan: SyncPlan = plan if isinstance(plan, SyncPlan) else SyncPlan(SyncMethod(plan), **given)
         self._directory = None if directory is None else os.fspath(directory)
         self._options: dict[str, Any] = {
             "lease": require_seconds("lease", lease),
             "transfer_timeout": require_seconds("transfer_timeout", transfer_timeout),
+            "strategy": resolve_strategy(strategy),
         }
-        self._options["strategy"] = resolve_strategy(strategy)
         if self.plan.method is SyncMethod.CHECKPOINT and directory is None:
             raise ValueError("SyncMethod.CHECKPOINT needs directory=, one that trainer and explorers share")
         if self._directory is not None and os.path.isfile(self._directory):
