@@ -111,7 +111,11 @@ class Gathering:
         ahead = next(asked, None)
         while ahead is not None:
             batch = ahead
-            self._await(batch)
+            if not batch.is_local:
+                self._ranks.hear()
+                for rank, work in batch.pulls:
+                    self._ranks.finish(rank, work)
+                self._pulled = batch.tag
             ahead = next(asked, None)
             yield from batch.items(tensors)
             del batch
@@ -127,14 +131,6 @@ class Gathering:
             pending.pulls.append((rank, self._ranks.pull(rank, memory, pending.tag)))
         pending.gather_whole(tensors)
         return pending
-
-    def _await(self, pending: PendingBatch) -> None:
-        if pending.is_local:
-            return
-        self._ranks.hear()
-        for rank, work in pending.pulls:
-            self._ranks.finish(rank, work)
-        self._pulled = pending.tag
 
     # -- the others --------------------------------------------------------------------------------
 

@@ -60,11 +60,7 @@ class HeldVersion(NamedTuple):
 
 
 class MemoryService(Service):
-    """The synchronizer's part: it holds the newest weights, for explorers that wait and those that come.
-
-    It takes weights from the trainer once, and sends them to explorers, which may come when the trainer is
-    gone.
-    """
+    """The synchronizer's part: it sends the newest weights to explorers, even when the trainer is gone."""
 
     calls = (*Service.calls, "take_from", "trainer_published")
 

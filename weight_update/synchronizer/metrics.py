@@ -31,11 +31,9 @@ class Metrics(dict[str, Any]):
         super().__init__({_PREFIX + name: value for name, value in numbers.items()})
 
     def __missing__(self, name: str) -> Any:
-        """Return a field by its short name."""
         return self._fields[name]
 
     def __contains__(self, name: object) -> bool:
-        """Return whether there is an item, or a field with this short name."""
         return super().__contains__(name) or name in self._fields
 
     def get(self, name: str, default: Any = None) -> Any:

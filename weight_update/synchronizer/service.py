@@ -172,7 +172,6 @@ class Service(SessionManager, ABC):
         self._reserved = max(self._reserved, version)
 
     def _begin_wait(self, explorer: ExplorerState) -> None:
-        """Note that an explorer waits for new weights."""
         self.machine.explorer_requires(explorer.id)
         self.changed.notify_all()
 
@@ -218,7 +217,6 @@ class Service(SessionManager, ABC):
     # -- for observers -----------------------------------------------------------------------------
 
     def _tell(self, report: Reply | None) -> None:
-        """Tell observers of a report that the trainer sent."""
         if report is not None:
             self.observers.tell(report_of(report))
 

@@ -219,7 +219,6 @@ class SessionManager:
         return self.machine.trainer_joined(step, synced_at)
 
     def _take_endpoint(self, endpoint: Endpoint | None) -> None:
-        """Note the endpoint of the trainer's publisher."""
         self.trainer_endpoint = endpoint
         self.changed.notify_all()
 

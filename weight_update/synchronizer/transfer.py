@@ -220,7 +220,6 @@ def key_of(endpoint: Endpoint) -> str:
 
 
 def _connect(scheme: WeightSyncScheme, timeout: float) -> None:
-    """Connect a scheme, or shut it down."""
     try:
         scheme.connect(timeout=timeout)
     except BaseException:
