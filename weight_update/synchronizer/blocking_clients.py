@@ -117,13 +117,6 @@ class BlockingTrainer(ClientBase):
         """End the wait of :meth:`sync_weight`, which another thread has called."""
         self.ask("notify", step=self.step, status=RunningStatus.RUNNING.value)
 
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            if self._method is not None:
-                self._method.close()
-
 
 class BlockingExplorer(ClientBase):
     """An explorer's client without asyncio; see :class:`~weight_update.ExplorerClient`."""
@@ -182,16 +175,6 @@ class BlockingExplorer(ClientBase):
     def give_up(self) -> None:
         """End the wait of :meth:`sync_weight` in another thread; the version does not change."""
         self.ask("explorer_gives_up", reason="it was cancelled")
-
-    def close(self) -> None:
-        """Leave, and wake all clients that wait for this one. The model keeps its weights.
-
-        With CHECKPOINT, this waits up to ``transfer_timeout`` seconds for the end of a read.
-        """
-        try:
-            super().close()
-        finally:
-            self._method.close()
 
     def _nbytes(self) -> int:
         engine = isinstance(self._model, InferenceEngine)

@@ -55,6 +55,7 @@ class ClientBase:
         self.plan: SyncPlan
         self.channel = channel
         self.closed: threading.Event = threading.Event()
+        self._method: Any = None  # the part that depends on the method
         self._session = secrets.token_hex(8)
         self._synced_at: int | None = None
         self._syncing = threading.Lock()
@@ -93,15 +94,18 @@ class ClientBase:
         }
 
     def close(self) -> None:
-        """Leave, and wake all that wait for this side. The model keeps its weights."""
-        if self.closed.is_set() or self._pid != os.getpid():
-            return
-        self.closed.set()
-        try:
-            with contextlib.suppress(TransportError):  # the synchronizer may be gone itself
-                self.channel.call("bye", {"session": self._session}, self.grace)
-        finally:
-            self.channel.close()
+        """Leave, and wake all clients that wait for this one. The model keeps its weights.
+
+        An explorer with CHECKPOINT waits up to ``transfer_timeout`` seconds for the end of a read.
+        """
+        with contextlib.ExitStack() as stack:  # all of it, also where a step raises
+            if self._method is not None:
+                stack.callback(self._method.close)
+            if not self.closed.is_set() and self._pid == os.getpid():
+                self.closed.set()
+                stack.callback(self.channel.close)
+                with contextlib.suppress(TransportError):  # the synchronizer may be gone itself
+                    self.channel.call("bye", {"session": self._session}, self.grace)
 
     # -- for subclasses and methods ----------------------------------------------------------------
 
