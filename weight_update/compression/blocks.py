@@ -67,8 +67,7 @@ class BlockCompression(Compression):
     @classmethod
     def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
         cls.check(data, nbytes)
-        view = byte_view(data) if data.numel() else memoryview(b"")
-        blocks = separated(view, -(-nbytes // BLOCK_BYTES), "block")
+        blocks = separated(byte_view(data), -(-nbytes // BLOCK_BYTES), "block")
         result = torch.empty(nbytes, dtype=torch.uint8)
         for start, block in zip(range(0, nbytes, BLOCK_BYTES), blocks, strict=True):
             place = byte_view(result[start : start + BLOCK_BYTES])

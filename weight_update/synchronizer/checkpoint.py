@@ -87,11 +87,10 @@ class CheckpointExplorer(ExplorerMethod):
 
     def fetch(self, client: ClientBase, version: int) -> Reply:
         """Read a version, tell the synchronizer how that ended, and return its reply."""
-        found, reason = None, "it could not be read"
+        read, step, reason = None, 0, "it could not be read"
         try:
-            found, reason = self._read(client, version)
+            read, step, reason = self._read(client, version)
         finally:
-            read, step = found or (None, 0)
             reply = client.ask("explorer_fetched", version=read, step=step, reason=reason)
         return reply
 
@@ -105,17 +104,16 @@ class CheckpointExplorer(ExplorerMethod):
             if self._reader.is_alive():
                 _log.warning("explorer %s was closed, but still reads a file", self._id)
 
-    def _read(self, client: ClientBase, version: int) -> tuple[tuple[int, int] | None, str]:
+    def _read(self, client: ClientBase, version: int) -> tuple[int | None, int, str]:
         """Read a version, or else the newest that can be read, and put it into the model.
 
-        Returns:
-            version and trainer step of what is in force now, or None if nothing was read; and the reason.
+        Return version and trainer step of what is in force now; or None, 0 and why nothing was read.
         """
         with self._reading:
             if client.closed.is_set():
-                return None, "this explorer is closed"
+                return None, 0, "this explorer is closed"
             if client.version is not None and client.version >= version:  # the background reader was faster
-                return (client.version, self._step), ""
+                return client.version, self._step, ""
             try:
                 newest = self._store.latest()
                 for candidate in dict.fromkeys([version, -1 if newest is None else newest.version]):
@@ -124,10 +122,10 @@ class CheckpointExplorer(ExplorerMethod):
                         if manifest is not None:
                             client.advance_to(candidate)
                             self._step = manifest.step
-                            return (candidate, self._step), ""
+                            return candidate, self._step, ""
             except (OSError, CorruptCheckpointError) as error:
-                return None, str(error)
-            return None, f"version {version} cannot be read, and there is no other that is newer"
+                return None, 0, str(error)
+            return None, 0, f"version {version} cannot be read, and there is no other that is newer"
 
     def _apply(self, version: int, closed: threading.Event) -> Manifest | None:
         """Put a version into the model between forward passes; return its manifest, None if unreadable."""
@@ -167,11 +165,11 @@ class CheckpointExplorer(ExplorerMethod):
         if newest is None:
             return None
         try:
-            found, reason = self._read(client, newest.version)
+            read, _, reason = self._read(client, newest.version)
         except WeightSyncError as error:  # the model does not fit; sync_weight() will raise it
             self._unfit = newest.version
             return str(error)
-        return reason if found is None else None
+        return reason if read is None else None
 
 
 class CheckpointService(Service):
