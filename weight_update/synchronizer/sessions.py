@@ -261,9 +261,8 @@ class SessionManager:
         """Return the state of the trainer and of all explorers."""
         with self.changed:
             trainer = self.machine.trainer
-            stopped = RunningStatus.STOPPED.value
             return {
-                "trainer": stopped if trainer is None else trainer.status.value,
+                "trainer": RunningStatus.STOPPED.value if trainer is None else trainer.status.value,
                 "explorers": {str(e.id): e.status.value for e in self.machine.explorers.values()},
                 "versions": {str(e.id): e.version for e in self.machine.explorers.values()},
                 "version": self.machine.newest,

@@ -63,7 +63,7 @@ class ExplorerState(MemberState):
 
     Attributes:
         version: version in force; None before the first.
-        wanted: FIXED, while it waits: trainer step whose weights it needs.
+        wanted: FIXED, while it waits: trainer step whose weights it needs; else 0.
         asked: while it waits: newest version when it began to wait.
         had: while it waits: version in force when it began to wait.
         busy: whether weights are on their way to it, so that it cannot give up.
@@ -174,11 +174,9 @@ class State:
             return None
         if self._trainer_stopped():
             return newest
-        if self.plan.style is SyncStyle.FIXED:
-            return newest if self.newest_step >= explorer.wanted else None
         if self.plan.style is SyncStyle.EXPLORER_DRIVEN:
             return newest if self._answers(explorer, newest) else None
-        return newest
+        return newest if self.newest_step >= explorer.wanted else None
 
     def _is_satisfied(self, explorer: ExplorerState) -> bool:
         """Return whether a waiting explorer has what it waits for."""
