@@ -85,11 +85,6 @@ class RankLinks:
         self.broken = self.broken or LifecycleError("this scheme was shut down")
         disown(group)
 
-    def abort(self) -> None:
-        """Cut all connections: ranks that wait for this one, or will, get an error now."""
-        if self._group is not None:
-            self._group.abort()
-
     def tell(self, message: Message) -> None:
         """Send a message to all others, on the leader."""
         self.tell_each(dict.fromkeys(self.others, message))
