@@ -23,6 +23,7 @@ from weight_update.encodings.patch.diff_cpu import Scan, Scanner
 from weight_update.encodings.patch.diff_cuda import CudaScanner, Queues
 from weight_update.encodings.patch.encode_cuda import add_on_device
 from weight_update.encodings.patch.format import PatchOptions, add_on_cpu, decode_patch, encode_patch
+from weight_update.wire.memory import await_stream
 from weight_update.wire.schema import WeightSchema, matching
 
 _NOTHING = torch.empty(0)
@@ -157,7 +158,7 @@ class PatchTracker(Tracker[Scan]):
         views, own = self._schema.views(self._flat), self._schema.distinct
         if own:
             copy_tensors([views[i] for i in own], [tensors[i] for i in own], "encoding weights")
-        self._written()
+        await_stream(self._flat)  # another stream may read it next
 
     def _start(self, gpus: set[torch.device]) -> None:
         """Allocate the snapshot, and create the scanner for weights on ``gpus``."""
@@ -211,12 +212,7 @@ class PatchTracker(Tracker[Scan]):
         if self._queues is not None and self._flat.is_cpu:
             changes = changes.map(self._queues.bring)
         changes.write(self._flat)
-        self._written()
-
-    def _written(self) -> None:
-        """Wait until the snapshot is written; another stream may read it next."""
-        if self._flat.is_cuda:
-            torch.cuda.current_stream(self._flat.device).synchronize()
+        await_stream(self._flat)
 
     def _flushed(self) -> None:
         """Wait for the end of the last :meth:`advance`."""
@@ -233,5 +229,5 @@ class PatchTracker(Tracker[Scan]):
         other = PatchTracker(self._options, self._schema, self._tracked)
         other._start(self._gpus)
         other._flat.copy_(self._flat)
-        other._written()
+        await_stream(other._flat)
         return other
