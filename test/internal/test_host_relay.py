@@ -36,11 +36,11 @@ class Joint:
     """A host relay, and the client that commands it.
 
     Attributes:
-        failures: reasons for which the relay gave up.
+        failures: errors for which the relay gave up.
     """
 
     def __init__(self) -> None:
-        self.failures: list[str] = []
+        self.failures: list[Exception] = []
         self.client = RelayClient(0, "gloo")
         with listen(HERE) as sock:
             here = dial(HERE, sock.getsockname()[1], deadline_of(LONG))
@@ -114,14 +114,14 @@ def test_a_sender_that_is_gone_ends_the_relay(joint: Joint) -> None:
 
 
 def test_a_sender_that_cannot_be_reached_is_reported() -> None:
-    failures: list[str] = []
+    failures: list[Exception] = []
 
     def connect() -> SignedStream:
         raise LinkClosedError("no way")
 
     relay = HostRelay(connect, TOKEN, None, failures.append)
     relay._thread.join(LONG)
-    assert failures == ["no connection for payloads (no way)"]
+    assert list(map(str, failures)) == ["no connection for payloads (no way)"]
 
 
 # -- a chain of hosts ----------------------------------------------------------------------------------

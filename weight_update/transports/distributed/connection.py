@@ -121,7 +121,7 @@ class WorkerConnection(Connection):
     def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
         chunk = super().recv(timeout, allocate)
         if chunk is not None and chunk.kind is not Kind.REFUSED and self._relay is None:
-            self._relay = HostRelay(self._connect, self._token, self._directory, self._lose_payloads)
+            self._relay = HostRelay(self._connect, self._token, self._directory, self.lose)
             if self.lost is not None:  # close() may not have seen it
                 self._relay.close()
         return chunk
@@ -131,9 +131,6 @@ class WorkerConnection(Connection):
         if fd < 0:
             raise NotEnoughMemoryError(key)
         return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)
-
-    def _lose_payloads(self, reason: str) -> None:
-        self.lose(LinkClosedError(reason))
 
     def close(self) -> None:
         super().close()

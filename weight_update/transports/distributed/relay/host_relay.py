@@ -52,7 +52,7 @@ class HostRelay:
         connect: connects to the sender; raises as :func:`~weight_update.transports.signed_stream.call`.
         token: secret of all ends.
         directory: directory of replicas.
-        on_failure: called from a thread with the reason when the sender cannot be reached.
+        on_failure: called from a thread with an error when the sender cannot be reached.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class HostRelay:
         connect: Callable[[], SignedStream],
         token: str,
         directory: str | None,
-        on_failure: Callable[[str], None],
+        on_failure: Callable[[Exception], None],
     ) -> None:
         self._connect, self._token, self._on_failure = connect, token, on_failure
         self._directory = directory
@@ -86,7 +86,7 @@ class HostRelay:
         try:
             signed = self._connect()
         except (OSError, FormatError) as error:
-            self._on_failure(f"no connection for payloads ({error})")
+            self._on_failure(LinkClosedError(f"no connection for payloads ({error})"))
             return
         try:
             self._backend = signed.receive_json(STALLED)["backend"]
