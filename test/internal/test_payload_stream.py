@@ -87,15 +87,15 @@ def test_a_payload_arrives_whole_between_messages(pair: Pair, size: int) -> None
     payload, sums = random_bytes(size), []
 
     def send() -> None:
-        pair[0].send({"before": size})
+        pair[0].signed.send_json({"before": size}, LONG)
         sums.append(pair[0].send_payload(payload, LONG))
-        pair[0].send({"after": size})
+        pair[0].signed.send_json({"after": size}, LONG)
 
     sending = in_thread(send)
-    assert pair[1].receive(LONG) == {"before": size}
+    assert pair[1].signed.receive_json(LONG) == {"before": size}
     into = torch.zeros_like(payload)
     total = pair[1].recv_payload(pieces_of(into), LONG, Forwarder(None))
-    assert pair[1].receive(LONG) == {"after": size}
+    assert pair[1].signed.receive_json(LONG) == {"after": size}
     sending.join()
     assert torch.equal(into, payload)
     assert sums == [total]
@@ -177,7 +177,7 @@ def test_an_end_that_is_gone(pair: Pair, end: int) -> None:
 def test_closing_wakes_a_thread_that_waits(pair: Pair, waits: str, closes: str) -> None:
     begun, ended = threading.Event(), threading.Event()
     action = {
-        "for a message": lambda: pair[0].receive(None),
+        "for a message": lambda: pair[0].signed.receive_json(None),
         "for a payload": lambda: pair[0].recv_payload(discarded_pieces(NBYTES), LONG, Forwarder(None)),
         "to send": lambda: pair[0].send_payload(torch.zeros(NBYTES, dtype=torch.uint8), LONG),
     }[waits]
@@ -198,7 +198,7 @@ def test_closing_wakes_a_thread_that_waits(pair: Pair, waits: str, closes: str) 
 def test_an_end_that_was_closed_does_nothing(pair: Pair) -> None:
     pair[0].close()
     with pytest.raises(LinkClosedError, match="closed"):
-        pair[0].send({})
+        pair[0].signed.send_json({}, LONG)
     with pytest.raises(LinkClosedError, match="closed"):
         pair[0].push_now(torch.zeros(1, dtype=torch.uint8))
 
@@ -282,12 +282,12 @@ def test_a_connection_whose_nccl_fails_is_closed(pair: Pair, monkeypatch: pytest
     with pytest.raises(LinkClosedError, match="no NCCL connection"):
         nccl.payload_stream(pair[0].signed, "nccl", 0)
     with pytest.raises(LinkClosedError):
-        pair[1].receive(LONG)
+        pair[1].signed.receive_json(LONG)
 
 
 def test_what_one_end_of_nccl_sets_the_other_gets(pair: Pair) -> None:
     """NCCL exchanges its addresses over the connection; no store that strangers reach is involved."""
-    here, there = nccl._ExchangeStore(pair[0]), nccl._ExchangeStore(pair[1])
+    here, there = nccl._ExchangeStore(pair[0].signed), nccl._ExchangeStore(pair[1].signed)
     setting = in_thread(here.set, "address", b"\0\xff" * 50)
     assert there.get("address") == b"\0\xff" * 50
     setting.join()

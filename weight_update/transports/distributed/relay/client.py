@@ -66,11 +66,11 @@ class RelayClient:
 
     def send_command(self, command: dict[str, Any], patience: float) -> None:
         """Send a command to the host relay."""
-        self._stream.get(max(patience, _OPENING)).send(command, patience)
+        self._stream.get(max(patience, _OPENING)).signed.send_json(command, patience)
 
     def receive_answer(self, patience: float) -> dict[str, Any]:
         """Return the host relay's answer to a command."""
-        return self._stream.get(max(patience, _OPENING)).receive(patience)
+        return self._stream.get(max(patience, _OPENING)).signed.receive_json(patience)
 
     def send_payload(self, payload: torch.Tensor, patience: float) -> str:
         """Send a payload in pieces; return its checksum."""

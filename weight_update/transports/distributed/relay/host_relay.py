@@ -102,16 +102,17 @@ class HostRelay:
             self._forget(list(self._replicas))
 
     def _serve(self, sender: PayloadStream) -> None:
+        signed = sender.signed
         while True:
-            command = sender.receive(None)
+            command = signed.receive_json(None)
             if command["do"] == "listen":
-                sender.send(self._listen(command, sender.signed.local_address))
+                signed.send_json(self._listen(command, signed.local_address), STALLED)
             elif command["do"] == "link":
-                sender.send(self._link(command))
+                signed.send_json(self._link(command), STALLED)
             elif command["do"] == "take":
                 forwarder = Forwarder(self._outgoing if command["onward"] else None)
                 answer = self._take(command, sender, forwarder)
-                sender.send(answer)
+                signed.send_json(answer, STALLED)
                 limit = command["patience"] / _FORWARD_SHARE
                 forwarded = answer.get("fd", -1) >= 0 and forwarder.finish(limit)
                 if command["onward"] and not forwarded:
@@ -197,7 +198,7 @@ class HostRelay:
                 raise
             self._close_incoming()
             return {"error": f"the host before it in the chain: {error}"[:_MAX_ERROR_CHARS]}
-        expected = self._sum(command, sender)
+        expected = self._sum(command, sender.signed)
         if replica is None:  # each worker of this host reports it and keeps its version
             return {"fd": -1, "key": problem[:_MAX_ERROR_CHARS]}
         if command["checksum"] == CHECKSUM and total != expected:
@@ -205,9 +206,9 @@ class HostRelay:
         return {"fd": replica.fd, "key": replica.key}
 
     @staticmethod
-    def _sum(command: dict[str, Any], sender: PayloadStream) -> Any:
+    def _sum(command: dict[str, Any], sender: SignedStream) -> Any:
         """Return the checksum that the sender tells, or None if it could not send the whole payload."""
         while True:
-            message = sender.receive(STALLED)
+            message = sender.receive_json(STALLED)
             if message["do"] == "sum" and message["number"] == command["number"]:
                 return message["sum"]

@@ -53,7 +53,7 @@ class NcclStream(PayloadStream):
             require_nccl()
             self._device = torch.device("cuda", torch.cuda.current_device())
             with _errors_reach_the_caller():
-                self._nccl: Any = own(_dist.ProcessGroupNCCL(_ExchangeStore(self), rank, 2))
+                self._nccl: Any = own(_dist.ProcessGroupNCCL(_ExchangeStore(signed), rank, 2))
         except (ValueError, RuntimeError) as error:
             self.close()
             raise LinkClosedError(f"no NCCL connection ({brief(error)})") from None
@@ -92,16 +92,16 @@ class NcclStream(PayloadStream):
 class _ExchangeStore(StoreBase):  # type: ignore[misc] # it has no type stubs
     """A store of torch.distributed for two ranks, each of which sends the other what it sets."""
 
-    def __init__(self, stream: PayloadStream) -> None:
+    def __init__(self, signed: SignedStream) -> None:
         super().__init__()
-        self._stream = stream
+        self._signed = signed
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set a value for both ranks."""
         raw = value.encode() if isinstance(value, str) else bytes(value)
         self._values[key] = raw
-        self._stream.send({"key": key, "value": raw.hex()})
+        self._signed.send_json({"key": key, "value": raw.hex()}, STALLED)
 
     def get(self, key: str) -> bytes:
         """Return a value; wait for it where the other rank sets it."""
@@ -111,7 +111,7 @@ class _ExchangeStore(StoreBase):  # type: ignore[misc] # it has no type stubs
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         """Wait until all ``keys`` are set."""
         while not all(key in self._values for key in keys):
-            message = self._stream.receive(timeout.total_seconds())
+            message = self._signed.receive_json(timeout.total_seconds())
             self._values[message["key"]] = bytes.fromhex(message["value"])
 
 

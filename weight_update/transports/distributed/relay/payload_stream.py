@@ -7,7 +7,6 @@ import socket
 import struct
 from collections.abc import Sequence
 from concurrent import futures
-from typing import Any
 
 import torch
 
@@ -38,21 +37,13 @@ class PayloadStream:
     other end is gone, and SyncTimeoutError when it makes no progress; the connection is then of no more use.
 
     Args:
-        signed: the connection.
+        signed: the connection, which sends and receives the messages between payloads.
     """
 
     def __init__(self, signed: SignedStream) -> None:
         self.signed: SignedStream = signed
         with contextlib.suppress(OSError):  # it was closed meanwhile, or is not TCP
             _limit_send_buffer(signed.stream.sock)
-
-    def send(self, message: dict[str, Any], patience: float | None = STALLED) -> None:
-        """Send a message."""
-        self.signed.send_json(message, patience)
-
-    def receive(self, patience: float | None) -> dict[str, Any]:
-        """Return the next message; raise FormatError if it is not signed. None waits without a limit."""
-        return self.signed.receive_json(patience)
 
     def send_payload(self, payload: torch.Tensor, patience: float) -> str:
         """Send a payload in pieces, each within ``patience`` seconds; return its checksum."""
