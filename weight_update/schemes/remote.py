@@ -138,7 +138,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     @property
     def network_bytes(self) -> int:
         """Bytes of payloads sent to other hosts so far; payloads of up to 64 KiB do not count."""
-        return self.listener.network_bytes if isinstance(self.listener, DistributedListener) else 0
+        return self.listener.router.sent if isinstance(self.listener, DistributedListener) else 0
 
     def sender_options(self) -> dict[str, Any]:
         """Return the arguments of the sender's end of any link."""

@@ -129,6 +129,9 @@ class DistributedListener:
     """The listener for links to this host and to others, with the arguments of :class:`JoinListener`.
 
     Workers find it in ``store``.
+
+    Attributes:
+        router: router of payloads to workers on other hosts.
     """
 
     def __init__(
@@ -141,7 +144,7 @@ class DistributedListener:
     ) -> None:
         self._store, self._token = store, token
         self._links, self._late_joiners = links, late_joiners
-        self._router = Router()
+        self.router: Router = Router()
         with ExitStack() as undo:
             self._local = SharedMemListener(token, links, late_joiners)
             undo.callback(self._local.close)
@@ -153,11 +156,6 @@ class DistributedListener:
             self._local.refusals = self.refusals
             store.announce(where, token)  # workers wait for start(), rather than be told of another token
             undo.pop_all()
-
-    @property
-    def network_bytes(self) -> int:
-        """Bytes of payloads sent to other hosts; payloads that travel with their frame do not count."""
-        return self._router.sent
 
     def start(self) -> None:
         """Start to admit workers; calling it twice is fine."""
@@ -176,7 +174,7 @@ class DistributedListener:
         request = signed.receive_json(seconds_left(deadline))
         name, host = request.get("name"), request.get("host")
         if request.get("do") == "take payloads":
-            remote = self._router.named(str(name))
+            remote = self.router.named(str(name))
             if remote is None:
                 raise LinkClosedError("a worker that is not connected wants payloads")
             remote.relay_client.open(signed)
@@ -197,7 +195,7 @@ class DistributedListener:
         except JoinRefusedError as error:
             connection.send(refusal_of(error), seconds_left(deadline))
             raise
-        link.attach_remote(signed, hello, name, host, self._router)
+        link.attach_remote(signed, hello, name, host, self.router)
 
 
 def _context(where: Announcement) -> str:
