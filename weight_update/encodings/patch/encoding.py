@@ -145,30 +145,28 @@ class PatchTracker(Tracker[Scan]):
         self._options, self._schema, self._tracked = options, schema, tracked
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._scanner: Scanner | CudaScanner | None = None
-        self._gpus: set[torch.device] = set()
         self._queues: Queues | None = None
         self._flush: Future[None] | None = None
 
     @torch.no_grad()
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
-        if self._options.snapshot_device == "cuda" and not gpus:
+        gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        if self._options.snapshot_device == "cuda" and gpu is None:
             raise ValueError("snapshot_device='cuda' needs weights on a GPU; use 'cpu' here")
-        self._start(gpus)
+        self._start(gpu)
         views, own = self._schema.views(self._flat), self._schema.distinct
         if own:
             copy_tensors([views[i] for i in own], [tensors[i] for i in own], "encoding weights")
         await_stream(self._flat)  # another stream may read it next
 
-    def _start(self, gpus: set[torch.device]) -> None:
-        """Allocate the snapshot, and create the scanner for weights on ``gpus``."""
-        self._gpus = gpus
+    def _start(self, gpu: torch.device | None) -> None:
+        """Allocate the snapshot, and create the scanner for weights on ``gpu``, or on none."""
         kept, relative = self._options.snapshot_device, self._options.values == "relative"
-        device = next(iter(gpus)) if kept == "cuda" else None
-        pinned = bool(gpus) and device is None
+        device = gpu if kept == "cuda" else None
+        pinned = gpu is not None and device is None
         self._flat = torch.zeros(self._schema.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-        if gpus:
-            self._queues = Queues(next(iter(gpus)))
+        if gpu is not None:
+            self._queues = Queues(gpu)
             self._scanner = CudaScanner(
                 self._schema,
                 self._queues,
@@ -227,7 +225,7 @@ class PatchTracker(Tracker[Scan]):
     def copy(self) -> PatchTracker:
         self._flushed()
         other = PatchTracker(self._options, self._schema, self._tracked)
-        other._start(self._gpus)
+        other._start(None if self._queues is None else self._queues.device)
         other._flat.copy_(self._flat)
         await_stream(other._flat)
         return other
