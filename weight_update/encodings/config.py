@@ -44,8 +44,7 @@ def encoding_from_config(config: Mapping[str, Any]) -> tuple[Encoding, bool]:
         raise ValueError(f"unknown type {kind!r} of weight_syncer (known: patch, bucket)")
     if kind == "bucket":
         options = _tree(config.get(kind), [*_BUCKET, "is_agent"], "bucket")
-        is_agent = options.pop("is_agent", False)
-        require_bool("is_agent", is_agent)
+        is_agent = require_bool("is_agent", options.pop("is_agent", False))
         return BucketEncoding(**options), is_agent
     options = _tree(config.get(kind), [*_PATCH, "init_sync"], "patch")
     init_sync = _tree(options.pop("init_sync", None), list(_INIT_SYNC), "patch.init_sync")

@@ -78,8 +78,7 @@ class SharedBuffer(SharedSlot):
     released.
 
     Args:
-        directory: None for anonymous memory, which no mount limits; a path such as ``"/dev/shm"`` for a
-            nameless file on that file system.
+        directory: see :class:`~weight_update.SharedMemWeightSyncScheme`.
 
     Raises:
         NotEnoughMemoryError: there is not enough memory; the message says how much is needed.
