@@ -160,7 +160,6 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         return link
 
     def _join(self, joining: futures.Future[None], weights: Any, timeout: float) -> None:
-        """Connect, in the background thread."""
         try:
             super().connect(weights=weights, timeout=timeout)
         except Exception as error:  # noqa: BLE001 - _await_join() raises it

@@ -96,7 +96,6 @@ class Listener:
             pending.stream.close()
 
     def _step(self) -> None:
-        """Wait until there is something to do, and do it."""
         deadline = next((pending.deadline for pending in self._pending.values()), None)
         left = seconds_left(deadline)
         ready = {fd for fd, _ in self._poller.poll(None if left is None else left * 1e3)}

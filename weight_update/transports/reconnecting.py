@@ -213,7 +213,6 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
 
 
 def _error_of_link(error: OSError | EOFError | FormatError) -> Exception:
-    """Return the error of a link for an error of its connection."""
     if isinstance(error, WeightSyncError):
         return error
     if isinstance(error, TimeoutError | BlockingIOError):

@@ -260,7 +260,6 @@ def _in_place(tile: Tile, most: int, weights: _Weights) -> tuple[int, ...]:
 
 
 def _row(new: int, old: int, width: int, start: int, nbytes: int, most: int) -> tuple[int, ...]:
-    """Return a row of :data:`~weight_update.encodings.patch.kernels.TILE`."""
     return new, old, nbytes // width, start // width, most, 0
 
 

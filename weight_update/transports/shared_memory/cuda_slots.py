@@ -176,7 +176,6 @@ def _uuid_of(index: int) -> str:
 
 
 def _index_of(device: str) -> int:
-    """Return the index of a GPU in this process."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(found):
         if _uuid_of(index) == device:
