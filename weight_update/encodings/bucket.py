@@ -196,7 +196,6 @@ class _Copies:
             self.make()
 
     def make(self) -> None:
-        """Make all copies that wait."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
         self._targets, self._sources, self._waiting = [], [], 0

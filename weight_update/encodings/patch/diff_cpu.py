@@ -197,7 +197,6 @@ class _Group:
         self._widths = sorted({width for tile in tiles for width in tile.widths})
 
     def scan(self, weights: _Weights) -> Scan:
-        """Compare all tiles."""
         for width in self._widths:
             self._buffers[width].start(self._start // width)
         changed, ranges = 0, list[ByteRange]()

@@ -48,7 +48,6 @@ class _Channel:
         self.changed = asyncio.Condition()
 
     def finished(self, end: int) -> bool:
-        """Return whether ``end`` has finished."""
         return self.sent[end] is not None
 
     def exhausted(self, end: int, taken: int) -> bool:

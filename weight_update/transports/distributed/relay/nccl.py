@@ -109,7 +109,6 @@ class _ExchangeStore(StoreBase):  # type: ignore[misc] # it has no type stubs
         return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Wait until all ``keys`` are set."""
         while not all(key in self._values for key in keys):
             message = self._signed.receive_json(timeout.total_seconds())
             self._values[message["key"]] = bytes.fromhex(message["value"])
