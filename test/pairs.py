@@ -15,12 +15,13 @@ def connect_pair(sender: _Scheme, source: Any, target: Any, **options: Any) -> _
     """Connect ``sender``, of the model ``source``, with a receiver of ``target``; return the receiver.
 
     Args:
-        sender: a scheme that is not initialized.
+        sender: a scheme; one that is not initialized is initialized with ``source`` and one worker.
         source: the sender's model.
         target: the receiver's model or engine.
         options: further arguments of ``init_on_receiver``.
     """
-    sender.init_on_sender(model=source, num_workers=1)
+    if not sender.initialized_on_sender:
+        sender.init_on_sender(model=source, num_workers=1)
     receiver = copy.copy(sender)
     receiver.init_on_receiver(model=target, worker_idx=0, **options)
     try:

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from interpreters import use_template_for_forkserver
 from marks import quick_for, slow
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import (
     BucketEncoding,
     DistributedWeightSyncScheme,
     JoinRefusedError,
+    LifecycleError,
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
@@ -204,3 +206,28 @@ def test_a_worker_that_a_listener_refused_may_connect_again(
         connecting.result()
         assert sender.send().version == receiver.version
         receiver.shutdown()
+
+
+@pytest.mark.parametrize("encoding", ["dense", "patch", "bucket", "in flight"])
+def test_the_version_of_a_checkpoint(encoding: str) -> None:
+    """Workers get restored weights with the version that the checkpoint has."""
+    in_flight = encoding == "in flight"
+    strategy = WeightStrategy(
+        "state_dict", encoding="bucket" if in_flight else encoding, max_in_flight=2 if in_flight else None
+    )
+    with MemoryWeightSyncScheme(strategy) as sender:
+        sender.init_on_sender(model=mlp(1), num_workers=1)
+        sender.continue_from(12)
+        assert sender.version is None
+        with pytest.raises(LifecycleError, match="not connected"):
+            sender.send()
+        with connect_pair(sender, mlp(1), mlp(2)) as receiver:
+            assert (sender.version, receiver.version, sender.worker_versions) == (12, 12, {0: 12})
+            if not in_flight:  # else it waits for the next update
+                with copy.copy(sender) as late:
+                    late.init_on_receiver(model=mlp(3), worker_idx=1)
+                    late.connect()
+                    assert late.version == 12
+            assert sender.send().version == receiver.version == 13
+            sender.continue_from(20)
+            assert sender.send().version == 21

@@ -26,12 +26,12 @@ class SchemeUpdates(SchemeLifecycle):
     sync: bool
     timeout: float
 
-    def _require_sender(self) -> SenderSide:
+    def _require_sender(self, connected: bool = True) -> SenderSide:
         side = self._sender_side
         if side is None:
             raise LifecycleError("this is not a sender; call init_on_sender() first")
-        if not side.sender.serving:  # connect() may have failed for some workers: the others are there
-            self._require_open()
+        self._require_open()
+        if connected and not side.sender.serving:  # connect() may have failed for some workers only
             raise LifecycleError(f"the sender is not connected{side.failure}; call connect() first")
         return side
 
@@ -117,14 +117,17 @@ class SchemeUpdates(SchemeLifecycle):
             sender.follow(handle.report, handle.workers)
 
     def continue_from(self, version: int) -> None:
-        """Give the next update a number above ``version``, as after a restart from a checkpoint.
+        """Number versions from ``version`` on, as after a restart from a checkpoint.
+
+        Before :meth:`connect`, this is the version of the weights that workers get when they connect. Later,
+        the next update gets a number above it.
 
         Raises:
-            LifecycleError: this is not a connected sender.
+            LifecycleError: this is not a sender, or was shut down.
             ValueError: ``version`` is not an integer of at least 0.
         """
         version = whole_number(version, "version", least=0)
-        sender = self._require_sender().sender
+        sender = self._require_sender(connected=False).sender
         if isinstance(sender, Sender):  # the leader of a sharded trainer numbers for the other ranks
             sender.continue_from(version)
 

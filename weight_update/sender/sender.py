@@ -61,6 +61,7 @@ class Sender(Outcomes):
         self.refusals: Iterable[str] = ()
         self._strategy = strategy
         self._number = -1  # of the last version
+        self._first_number = 0
         self._first_weights: Mapping[int, NamedWeights] = {}  # for workers that join while connect() waits
         self._first_label = strategy.encoding.whole.label  # of the weights that a worker gets when it joins
         self._publishing = threading.Lock()
@@ -156,10 +157,11 @@ class Sender(Outcomes):
                 self._answers.start(worker)
             wait_for_none(self.table, absent, deadline, alive)
             with self._publishing:
-                self._number += 1
+                self._number = max(self._number + 1, self._first_number)
                 report = self._pipelines.send(self._of_known(weights), Step(self._number))
         else:
             with self._publishing:
+                self._number = max(self._number, self._first_number - 1)
                 weights = self._of_known(weights)
                 report = self._stage(weights)
                 self._first_weights = weights
@@ -246,9 +248,12 @@ class Sender(Outcomes):
         self.table.tell(ObservedUpdate(self, report, workers).settle)
 
     def continue_from(self, version: int) -> None:
-        """Give the next update a number above ``version``."""
+        """Give the next update a number above ``version``, or :meth:`connect` the number ``version``."""
         with self._publishing:
-            self._number = max(self._number, version)
+            if self._number < 0:
+                self._first_number = version
+            else:
+                self._number = max(self._number, version)
 
     def _of_known(self, weights: Mapping[int, NamedWeights]) -> Mapping[int, NamedWeights]:
         """Return ``weights`` without those for late joiners that were forgotten meanwhile."""
