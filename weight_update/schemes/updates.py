@@ -149,6 +149,8 @@ class SchemeUpdates(SchemeLifecycle):
             while (weights := scheme.receive(timeout=1.0)) is None:
                 print("still version", scheme.version)
 
+        After a long :meth:`hold`, a newer update may follow at once: call this until it returns None.
+
         Args:
             timeout: seconds; None waits as long as the sender lives, 0 does not wait.
 
