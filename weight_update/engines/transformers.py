@@ -146,7 +146,7 @@ class TransformersEngine(InferenceEngine):
         self._weights: Mapping[str, torch.Tensor] = {}
         self._written: set[tuple[int, int]] = set()
         self._manager.start()
-        # No daemon: the interpreter waits for it at exit, and a daemon would be cut off while it frees tensors.
+        # Not a daemon, so that the interpreter waits for it at exit; it may be freeing tensors then.
         self._deliverer = threading.Thread(target=self._deliver, name="weight_update-answers")
         self._deliverer.start()
 
