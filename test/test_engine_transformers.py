@@ -380,6 +380,32 @@ def test_a_program_ends_that_does_not_close_its_engine(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.strip()) == (1, "the program ends during an update")
 
 
+UNUSED = """
+import atexit
+import time
+from test_engine_transformers import engine_of, model_of
+
+engine = engine_of(model_of(1))
+stop = engine._manager.stop
+
+def stop_slowly(**options):
+    stop(**options)
+    time.sleep(1.0)
+
+engine._manager.stop = stop_slowly
+atexit.register(lambda: print("still frees tensors" if engine._deliverer.is_alive() else "has ended"))
+"""
+
+
+@pytest.mark.slow
+def test_a_program_waits_at_exit_for_the_threads_of_its_engine(tmp_path: Path) -> None:
+    """A thread that frees tensors while the interpreter ends would abort the process."""
+    program = tmp_path / "unused.py"
+    program.write_text(UNUSED)
+    done = run_python(program, timeout=60.0, env={"PYTHONPATH": str(Path(__file__).parent)})
+    assert (done.returncode, done.stdout) == (0, "has ended\n"), done.stderr
+
+
 def test_a_request_that_transformers_cannot_answer(connected: Any) -> None:
     mine = model_of(2)
     engine = engine_of(mine)

@@ -155,6 +155,25 @@ def test_a_busy_worker_delays_no_news(running: Any) -> None:
     assert (1, 1) in [(one.worker, one.version) for one in applied]
 
 
+def test_a_worker_that_stays_busy_delays_only_the_first_news(running: Any) -> None:
+    scheme, told = SharedMemWeightSyncScheme(), Told()
+    procs = running(scheme, mlp(1))
+    scheme.add_observer(told)
+    procs.workers[1].call("hold")
+    scheme.send_async()
+    wait_until(lambda: told.events("applied") == [("applied", 0)])
+    began = time.monotonic()
+    for version in range(2, 10):
+        scheme.send_async()
+        wait_until(lambda version=version: told[-1].version == version)  # type: ignore[misc]
+    assert time.monotonic() - began < 4.0, "not a second for each"
+    wait_until(lambda: told.versions == [*range(1, 9)])
+    assert not any(one.failures for one in told.reports)
+    procs.workers[1].call("release")
+    wait_until(lambda: told.versions == [*range(1, 10)])
+    assert sorted(told.reports[-1].apply_seconds) == [0, 1]
+
+
 @pytest.mark.slow
 def test_a_late_worker_is_told_of_once_while_updates_go_on(running: Any) -> None:
     scheme, told = SharedMemWeightSyncScheme(timeout=2.0), Told()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pickle
@@ -14,7 +15,7 @@ import pytest
 import torch
 from checkpoint_parts import data_files, every_dtype, same_bits, versions, visible, weights
 
-from weight_update import CorruptCheckpointError
+from weight_update import CorruptCheckpointError, LifecycleError
 from weight_update.synchronizer import CheckpointStore
 
 SHORT = 0.6  # seconds after which a lease counts as dead in these tests
@@ -113,12 +114,13 @@ def test_the_newest_may_be_written_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.publish(5, weights(5), step=5)
     with store.reading(5) as before:
-        CheckpointStore(tmp_path).publish(5, weights(6), step=6)
+        anew = CheckpointStore(tmp_path)
+        anew.publish(5, weights(6), step=6)
         assert same_bits(before, weights(5))
     with store.reading(5) as after:
         assert same_bits(after, weights(6))
     del before
-    store.publish(6, weights(6), step=6)
+    anew.publish(6, weights(6), step=6)
     assert data_files(store) == 2
 
 
@@ -146,6 +148,13 @@ def test_bad_arguments(tmp_path: Path) -> None:
         CheckpointStore(tmp_path, keep=0)
     with pytest.raises(ValueError, match="lease_seconds"):
         CheckpointStore(tmp_path, lease_seconds=0)
+    for version in (None, "8", -2, 1.5):
+        with pytest.raises(ValueError, match=f"version is an integer of at least -1, not {version!r}"):
+            CheckpointStore(tmp_path).wait_newer(version, timeout=0.0)  # type: ignore[arg-type]
+    file = tmp_path / "weights.pt"
+    file.touch()
+    with pytest.raises(NotADirectoryError, match="give a directory, not a file"):
+        CheckpointStore(file)
 
 
 def test_waiting_for_a_newer_version(tmp_path: Path) -> None:
@@ -249,3 +258,60 @@ def test_files_are_open_to_those_who_may_read_the_directory(
         os.umask(before)
     assert stat.S_IMODE(where.stat().st_mode) == (directory or 0o700)
     assert {stat.S_IMODE(path.stat().st_mode) for path in where.iterdir()} == {file}
+
+
+def test_two_trainers_that_write_one_directory(tmp_path: Path) -> None:
+    """The one whose version was replaced is told; the other one goes on."""
+    first, second = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
+    first.publish(1, weights(1), step=1)
+    second.publish(1, weights(2), step=2)
+    for version in (1, 2):
+        with pytest.raises(LifecycleError, match=r"another trainer has published version 1 .* end one"):
+            first.publish(version, weights(1), step=3)
+    second.publish(2, weights(2), step=4)
+    assert CheckpointStore(tmp_path).latest().step == 4
+
+
+def test_a_trainer_that_resumes_goes_on_with_its_own_versions(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path).publish(1, weights(1), step=1)
+    store = CheckpointStore(tmp_path, keep=3)
+    for version in (2, 2, 3, 4):
+        store.publish(version, weights(version), step=version)
+    for path in tmp_path.glob("00000000000[34]*"):
+        path.unlink()
+    store.publish(3, weights(3), step=3)
+    assert store.latest().version == 3
+
+
+@pytest.mark.parametrize("call", range(1, 5))
+def test_a_publish_that_failed_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """If the last call fails, the version exists although its publish raised."""
+    store, sync, calls = CheckpointStore(tmp_path), os.fsync, list[int]()
+
+    def fail(fd: int) -> None:
+        calls.append(fd)
+        if len(calls) == call:
+            raise OSError(errno.EIO, "no disk today")
+        sync(fd)
+
+    store.publish(1, weights(1), step=1)
+    for version in (1, 2):
+        calls.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", fail)
+            with pytest.raises(OSError, match="no disk today"):
+                store.publish(version, weights(2), step=2)
+        store.publish(version, weights(1), step=3)
+        assert store.latest().step == 3
+
+
+def test_a_reader_of_a_directory_that_does_not_exist(tmp_path: Path) -> None:
+    where = tmp_path / "rnu-7"
+    store = CheckpointStore(where)
+    assert (store.latest(), store.last_number(), store.manifest(1)) == (None, -1, None)
+    assert store.wait_newer(-1, timeout=0.0) is None
+    with pytest.raises(FileNotFoundError, match="no version 1"), store.reading(1):
+        pass
+    assert not where.exists(), "a reader does not create it"

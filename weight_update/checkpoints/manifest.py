@@ -102,7 +102,10 @@ class ManifestIndex:
 
     def versions(self) -> list[int]:
         """Return all numbers that have a manifest, broken or not, in descending order."""
-        matches = (_MANIFEST.fullmatch(path.name) for path in self.directory.iterdir())
+        try:
+            matches = [_MANIFEST.fullmatch(path.name) for path in self.directory.iterdir()]
+        except FileNotFoundError:  # nothing was published yet
+            return []
         return sorted((int(match["version"]) for match in matches if match), reverse=True)
 
     def data_files(self) -> list[tuple[int, str, Path]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import mmap
 import os
@@ -17,11 +18,12 @@ from typing import Any
 
 import torch
 
+from weight_update.arguments import whole_number
 from weight_update.checkpoints.io import PART, Remover, digest, naming_free_space, open_regular, write_beside
 from weight_update.checkpoints.lease import Lease, LeaseMonitor
 from weight_update.checkpoints.manifest import Manifest, ManifestIndex, check_version
 from weight_update.checkpoints.safetensors import pack, unpack
-from weight_update.errors import CorruptCheckpointError
+from weight_update.errors import CorruptCheckpointError, LifecycleError
 from weight_update.wire.schema import dtype_name
 
 _log = logging.getLogger(__name__)
@@ -39,12 +41,16 @@ class CheckpointStore:
     attribute cache may delay a new version (mount option ``acdirmax``, 60 s unless set).
 
     Args:
-        directory: path of the directory. If it does not exist, it is created for this user only. In an
-            existing directory, users who may read the directory may read checkpoints. Other files in it are
-            not touched.
+        directory: path of the directory. If it does not exist, the first :meth:`publish` creates it for this
+            user only, and until then it has no versions. In an existing directory, users who may read the
+            directory may read checkpoints. Other files in it are not touched.
         keep: number of complete versions that stay, at least 1.
         lease_seconds: seconds without a renewed lease after which a reader or writer counts as dead; the same
             on all sides, and longer than a process is ever stopped.
+
+    Raises:
+        NotADirectoryError: ``directory`` is a file.
+        ValueError: ``keep`` or ``lease_seconds`` is too small.
 
     Attributes:
         directory: path of the directory.
@@ -58,13 +64,19 @@ class CheckpointStore:
                 f"keep must be at least 1, lease_seconds above 0; got {keep} and {lease_seconds}"
             )
         self.directory: Path = Path(directory)
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.directory.exists() and not self.directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "give a directory, not a file", str(directory))
         self._lease_seconds = lease_seconds
+        self._published = -1
+        self._stems = set[str]()  # of the newest version, once this object has published
         self._index = ManifestIndex(self.directory)
         self._garbage = GarbageCollector(self._index, lease_seconds, keep)
 
     def publish(self, version: int, weights: Mapping[str, Any], *, step: int) -> Path:
         """Write a version, and remove old ones. The version is on the disk when this returns.
+
+        The first version may continue those of another store object, such as that of a trainer which was
+        restarted. From then on, no other store object may write to the directory.
 
         Args:
             version: number that is not below the newest. An existing version is replaced.
@@ -77,6 +89,7 @@ class CheckpointStore:
             the path of the data file.
 
         Raises:
+            LifecycleError: another store object has published since this one did.
             NotEnoughSpaceError: the disk is full. As after every error, the version does not exist, its bytes
                 are free again and older versions stay.
             OSError: the files could not be written.
@@ -88,18 +101,17 @@ class CheckpointStore:
         """
         check_version(version)
         newest = self.latest()
-        if newest is not None and version < newest.version:
-            raise ValueError(
-                f"version {version} is below {newest.version}, the newest in {self.directory}; "
-                "go on counting from there, or use another directory"
-            )
+        if newest is not None:
+            self._require_next(version, newest)
         if type(step) is not int:
             raise ValueError(f"step must be an int, not {step!r}")
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._garbage.collect()  # first: files that a dead writer left may be in the way
         schema, parts = pack(weights)
         stem = f"{self._index.path(version).stem}-{uuid.uuid4().hex}"
         described = {m.name: f"{dtype_name(m.dtype)}{list(m.shape)}" for m in schema.tensors}
         nbytes = sum(map(len, parts))
+        self._published, self._stems = version, {stem} | ({newest.stem} if newest else set())  # it may fail
         with naming_free_space(self.directory, nbytes):
             lease = Lease(self.directory, stem, self._lease_seconds)
             try:
@@ -108,6 +120,19 @@ class CheckpointStore:
                 lease.end()
         self._garbage.collect()
         return path
+
+    def _require_next(self, version: int, newest: Manifest) -> None:
+        """Raise LifecycleError or ValueError unless ``version`` can follow ``newest``."""
+        if newest.version >= self._published >= 0 and newest.stem not in self._stems:
+            raise LifecycleError(
+                f"another trainer has published version {newest.version} in {self.directory} since this one "
+                "did; end one of the two, or give each a directory of its own"
+            )
+        if version < newest.version:
+            raise ValueError(
+                f"version {version} is below {newest.version}, the newest in {self.directory}; "
+                "go on counting from there, or use another directory"
+            )
 
     def _write(self, plan: Manifest, parts: list[memoryview]) -> Path:
         data, manifest = self.directory / plan.file, self._index.path(plan.version)
@@ -146,7 +171,7 @@ class CheckpointStore:
         This looks at the names in the directory every 50 ms at first, and every second in the end.
 
         Args:
-            version: a number; -1 for any version.
+            version: a number from -1 on; -1 for any version.
             timeout: seconds.
             ended: event that ends the wait as if the time were over; None for no such event.
 
@@ -155,7 +180,9 @@ class CheckpointStore:
 
         Raises:
             OSError: the directory cannot be read.
+            ValueError: ``version`` is no int from -1 on.
         """
+        version = whole_number(version, "version", least=-1)
         ended = threading.Event() if ended is None else ended
         deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
         while True:

@@ -146,7 +146,8 @@ class TransformersEngine(InferenceEngine):
         self._weights: Mapping[str, torch.Tensor] = {}
         self._written: set[tuple[int, int]] = set()
         self._manager.start()
-        self._deliverer = threading.Thread(target=self._deliver, name="weight_update-answers", daemon=True)
+        # Not a daemon, so that the interpreter waits for it at exit; it may be freeing tensors then.
+        self._deliverer = threading.Thread(target=self._deliver, name="weight_update-answers")
         self._deliverer.start()
 
     # -- generation --------------------------------------------------------------------------------

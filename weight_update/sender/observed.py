@@ -34,13 +34,16 @@ class ObservedUpdate:
         """Wait until every worker has applied the update, failed or left; return what observers are told.
 
         Observers are told of workers that have the update after a moment, if other workers are busy. The
-        report comes then, too, if newer updates follow. A worker is reported as late with only one of them.
+        report comes then, too, if newer updates follow. Workers that are busy for longer are not waited for.
+        A worker is reported as late with only one of them.
         """
         table, version = self._outcomes.table, self._report.version
         with table.lock:
             states, done = table.known(self._workers), partial(is_settled, version=version)
-            limit = self._due if superseded or not self._begun else math.inf
-            if not self._patience.wait(table.changed, states, done, limit, stop):
+            brief = superseded or not self._begun
+            waited_for = [one for one in states if not (brief and _is_busy(one, _BUSY_SECONDS))]
+            limit = self._due if brief else math.inf
+            if not self._patience.wait(table.changed, waited_for, done, limit, stop):
                 return None
             table.told = max(table.told, version)  # from now on, events tell of workers that apply it
             in_time = time.monotonic() < self._patience.deadline
@@ -69,6 +72,12 @@ class ObservedUpdate:
         return [report, *(WorkerEvent("late", idx, version, reason) for idx, reason in late)]
 
 
+def _is_busy(worker: WorkerState, seconds: float) -> bool:
+    """Return whether a worker has not answered an update for so many seconds."""
+    begins = worker.inflight is None or worker.writing
+    return not begins and time.monotonic() - worker.sent_at >= seconds
+
+
 def _is_told(worker: WorkerState, timeout: float, *, busy: bool) -> bool:
     """Return whether observers are told that ``worker`` does not have an update, and note that.
 
@@ -76,8 +85,7 @@ def _is_told(worker: WorkerState, timeout: float, *, busy: bool) -> bool:
     may still apply the update in time; it is late if it has not answered an earlier one for so long.
     """
     if busy:
-        begins = worker.inflight is None or worker.writing
-        if begins or time.monotonic() - worker.sent_at < timeout:
+        if not _is_busy(worker, timeout):
             return False
         told, worker.late_told = worker.late_told != worker.sent_at, worker.sent_at
         return told

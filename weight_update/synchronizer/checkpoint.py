@@ -184,6 +184,7 @@ class CheckpointService(Service):
         super().__init__(plan, **options)
         self.directory = directory
         self._store = CheckpointStore(directory)
+        self._store.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._reserved = self._store.last_number()
         if (newest := self._store.latest()) is not None:
             _log.info(
