@@ -45,8 +45,8 @@ class CheckpointTrainer(StoringTrainer):
         named = strategy.outgoing(self._source, chosen)
         if named.sharded:
             raise UnsupportedSourceError(
-                "these weights are sharded (DTensor), and a file has whole ones: give a function that returns "
-                "the DTensor.full_tensor() of each"
+                "these weights are sharded (DTensor), and a file has whole ones: give a function that "
+                "returns the DTensor.full_tensor() of each"
             )
         named = named.converted()
         tensors = {name: value.detach() for name, value in named.tensors.items()}

@@ -102,10 +102,10 @@ class DeltaGroup(SendGroup):
         self._mostly_new = self._mostly_new + 1 if mostly_new else 0
         if self._mostly_new == _IN_A_ROW:
             _log.warning(
-                "more than %d %% of the elements changed in each of the last %d updates, so these carried all "
-                "weights. The workers take %s: if they compute in a narrower dtype, give convert=cast(dtype) "
-                "or implement InferenceEngine.expected_weights(). Otherwise use another encoding, such as "
-                "'bucket'",
+                "more than %d %% of the elements changed in each of the last %d updates, so these carried "
+                "all weights. The workers take %s: if they compute in a narrower dtype, give "
+                "convert=cast(dtype) or implement InferenceEngine.expected_weights(). Otherwise use another "
+                "encoding, such as 'bucket'",
                 100 * _NOT_WORTH,
                 _IN_A_ROW,
                 " and ".join(sorted(set(map(dtype_name, self.schema.dtypes)))),
