@@ -92,9 +92,11 @@ def test_a_converter_that_cannot_be_pickled_to_a_worker() -> None:
         with pytest.raises(LifecycleError, match=message):
             process.start()
         scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
-        process.start()
-        process.join()
-        assert process.exitcode == 0
+        assert pickle.loads(pickle.dumps(scheme)).strategy.convert is None
+        forked = multiprocessing.get_context("fork").Process(target=pickle.dumps, args=(scheme,))
+        forked.start()
+        forked.join()
+        assert forked.exitcode == 0
 
 
 def test_no_workers() -> None:

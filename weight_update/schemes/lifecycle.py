@@ -202,7 +202,7 @@ class SchemeLifecycle(ABC):
         fresh = object.__new__(type(self))
         fresh._reset()
         state = {name: value for name, value in self.__dict__.items() if name not in fresh.__dict__}
-        if self.initialized_on_sender:
+        if self._end == "sender":  # here, or in the process that this one was forked from
             state["strategy"] = self.strategy.for_receiver()
         elif get_spawning_popen() is not None:
             _require_picklable(self.strategy.convert)
