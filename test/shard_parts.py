@@ -34,6 +34,7 @@ from weight_update import (
     BucketEncoding,
     DistributedWeightSyncScheme,
     GatherShards,
+    MemoryWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightStrategy,
     WeightSyncScheme,
@@ -305,6 +306,20 @@ class Moody:
 
 def set_mood(body: Body, fails: bool) -> None:
     Moody.fails = fails
+
+
+def centered(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Subtract from each weight its sum, which takes a collective if the weight is sharded."""
+    for name, tensor in items:
+        yield name, tensor - tensor.sum()
+
+
+def send_shards(body: Body, options: dict[str, Any]) -> None:
+    """Send this rank's part of the model, by a scheme that was initialized with whole weights."""
+    with MemoryWeightSyncScheme(WeightStrategy("state_dict", convert=centered, **options)) as scheme:
+        scheme.init_on_sender(model=Net(1), num_workers=0)
+        scheme.connect()
+        scheme.send(body.net)
 
 
 def rename_on_second(body: Body) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import pickle
 import threading
@@ -28,8 +29,10 @@ from weight_update import (
     LifecycleError,
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
     PatchEncoding,
     RayWeightSyncScheme,
+    SchemaMismatchError,
     SharedMemWeightSyncScheme,
     SyncFailedError,
     Synchronizer,
@@ -44,6 +47,7 @@ from weight_update import (
     group_schemes,
     register_encoding,
 )
+from weight_update.convert import cast
 from weight_update.encodings import base as encodings
 from weight_update.observers import LogObserver, PrometheusObserver
 from weight_update.schemes.base import End
@@ -54,6 +58,45 @@ from weight_update.synchronizer import CheckpointStore
 def test_number_of_workers(number: Any) -> None:
     with pytest.raises(ValueError, match=rf"num_workers is an integer of at least 0, not {number!r}"):
         SharedMemWeightSyncScheme().init_on_sender(model=nn.Linear(2, 2), num_workers=number)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        DistributedWeightSyncScheme,
+        MemoryWeightSyncScheme,
+        MultiProcessWeightSyncScheme,
+        NoWeightSyncScheme,
+        SharedMemWeightSyncScheme,
+    ],
+)
+def test_a_scheme_that_does_not_initialize_its_base(kind: Any) -> None:
+    class Mine(kind):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.tag = "mine"
+
+    model, message = nn.Linear(2, 2), r"^Mine\.__init__\(\) has to call super\(\)\.__init__\(\)$"
+    with Mine() as scheme, pytest.raises(LifecycleError, match=message):
+        scheme.init_on_sender(model=model, num_workers=1)
+    with Mine() as scheme, pytest.raises(LifecycleError, match=message):
+        scheme.init_on_receiver(model=model, worker_idx=0)
+
+
+def test_a_converter_that_cannot_be_pickled_to_a_worker() -> None:
+    strategy = WeightStrategy("state_dict", convert=lambda weights: weights)
+    with SharedMemWeightSyncScheme(strategy) as scheme:
+        process = multiprocessing.get_context("spawn").Process(target=repr, args=(scheme,))
+        message = (
+            r"Can't .*<lambda>.*: call init_on_sender\(\) before the workers start.* or give convert= a func"
+        )
+        with pytest.raises(LifecycleError, match=message):
+            process.start()
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        assert pickle.loads(pickle.dumps(scheme)).strategy.convert is None
+        forked = multiprocessing.get_context("fork").Process(target=pickle.dumps, args=(scheme,))
+        forked.start()
+        forked.join()
+        assert forked.exitcode == 0
 
 
 def test_no_workers() -> None:
@@ -568,6 +611,25 @@ def test_a_worker_with_arrays_of_numpy(target: Any) -> None:
             UnsupportedSourceError, match=r"'(a\.)?weight' is of type ndarray; weights are tens"
         ):
             receiver.connect(timeout=5.0)
+
+
+def test_an_engine_that_expects_a_list() -> None:
+    with MemoryWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        receiver = copy.copy(scheme)
+        receiver.init_on_receiver(model=Engine([("weight", torch.ones(2, 2))]), worker_idx=0)
+        message = r"^Engine\.expected_weights\(\) returned a list; return a dict of tensors by name, or None$"
+        with pytest.raises(UnsupportedSourceError, match=message):
+            receiver.connect(timeout=5.0)
+
+
+def test_a_tied_worker_of_weights_that_a_converter_unties() -> None:
+    tied = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    tied[1].weight = tied[0].weight
+    strategy = WeightStrategy("state_dict", convert=cast(torch.bfloat16))
+    message = "two different tensors in the sender; tie them there, and let no converter untie them"
+    with MemoryWeightSyncScheme(strategy) as sender, pytest.raises(SchemaMismatchError, match=message):
+        connect_pair(sender, tied, copy.deepcopy(tied))
 
 
 def test_weights_for_an_engine_from_elsewhere_than_its_sender() -> None:

@@ -51,6 +51,27 @@ def change(model: nn.Module, seed: int) -> None:
                 value[:1] += numbers(*value[:1].shape, seed=seed)
 
 
+def unchanged(items: Iterator[Item]) -> Iterator[Item]:
+    yield from items
+
+
+@pytest.mark.parametrize("convert", [None, unchanged], ids=["plain", "converted"])
+@pytest.mark.parametrize("encoding", ["dense", "patch", "bucket"])
+def test_the_dtype_stays_that_of_connect(encoding: str, convert: Converter | None) -> None:
+    source, strategy = nn.Linear(8, 8), WeightStrategy("state_dict", encoding=encoding, convert=convert)
+    with MemoryWeightSyncScheme(strategy) as scheme, procs_of(scheme, source, nn.Linear(8, 8)) as procs:
+        procs.connect()
+        for dtype in (torch.float16, torch.float64, torch.bfloat16):
+            source.to(dtype)
+            change(source, 0)
+            scheme.send()
+            there = {name: value.to(torch.float32) for name, value in source.state_dict().items()}
+            assert procs.ask("fingerprint") == [fingerprint(there)]
+        integers = {name: value.to(torch.int32) for name, value in source.state_dict().items()}
+        with pytest.raises(SchemaMismatchError, match="dtype int32 in the weights given"):
+            scheme.send(integers)
+
+
 def extra(items: Iterator[Item]) -> Iterator[Item]:
     yield from items
     yield "more.weight", torch.ones(2)

@@ -104,6 +104,30 @@ def test_changes_are_small(connect: Connect) -> None:
     assert taken == [("0.weight", [columns + 2], [5.0]), ("2.bias", [0], [7.0])]
 
 
+@pytest.mark.parametrize("expected", [None, torch.bfloat16], ids=["of the sender", "bfloat16"])
+def test_patches_that_always_carry_all_weights_are_a_warning(
+    connect: Connect, caplog: pytest.LogCaptureFixture, expected: torch.dtype | None
+) -> None:
+    source = net(1)
+    engine = Notebook(expected=None if expected is None else net(2).to(expected).state_dict())
+    sender, _ = connect(source, engine)
+
+    def train(steps: int, factor: float) -> list[str]:
+        with torch.no_grad():
+            for _ in range(steps):
+                for parameter in source.parameters():
+                    parameter *= factor
+                sender.send()
+        return [record.getMessage() for record in caplog.records if "updates, so" in record.getMessage()]
+
+    assert train(2, 1 + 1e-6) == []
+    assert train(1, 1.0) == [], "they are not in a row"
+    assert train(2, 1 + 1e-6) == []
+    found = train(5, 1 + 1e-6)
+    assert len(found) == (1 if expected is None else 0)
+    assert all("The workers take float32: if they compute in a narrower dtype" in text for text in found)
+
+
 def test_an_engine_gets_unchanged_weights_that_it_stores_with_a_changed_one(connect: Connect) -> None:
     taken: list[tuple[str, int]] = []
 

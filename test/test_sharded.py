@@ -26,13 +26,20 @@ from shard_parts import (
     peaks,
     rename_on_second,
     running,
+    send_shards,
     set_mood,
     watch,
     whole_kinds,
     whole_weights,
 )
 
-from weight_update import LifecycleError, SchemaMismatchError, SyncFailedError, SyncTimeoutError
+from weight_update import (
+    LifecycleError,
+    SchemaMismatchError,
+    SyncFailedError,
+    SyncTimeoutError,
+    UnsupportedSourceError,
+)
 from weight_update.testing.models import fingerprint
 from weight_update.testing.processes import freeze
 
@@ -134,6 +141,14 @@ def test_a_converter_that_fails_stops_all_ranks(four: Ranks, options: dict[str, 
         four.all("train", 1, of=2)
         four.all("call", "send", of=2)
         assert same(procs[0].call("fingerprint"), four.all("whole", of=2)[0])
+
+
+@pytest.mark.parametrize("options", [BUCKETS, {}], ids=["in flight", "whole"])
+def test_shards_that_one_rank_sends_are_not_converted(four: Ranks, options: dict[str, Any]) -> None:
+    four.all("make", 1, 2, of=2)
+    (error,) = four.each("run", send_shards, options, of=1)
+    assert isinstance(error, UnsupportedSourceError)
+    assert str(error).startswith("these weights are sharded (DTensor)")
 
 
 def test_names_that_differ_are_an_error_on_all_ranks(four: Ranks) -> None:

@@ -8,6 +8,7 @@ import resource
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from sync_parts import (
     train,
     wait_until,
 )
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from weight_update import (
     ExplorerClient,
@@ -534,6 +537,37 @@ def test_a_part_of_the_weights_travels_and_the_rest_is_left_alone(method: SyncMe
         sync_once(where, Counting(5), model, strategy)
     assert step_of(model.head) == 5
     assert model.weight.tolist() == [[-1.0, -1.0]] * 2
+
+
+def test_a_file_has_converted_weights_with_max_in_flight_too(tmp_path: Path) -> None:
+    def negated(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, -tensor) for name, tensor in items)
+
+    strategy = WeightStrategy("state_dict", encoding="bucket", max_in_flight=1, convert=negated)
+    model = model_at(-1)
+    with synchronizer(SyncMethod.CHECKPOINT, SyncStyle.EXPLORER_DRIVEN, tmp_path, strategy=strategy) as where:
+        sync_once(where, model_at(5), model, strategy)
+    assert step_of(model) == -5
+
+
+def test_shards_are_not_written_to_a_file(tmp_path: Path) -> None:
+    def counted(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        calls.append(1)
+        return items
+
+    calls: list[int] = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weights = {"weight": distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])}
+        with (
+            synchronizer(SyncMethod.CHECKPOINT, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+            TrainerClient(where, weights, strategy=WeightStrategy(convert=counted)) as trainer,
+            pytest.raises(UnsupportedSourceError, match=r"sharded \(DTensor\), and a file has whole ones"),
+        ):
+            trainer.blocking.sync_weight()
+    finally:
+        dist.destroy_process_group()
+    assert not calls
 
 
 class TwoLayers(nn.Module):

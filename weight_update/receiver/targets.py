@@ -12,6 +12,7 @@ import torch
 from weight_update.encodings import Decoder, Delta
 from weight_update.engines.adapter import Loading, engine_errors
 from weight_update.engines.base import InferenceEngine, WeightChange
+from weight_update.errors import UnsupportedSourceError
 from weight_update.strategy.binding import Binding
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
@@ -135,7 +136,12 @@ class EngineTarget(Target):
         self._dtypes: dict[str, torch.dtype] = {}
 
     def schema(self) -> WeightSchema | None:
-        expected = self._engine.expected_weights()
+        expected: object = self._engine.expected_weights()
+        if not isinstance(expected, Mapping | None):
+            raise UnsupportedSourceError(
+                f"{type(self._engine).__name__}.expected_weights() returned a {type(expected).__name__}; "
+                "return a dict of tensors by name, or None"
+            )
         schema = None if expected is None else WeightSchema.of(expected)
         self._dtypes = {} if schema is None else dict(zip(schema.names, schema.dtypes, strict=True))
         return schema

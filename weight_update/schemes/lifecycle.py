@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import weakref
 from abc import ABC
 from collections.abc import Callable
 from contextlib import ExitStack
+from multiprocessing.context import get_spawning_popen
 from multiprocessing.util import Finalize
 from typing import Any, Literal, TypeVar
 
@@ -18,6 +20,7 @@ from weight_update.sender.joining import WorkerAlive
 from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
 from weight_update.sharded import Follower
+from weight_update.strategy.named_weights import Convert
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 
@@ -36,6 +39,8 @@ class SchemeLifecycle(ABC):
 
     strategy: WeightStrategy
     token: str
+    _owner: int = 0  # the process; 0 until __init__ has run
+    _end: Literal["sender", "receiver"] | None = None  # until it is initialized
 
     def _reset(self) -> None:
         """Set every attribute that one process knows and another must not inherit.
@@ -46,7 +51,7 @@ class SchemeLifecycle(ABC):
         self.worker_alive: WorkerAlive | None = None
         self.listener: SenderListener | None = None
         self.worker_idx: int | None = None
-        self._end: Literal["sender", "receiver"] | None = None  # until it is initialized
+        self._end = None
         self._sender_side: SenderSide | None = None
         self._undo = ExitStack()  # of what open_sender() made besides links and listener
         self._receiver: Receiver | None = None  # until it is connected
@@ -70,7 +75,12 @@ class SchemeLifecycle(ABC):
             raise LifecycleError(f"this scheme is initialized already; {cure}")
 
     def _drop_parent(self) -> None:
-        """In a forked child, drop the state of the parent."""
+        """In a forked child, drop the state of the parent.
+
+        Raise LifecycleError if the ``__init__`` of a subclass did not call the one of its base.
+        """
+        if not self._owner:
+            raise LifecycleError(f"{type(self).__name__}.__init__() has to call super().__init__()")
         if self._owner != os.getpid():
             if self._finalizer is not None:
                 self._finalizer.detach()
@@ -183,14 +193,32 @@ class SchemeLifecycle(ABC):
         self.shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker needs: options, token and addresses; no models, links or threads."""
+        """Return what a worker needs: options, token and addresses; no models, links or threads.
+
+        Raises:
+            LifecycleError: a process is being started, its worker would need the sender's converter, and that
+                cannot be pickled.
+        """
         fresh = object.__new__(type(self))
         fresh._reset()
         state = {name: value for name, value in self.__dict__.items() if name not in fresh.__dict__}
-        if self.initialized_on_sender:
+        if self._end == "sender":  # here, or in the process that this one was forked from
             state["strategy"] = self.strategy.for_receiver()
+        elif get_spawning_popen() is not None:
+            _require_picklable(self.strategy.convert)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
+
+
+def _require_picklable(convert: Convert | None) -> None:
+    """Raise LifecycleError if a converter cannot be pickled with a scheme that is not initialized yet."""
+    try:
+        pickle.dumps(convert)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LifecycleError(
+            f"the converter of this scheme cannot be pickled ({error}): call init_on_sender() before the "
+            "workers start, which then get the scheme without it, or give convert= a function of a module"
+        ) from error

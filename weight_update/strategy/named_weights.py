@@ -238,7 +238,8 @@ class WeightReader:
     ) -> NamedWeights:
         """Return the weights of ``source`` as they are sent: those ``chosen`` (None: all), converted.
 
-        With ``max_in_flight`` or ``later``, each weight is converted when it is taken from the items.
+        With ``max_in_flight`` or ``later``, and if weights are sharded, each is converted when it is taken
+        from the items.
 
         Raises:
             UnsupportedSourceError: as :meth:`named`; or a lazy module was not run yet, or ``convert`` gave a
@@ -252,7 +253,7 @@ class WeightReader:
         if self.convert is None:
             return named
         named = NamedWeights(named.tensors, convert=self.convert)
-        return named if later or self.max_in_flight is not None else named.converted()
+        return named if later or self.max_in_flight is not None or named.sharded else named.converted()
 
 
 def _exact(schema: WeightSchema, tensors: Mapping[str, torch.Tensor], *, more: bool) -> bool:

@@ -43,6 +43,12 @@ class CheckpointTrainer(StoringTrainer):
         strategy = client.strategy
         chosen = strategy.chosen(self._source) if strategy.partial else None
         named = strategy.outgoing(self._source, chosen)
+        if named.sharded:
+            raise UnsupportedSourceError(
+                "these weights are sharded (DTensor), and a file has whole ones: give a function that "
+                "returns the DTensor.full_tensor() of each"
+            )
+        named = named.converted()
         tensors = {name: value.detach() for name, value in named.tensors.items()}
         extracted = time.perf_counter()
         self._store.publish(version, {**tensors, **named.extra}, step=step)

@@ -332,7 +332,10 @@ def untied(tied: WeightSchema, other: WeightSchema, where: str = "the workers") 
     for first, second in tied.ties:
         a, b = tied.names[first], tied.names[second]
         if a in places and b in places and places[a] != places[b]:
-            yield f"{a} and {b}: tied in {where}, two different tensors in the sender"
+            yield (
+                f"{a} and {b}: tied in {where}, two different tensors in the sender; tie them there, and let "
+                "no converter untie them, as cast() does without only="
+            )
 
 
 def _kind_and_cure(tensor: torch.Tensor) -> tuple[object, str]:

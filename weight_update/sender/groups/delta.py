@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -17,10 +18,15 @@ from weight_update.sender.groups.base import Borrow, SendGroup, Staged, UpdateSt
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.memory import digest
-from weight_update.wire.schema import WeightSchema, aligned
+from weight_update.wire.schema import WeightSchema, aligned, dtype_name
+
+_log = logging.getLogger(__name__)
 
 _NOT_WORTH = 0.9
 """Share of all elements, or of all bytes, above which an update is sent whole."""
+
+_IN_A_ROW = 3
+"""Number of updates in a row after which it is logged that most elements change."""
 
 _REMEMBERED = 8
 """Number of changes that are remembered; each may take two file descriptors."""
@@ -46,6 +52,7 @@ class DeltaGroup(SendGroup):
         self._encoding = encoding
         self._tracker: Tracker[Any] = encoding.tracker(schema, tracked)
         self._remembering = threading.Lock()  # held while the tracker is read or changed
+        self._mostly_new = 0  # updates in a row that changed most elements, as far as they are counted
         self._step = Step(-1)
         self._past: deque[_Change] = deque()
         self._first: int | None = None
@@ -75,9 +82,10 @@ class DeltaGroup(SendGroup):
             whole = self._encode_whole(step, self._encoding.whole.encoder(self.schema), values)
             self._put(Staged(whole.version_id, step, whole.slots, whole, difference))
             return UpdateStats(self._encoding.whole.label, elements, elements)
-        payload = None
+        payload, mostly_new = None, difference.changed > _NOT_WORTH * elements
+        self._count(mostly_new)
         with self._borrowing() as slots:
-            if difference.changed <= _NOT_WORTH * elements or not step.commit:
+            if not mostly_new or not step.commit:
                 payload = self._tracker.encode(difference, self.version, step.version, self._lend(slots))
         if payload is not None and step.commit and payload.numel() > _NOT_WORTH * self.schema.dense_bytes:
             with self._lock:
@@ -86,6 +94,22 @@ class DeltaGroup(SendGroup):
         self._put(Staged(VersionId(step.version), step, slots, None, difference, payload))
         used = self._encoding.whole if payload is None else self._encoding
         return UpdateStats(used.label, difference.changed, difference.total, used.compressed_with)
+
+    def _count(self, mostly_new: bool) -> None:
+        """Log a warning, once, when several updates in a row have changed most elements."""
+        if self._mostly_new == _IN_A_ROW:  # it was logged
+            return
+        self._mostly_new = self._mostly_new + 1 if mostly_new else 0
+        if self._mostly_new == _IN_A_ROW:
+            _log.warning(
+                "more than %d %% of the elements changed in each of the last %d updates, so these carried "
+                "all weights. The workers take %s: if they compute in a narrower dtype, give "
+                "convert=cast(dtype) or implement InferenceEngine.expected_weights(). Otherwise use another "
+                "encoding, such as 'bucket'",
+                100 * _NOT_WORTH,
+                _IN_A_ROW,
+                " and ".join(sorted(set(map(dtype_name, self.schema.dtypes)))),
+            )
 
     def commit(self) -> None:
         done = self._staged
