@@ -550,6 +550,17 @@ def test_a_file_has_converted_weights_with_max_in_flight_too(tmp_path: Path) -> 
     assert step_of(model) == -5
 
 
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_max_in_flight_without_files_is_refused(method: SyncMethod, tmp_path: Path) -> None:
+    """Such a sender keeps no weights for explorers that join, which would wait for the next update."""
+    strategy = WeightStrategy("state_dict", encoding="bucket", max_in_flight=1)
+    with (
+        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        pytest.raises(ValueError, match="max_in_flight keeps no weights for explorers that join"),
+    ):
+        TrainerClient(where, model_at(5), strategy=strategy)
+
+
 def test_shards_are_not_written_to_a_file(tmp_path: Path) -> None:
     def counted(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         calls.append(1)

@@ -15,7 +15,7 @@ from weight_update.errors import SyncFailedError, UnknownWorkerError, WeightSync
 from weight_update.report import Event, WorkerEvent
 from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
 from weight_update.sender.handle import SendHandle
-from weight_update.strategy.strategy import WeightStrategy
+from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 
 Endpoint = dict[str, Any]
 """Where a subscriber finds a :class:`Publisher`: plain values."""
@@ -230,7 +230,12 @@ def _connect(scheme: WeightSyncScheme, timeout: float) -> None:
 def _scheme(
     endpoint: Endpoint, strategy: str | WeightStrategy, timeout: float, backend: str = "gloo"
 ) -> SharedMemWeightSyncScheme | DistributedWeightSyncScheme:
-    address, token = endpoint["address"], endpoint["token"]
+    address, token, strategy = endpoint["address"], endpoint["token"], resolve_strategy(strategy)
+    if strategy.max_in_flight is not None:
+        raise ValueError(
+            "max_in_flight keeps no weights for explorers that join, so NCCL and MEMORY cannot use it; give "
+            "a strategy without it, or use SyncMethod.CHECKPOINT"
+        )
     if endpoint["shared"]:
         return SharedMemWeightSyncScheme(strategy, address=address, token=token, timeout=timeout)
     port = endpoint["port"]
