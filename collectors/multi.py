@@ -105,7 +105,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         self._weight_sync_schemes = weight_sync_schemes
         self._versions = VersionSource(policy_scheme(weight_sync_schemes or {}))
         if _needs_first_weights(policy, weight_sync_schemes or {}) and not options.get("policy_factory"):
-            # TorchRL would send the policy without weights, and keep only the action of its outputs in batches.
+            # TorchRL would send the policy without weights, and keep only its action in batches.
             options["policy_factory"] = partial(cloudpickle.loads, cloudpickle.dumps(policy))
         if options.get("cudagraph_policy") or _captures(options.get("compile_policy")):
             for scheme in (weight_sync_schemes or {}).values():
