@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import cloudpickle
 import torchrl.collectors
 from tensordict import TensorDictBase
 from torch import nn
@@ -103,6 +104,9 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         self._adopt(weight_sync_schemes or {})
         self._weight_sync_schemes = weight_sync_schemes
         self._versions = VersionSource(policy_scheme(weight_sync_schemes or {}))
+        if _needs_first_weights(policy, weight_sync_schemes or {}) and not options.get("policy_factory"):
+            # TorchRL would send the policy without weights, and keep only its action in batches.
+            options["policy_factory"] = partial(cloudpickle.loads, cloudpickle.dumps(policy))
         if options.get("cudagraph_policy") or _captures(options.get("compile_policy")):
             for scheme in (weight_sync_schemes or {}).values():
                 scheme.stable_addresses = True
@@ -278,6 +282,11 @@ class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector
 
 class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):
     """A :class:`MultiAsyncCollector` of one worker; ``create_env_fn`` is one function, not a list."""
+
+
+def _needs_first_weights(policy: Any, schemes: Mapping[str, WeightSyncScheme]) -> bool:
+    """Whether there are schemes, but none that sends a policy as a whole."""
+    return isinstance(policy, nn.Module) and bool(schemes) and "policy" not in real(schemes)
 
 
 def _captures(compile_policy: Any) -> bool:

@@ -52,6 +52,9 @@ class SyncReport:
         """Sum of the stages, in seconds."""
         return sum(self.seconds.values())
 
+    def __repr__(self) -> str:
+        return f"SyncReport({self})"
+
     def __str__(self) -> str:
         workers = len(self.apply_seconds)
         how = f"{self.encoding} ({self.compression})" if self.compression else self.encoding

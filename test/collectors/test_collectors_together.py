@@ -11,6 +11,7 @@ from torch import nn
 from collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from weight_update import (
     MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
     SchemaMismatchError,
     SharedMemWeightSyncScheme,
     WeightStrategy,
@@ -101,6 +102,45 @@ def test_one_bad_model_changes_nothing_anywhere(bad):
         assert next(frames)["action"].unique().tolist() == [3.0]
         collector.update_policy_weights_(part_of(4), model_id=CRITIC)
         assert next(frames)["action"].unique().tolist() == [3.0, 4.0]
+    finally:
+        collector.shutdown()
+
+
+class Scored(Pair):
+    """A second output, which the environment does not know."""
+
+    def forward(self, observation):
+        action = super().forward(observation)
+        return action, action.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "schemes",
+    [
+        lambda: {ACTOR: SharedMemWeightSyncScheme()},
+        lambda: {ACTOR: SharedMemWeightSyncScheme(), CRITIC: SharedMemWeightSyncScheme()},
+        lambda: {ACTOR: SharedMemWeightSyncScheme(), "policy": NoWeightSyncScheme()},
+    ],
+    ids=["one part", "both parts", "no scheme for the whole"],
+)
+def test_a_policy_without_a_scheme_of_its_own(schemes):
+    """Batches have every output of the policy, and parts without a scheme keep their first weights."""
+    policy = TensorDictModule(Scored(), in_keys=["observation"], out_keys=["action", "score"])
+    fill(policy, 5.0)
+    collector = MultiSyncCollector(
+        [Env] * 2, policy, frames_per_batch=8, total_frames=-1, weight_sync_schemes=schemes(), **OPTIONS
+    )
+    try:
+        fill(policy, 6.0)  # an optimizer step: no worker sees it
+        frames = iter(collector)
+        data = next(frames)
+        assert data["action"].unique().tolist() == [5.0]
+        assert data["score"].unique().tolist() == [10.0]
+        report = collector.update_policy_weights_(part_of(1), model_id=ACTOR)
+        data = next(frames)
+        assert data["action"].unique().tolist() == [1.0, 5.0]
+        assert data["score"].unique().tolist() == [6.0]
+        assert data["policy_version"].unique().tolist() == [report.version]
     finally:
         collector.shutdown()
 

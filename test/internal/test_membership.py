@@ -90,6 +90,26 @@ def test_connect_names_the_refusals_it_saw(kind: type[WeightSyncScheme]) -> None
         assert "have they called connect()?" not in str(caught.value)
 
 
+def test_a_sender_that_is_gone_is_named_readably() -> None:
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+        receiver = receiver_of(scheme, scheme.token)
+    with joining((receiver, 0, mlp(3))) as told:
+        pass
+    assert f"no sender at '@{scheme.address[1:]}'" in str(told[0])
+    assert "perhaps because its connect_timeout has passed" in str(told[0])
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_connect_says_how_to_learn_of_workers_that_die(watched: bool) -> None:
+    with SharedMemWeightSyncScheme(connect_timeout=0.1) as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+        scheme.worker_alive = (lambda _: True) if watched else None
+        with pytest.raises(SyncTimeoutError, match=r"have they called connect\(\)\?") as caught:
+            scheme.connect()
+    assert ("scheme.worker_alive" in str(caught.value)) != watched
+
+
 @KINDS
 def test_connect_names_a_late_joiner_that_does_not_fit(kind: type[WeightSyncScheme]) -> None:
     """A worker that counts from 1, with another model, is an example."""

@@ -28,6 +28,7 @@ from weight_update import (
     SyncReport,
     WeightStrategy,
     WeightSyncScheme,
+    testing,
 )
 
 SCHEMES = [
@@ -171,3 +172,26 @@ def test_a_report_of_a_patch_says_what_changed(connected: Callable[..., MemoryWe
 def test_a_report_says_how_long_the_longest_stall_was() -> None:
     report = SyncReport(3, "dense", dense_bytes=8, wire_bytes=8, stall_seconds={0: 0.001, 1: 0.0125})
     assert str(report) == "version 3: dense, 8 B, longest stall 12.50 ms"
+
+
+def test_reports_of_several_models_are_as_short_as_one() -> None:
+    report = SyncReport(3, "dense", wire_bytes=8, seconds={"encode": 1 / 3000})
+    assert repr({"actor": report}) == f"{{'actor': SyncReport({report})}}"
+    assert repr(report) == "SyncReport(version 3: dense, 8 B; took 0.33 ms (encode 0.33))"
+
+
+@pytest.mark.parametrize(
+    ("contract", "method"),
+    [
+        (testing.TransportContract, "make_ends"),
+        (testing.EncodingContract, "make_encoding"),
+        (testing.CompressionContract, "make_compression"),
+        (testing.StrategyContract, "make_strategy"),
+        (testing.SchemeContract, "make_scheme"),
+        (testing.LateJoinerContract, "make_scheme"),
+    ],
+)
+def test_a_contract_says_which_method_is_missing(contract: type, method: str) -> None:
+    unfinished = type("TestMine", (contract,), {})()
+    with pytest.raises(NotImplementedError, match=rf"write TestMine\.{method}\(self.*\): it returns "):
+        getattr(unfinished, method)()

@@ -239,10 +239,16 @@ def wait_for_none(
             notice(f"waiting for workers {awaited} to connect")
 
 
-def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str] = ()) -> None:
+_UNWATCHED = " Set scheme.worker_alive to their processes to learn at once of one that dies."
+
+
+def require_weights(
+    table: WorkerTable, timeout: float, refusals: Iterable[str] = (), *, watched: bool = True
+) -> None:
     """Raise the error of :meth:`Sender.connect` if initial workers have no weights.
 
-    ``refusals`` are reasons for which join requests were refused.
+    ``refusals`` are reasons for which join requests were refused. ``watched`` tells whether the workers'
+    processes are known.
     """
     with table.lock:
         failures = {worker.idx: error for worker in initial(table) if (error := worker.error) is not None}
@@ -268,7 +274,7 @@ def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str] 
         joined = f" (others did: {others}; do the indices match?)" if others else ""
         raise SyncTimeoutError(
             f"workers {overdue} did not connect within {format_seconds(timeout)}{joined}"
-            f"{refused or '; have they called connect()?'}"
+            f"{refused or '; have they called connect()?' + ('' if watched else _UNWATCHED)}"
         )
 
 

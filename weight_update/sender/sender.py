@@ -170,7 +170,7 @@ class Sender(Outcomes):
             self._answers.start(worker)
         try:
             wait_for_none(self.table, without_weights, deadline, alive)
-            require_weights(self.table, timeout, self.refusals)
+            require_weights(self.table, timeout, self.refusals, watched=alive is not None)
         finally:
             with self._publishing:
                 self._end_connect(weights)

@@ -24,7 +24,9 @@ class SchemeCase:
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         """Return a new scheme; ``options`` are options of WeightSyncScheme."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"write {type(self).__name__}.make_scheme(self, **options): it returns a new scheme"
+        )
 
     @pytest.fixture
     def assemble(self) -> Iterator[Assemble]:

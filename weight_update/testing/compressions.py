@@ -26,7 +26,9 @@ class CompressionContract:
 
     def make_compression(self) -> Compression:
         """Return a new compression."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"write {type(self).__name__}.make_compression(self): it returns a new compression"
+        )
 
     def device(self) -> str:
         """Return the device of its data."""

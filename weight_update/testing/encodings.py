@@ -30,7 +30,9 @@ class EncodingContract:
 
     def make_encoding(self) -> Encoding:
         """Return a new encoding."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"write {type(self).__name__}.make_encoding(self): it returns a new encoding"
+        )
 
     @pytest.mark.parametrize(
         "named",

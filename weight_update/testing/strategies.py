@@ -45,7 +45,9 @@ class StrategyContract:
 
     def make_strategy(self) -> WeightStrategy:
         """Return a new strategy."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"write {type(self).__name__}.make_strategy(self): it returns a new strategy"
+        )
 
     @pytest.mark.parametrize("source", SHAPES)
     @pytest.mark.parametrize("destination", SHAPES)

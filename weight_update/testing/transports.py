@@ -50,7 +50,10 @@ class TransportContract(TransportFailureTests):
 
         Ends that meet by a HELLO call :func:`greet` here.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"write {type(self).__name__}.make_ends(self): it returns the sender's and the receiver's end of "
+            "a new link"
+        )
 
     @pytest.fixture
     def ends(self) -> Iterator[Ends]:

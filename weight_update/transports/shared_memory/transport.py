@@ -278,9 +278,10 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
             except BlockingIOError:  # its backlog is full
                 raise
             except OSError as error:
+                shown = address.replace("\0", "@", 1)  # as ss and lsof show an abstract address
                 raise LinkClosedError(
-                    f"no sender at {address!r} ({error}); it has shut down or died, or address= is not the "
-                    "sender's scheme.address"
+                    f"no sender at {shown!r} ({error}); it has shut down or died, perhaps because its "
+                    "connect_timeout has passed, or address= is not the sender's scheme.address"
                 ) from None
         self.authenticate(stream, _context(address), deadline)
         return SlotStream(stream, self._slots, self._token, self._keep_on_gpu)
