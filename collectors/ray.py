@@ -173,12 +173,31 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             self.update_policy_weights_(worker_ids=worker_ids)
         except SyncFailedError as error:
             if not all(isinstance(one, LinkClosedError) for one in error.failures.values()):
-                raise  # the others have ended: they join again before their next batch, or it raises
+                raise
+            # the workers have ended: before its next batch, each joins again or a WorkerError is raised
 
     def _ask(self, idx: int, **options: Any) -> Any:
-        """Ask an actor for its next batch, with options of :func:`_collect`. Ray repeats it if need be."""
+        """Ask an actor for its next batch, with options of :meth:`_collect`. Ray repeats it if need be."""
         call = self.remote_collectors[idx].__ray_call__.options(max_task_retries=-1)
-        return call.remote(_collect, bool(self._schemes), **options)
+        return call.remote(self._collect, bool(self._schemes), **options)
+
+    @staticmethod
+    def _collect(
+        collector: Any, needs_receivers: bool, *, receivers: Any = None, connect: bool = False
+    ) -> tuple[bool, Any]:
+        """Return whether a collector has the receivers that it needs, and its next batch if so.
+
+        It runs in an actor. Without receivers, the collector is a new one: Ray has restarted the actor.
+        ``receivers`` are registered, and connected if ``connect``, before the batch is collected.
+        """
+        if receivers:
+            collector.register_scheme_receiver(receivers, synchronize_weights=connect)
+        try:
+            joined = bool(collector._receiver_schemes)
+        except AttributeError:  # no receiver was registered
+            joined = False
+        ready = joined or not needs_receivers
+        return ready, collector.next() if ready else None
 
     def _next_of(self, pending: dict[Any, int]) -> tuple[int, Any]:
         """Remove the first finished batch from ``pending``; return its worker and the batch."""
@@ -247,18 +266,3 @@ def _answer_of(idx: int, reference: Any) -> Any:
         raise WorkerError(
             f"worker {idx} is lost (Ray restarts its actor if remote_configs has max_restarts): {error}"
         ) from error
-
-
-def _collect(
-    collector: Any, needs_receivers: bool, *, receivers: Any = None, connect: bool = False
-) -> tuple[bool, Any]:
-    """Return whether a collector has the receivers that it needs, and its next batch if so.
-
-    It runs in an actor. Without receivers, the collector is a new one: Ray has restarted the actor.
-    ``receivers`` are registered, and connected if ``connect``, before the batch is collected.
-    """
-    if receivers:
-        collector.register_scheme_receiver(receivers, synchronize_weights=connect)
-    elif needs_receivers and not getattr(collector, "_receiver_schemes", None):
-        return False, None
-    return True, collector.next()
