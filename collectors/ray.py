@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,17 +18,28 @@ from collectors.frames import FRAMES_TIMEOUT
 from collectors.ray_learner import LearnerSender, hand_over
 from collectors.remote import Remote
 from collectors.requests import Request
-from weight_update import LifecycleError, RayWeightSyncScheme, SyncReport, SyncTimeoutError, WeightSyncScheme
+from weight_update import (
+    LifecycleError,
+    LinkClosedError,
+    RayWeightSyncScheme,
+    SyncFailedError,
+    SyncReport,
+    SyncTimeoutError,
+    WeightSyncScheme,
+    WorkerError,
+)
 
 _LOOK_SECONDS = 0.5
+_log = logging.getLogger(__name__)
 
 
 class RayCollector(Remote, torchrl_distributed.RayCollector):
     """TorchRL's ``RayCollector``, whose actors run our collectors.
 
     Schemes connect at the first ``update_policy_weights_``, as in TorchRL. Until then actors compute with the
-    policy as it was at their creation, and their frames have version 0. Arguments that are not listed here
-    are TorchRL's.
+    policy as it was at their creation, and their frames have version 0. An actor that Ray restarts,
+    as ``remote_configs={"max_restarts": -1}`` allows, gets the newest weights before it collects again.
+    Arguments that are not listed here are TorchRL's.
 
     Args:
         create_env_fn: a list, one for each actor.
@@ -43,6 +55,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     Raises:
         ImportError: Ray is not installed.
         SyncTimeoutError: actors did not start in time; it names them.
+        WorkerError: an actor has died, or could not start. It names the worker. Also raised while iterating.
     """
 
     _weight_sync_initialized: bool
@@ -68,11 +81,12 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         super().add_collectors(*args)
         limit = max(FRAMES_TIMEOUT, self._waits.limit)
         deadline = time.monotonic() + limit
-        starting = {actor.__ray_ready__.remote(): idx for idx, actor in enumerate(self.remote_collectors)}
+        calls = [actor.__ray_ready__.options(max_task_retries=-1) for actor in self.remote_collectors]
+        starting = {call.remote(): idx for idx, call in enumerate(calls)}
         while starting:
             ready, _ = ray.wait(list(starting), timeout=_LOOK_SECONDS)
             for reference in ready:
-                del starting[reference]
+                _answer_of(starting.pop(reference), reference)
             if starting and time.monotonic() > deadline:
                 raise SyncTimeoutError(
                     f"the actors of workers {list(starting.values())} did not start in {limit:g} s; does the "
@@ -125,31 +139,27 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     # -- data --------------------------------------------------------------------------------------
 
     def _sync_iterator(self) -> Iterator[TensorDictBase | None]:
-        import ray
-
         while self._goes_on():
             self._update_after(None)
-            pending = {actor.next.remote(): idx for idx, actor in enumerate(self.remote_collectors)}
+            pending = {self._ask(idx): idx for idx in range(len(self.remote_collectors))}
             batches: dict[int, Any] = {}
             while pending:
                 idx, batch = self._next_of(pending)
-                batches[idx] = ray.get(batch)
+                batches[idx] = batch
             yield self._counted([batches[idx] for idx in sorted(batches)])
         if self._collection_thread is None:
             self.shutdown(shutdown_ray=False)
 
     def _async_iterator(self) -> Iterator[TensorDictBase | None]:
-        import ray
-
-        pending = {actor.next.remote(): idx for idx, actor in enumerate(self.remote_collectors)}
+        pending = {self._ask(idx): idx for idx in range(len(self.remote_collectors))}
         while self._goes_on():
             idx, batch = self._next_of(pending)
             self.collected_frames += self.frames_per_batch
-            yield ray.get(batch)
+            yield batch
             self._update_after(idx)
-            pending[self.remote_collectors[idx].next.remote()] = idx
+            pending[self._ask(idx)] = idx
         while pending:  # batches that actors are still collecting
-            self._next_of(pending)
+            self._finished(pending)
         if self._collection_thread is None:
             self.shutdown(shutdown_ray=False)
 
@@ -157,11 +167,59 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         return bool(self.collected_frames < self.total_frames) and not self._stop_event.is_set()
 
     def _update_after(self, worker_ids: int | None) -> None:
-        if self.update_after_each_batch or self.max_weight_update_interval > -1:
+        if not self.update_after_each_batch and self.max_weight_update_interval < 0:
+            return
+        try:
             self.update_policy_weights_(worker_ids=worker_ids)
+        except SyncFailedError as error:
+            if not all(isinstance(one, LinkClosedError) for one in error.failures.values()):
+                raise
+            # the workers have ended: before its next batch, each joins again or a WorkerError is raised
+
+    def _ask(self, idx: int, **options: Any) -> Any:
+        """Ask an actor for its next batch, with options of :meth:`_collect`. Ray repeats it if need be."""
+        call = self.remote_collectors[idx].__ray_call__.options(max_task_retries=-1)
+        return call.remote(self._collect, bool(self._schemes), **options)
+
+    @staticmethod
+    def _collect(
+        collector: Any, needs_receivers: bool, *, receivers: Any = None, connect: bool = False
+    ) -> tuple[bool, Any]:
+        """Return whether a collector has the receivers that it needs, and its next batch if so.
+
+        It runs in an actor. Without receivers, the collector is a new one: Ray has restarted the actor.
+        ``receivers`` are registered, and connected if ``connect``, before the batch is collected.
+        """
+        if receivers:
+            collector.register_scheme_receiver(receivers, synchronize_weights=connect)
+        try:
+            joined = bool(collector._receiver_schemes)
+        except AttributeError:  # no receiver was registered
+            joined = False
+        ready = joined or not needs_receivers
+        return ready, collector.next() if ready else None
 
     def _next_of(self, pending: dict[Any, int]) -> tuple[int, Any]:
-        """Remove the first finished batch from ``pending``; return its actor and reference."""
+        """Remove the first finished batch from ``pending``; return its worker and the batch."""
+        while True:
+            idx, reference = self._finished(pending)
+            has_receivers, batch = _answer_of(idx, reference)
+            if has_receivers:
+                return idx, batch
+            pending[self._ask(idx, **self._joining(idx))] = idx
+
+    def _joining(self, idx: int) -> dict[str, Any]:
+        """Return the options with which an actor that Ray has restarted joins again."""
+        if self._learner is not None:
+            raise WorkerError(
+                f"Ray restarted the actor of worker {idx}, which has lost its weights, and the trainer's "
+                "learner cannot give them again: make a new collector"
+            )
+        _log.warning("Ray restarted the actor of worker %d; it joins again before it collects", idx)
+        return {"receivers": self._schemes, "connect": self._weight_sync_initialized}
+
+    def _finished(self, pending: dict[Any, int]) -> tuple[int, Any]:
+        """Remove the first finished call from ``pending``; return its worker and reference."""
         import ray
 
         ready: list[Any] = []
@@ -196,3 +254,15 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     def _give_up(self) -> None:
         ends = [] if self._runtime_lease is None else [self._runtime_lease.release]
         close_all(self.stop_remote_collectors, self._end_schemes, *ends)
+
+
+def _answer_of(idx: int, reference: Any) -> Any:
+    """Return the result of a call of worker ``idx``; raise WorkerError if its actor has died."""
+    import ray
+
+    try:
+        return ray.get(reference)
+    except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+        raise WorkerError(
+            f"worker {idx} is lost (Ray restarts its actor if remote_configs has max_restarts): {error}"
+        ) from error

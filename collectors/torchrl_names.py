@@ -65,6 +65,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "rollout",
     ),
     ("torchrl.collectors", "BaseCollector"): (
+        "_receiver_schemes",
         "_set_received_policy_version",
         "register_collector",
         "weight_updater",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import signal
 import time
@@ -32,6 +33,7 @@ from weight_update import (
     SyncFailedError,
     SyncReport,
     SyncTimeoutError,
+    WorkerError,
 )
 from weight_update.testing.processes import freeze, wait_until
 
@@ -64,9 +66,9 @@ def seen(batch: Any) -> tuple[set[int], set[float]]:
 
 
 def make(policy: Any, actors: int = 2, **options: Any) -> RayCollector:
-    frames = {"frames_per_batch": 10 * actors, "total_frames": 1000}
-    options = {"remote_configs": SMALL, "collector_kwargs": OPTIONS, "sync": True, **options}
-    return RayCollector([Env] * actors, policy, **frames, **options)
+    defaults = {"frames_per_batch": 10 * actors, "total_frames": 1000, "remote_configs": SMALL}
+    options = {**defaults, "collector_kwargs": OPTIONS, "sync": True, **options}
+    return RayCollector([Env] * actors, policy, **options)
 
 
 def test_every_way_to_update() -> None:
@@ -121,6 +123,79 @@ def test_actors_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         make(make_policy(1.0), remote_configs={"num_cpus": 100}, frames_timeout=2.0)
     assert time.monotonic() - started < 30.0
+
+
+def broken_env() -> Any:
+    raise ZeroDivisionError("no world today")
+
+
+@pytest.mark.slow
+def test_an_actor_that_raises_while_it_starts() -> None:
+    with pytest.raises(WorkerError, match=r"(?s)worker 1 is lost.*no world today"):
+        RayCollector(
+            [Env, broken_env],
+            make_policy(),
+            frames_per_batch=20,
+            collector_kwargs=OPTIONS,
+            remote_configs=SMALL,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_dead_actor_is_named(sync: bool) -> None:
+    collector = make(make_policy(), sync=sync, total_frames=1_000_000)
+    collector.update_policy_weights_()
+    frames = iter(collector)
+    next(frames)
+    ray.kill(collector.remote_collectors[1])
+    with pytest.raises(WorkerError, match=r"(?s)worker 1 is lost \(.*max_restarts\).*killed by `ray.kill`"):
+        collections.deque(frames, maxlen=0)
+    collector.shutdown()
+
+
+RESTARTS = {**SMALL, "max_restarts": -1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sync", "retries"), [(True, 0), (False, -1)])
+def test_an_actor_that_ray_restarts_joins_again(sync: bool, retries: int) -> None:
+    policy = make_policy(1.0)
+    configs = {**RESTARTS, "max_task_retries": retries}
+    collector = make(policy, sync=sync, remote_configs=configs, total_frames=1_000_000)
+    scheme = collector._weight_sync_schemes["policy"]
+    version = collector.update_policy_weights_().version
+    frames = iter(collector)
+    ray.kill(collector.remote_collectors[1], no_restart=False)
+    deadline = time.monotonic() + 90.0
+    while (joined := scheme.worker_versions[1] or 0) < 2 or joined < version:
+        assert time.monotonic() < deadline
+        versions, weights = seen(next(frames))
+        assert min(versions) >= 1  # 0 would be the policy as constructed
+        assert weights == set(map(float, versions))
+        version += 1
+        with contextlib.suppress(SyncFailedError):
+            collector.update_policy_weights_(fill(policy, float(version)))
+        time.sleep(0.1)
+    report = collector.update_policy_weights_(fill(policy, version + 1.0))
+    assert sorted(report.apply_seconds) == [0, 1]
+    collector.shutdown()
+
+
+@pytest.mark.slow
+def test_an_actor_may_restart_during_automatic_updates(caplog: pytest.LogCaptureFixture) -> None:
+    policy = make_policy(1.0)
+    collector = make(policy, remote_configs=RESTARTS, update_after_each_batch=True)
+    collector.update_policy_weights_()
+    frames = iter(collector)
+    assert seen(next(frames)) == ({2}, {1.0})
+    ray.kill(collector.remote_collectors[1], no_restart=False)
+    fill(policy, 2.0)
+    assert seen(next(frames)) == ({3}, {2.0})
+    fill(policy, 3.0)
+    assert seen(next(frames)) == ({4}, {3.0})
+    assert "Ray restarted the actor of worker 1" in caplog.text
+    collector.shutdown()
 
 
 @pytest.mark.slow
@@ -309,6 +384,20 @@ def test_a_learner_sends_the_policy() -> None:
             collector.update_policy_weights_()
         sender.shutdown()
     assert seen(next(frames)) == ({9}, {9.0})
+    collector.shutdown()
+
+
+@pytest.mark.slow
+def test_a_learner_cannot_serve_an_actor_that_ray_restarts() -> None:
+    collector = make(make_policy(1.0), remote_configs=RESTARTS)
+    frames = iter(collector)
+    sender = collector._learner_weight_sync()
+    publish(sender, 3, make_policy(3.0))
+    assert seen(next(frames)) == ({3}, {3.0})
+    ray.kill(collector.remote_collectors[1], no_restart=False)
+    with pytest.raises(WorkerError, match=r"Ray restarted the actor of worker 1.*make a new collector"):
+        next(frames)
+    sender.shutdown()
     collector.shutdown()
 
 
