@@ -104,9 +104,11 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         self._adopt(weight_sync_schemes or {})
         self._weight_sync_schemes = weight_sync_schemes
         self._versions = VersionSource(policy_scheme(weight_sync_schemes or {}))
+        weights: bytes | None = None
         if _needs_first_weights(policy, weight_sync_schemes or {}) and not options.get("policy_factory"):
             # TorchRL would send the policy without weights, and keep only its action in batches.
-            options["policy_factory"] = partial(cloudpickle.loads, cloudpickle.dumps(policy))
+            weights = cloudpickle.dumps(policy)
+            options["policy_factory"] = partial(cloudpickle.loads, weights)
         if options.get("cudagraph_policy") or _captures(options.get("compile_policy")):
             for scheme in (weight_sync_schemes or {}).values():
                 scheme.stable_addresses = True
@@ -119,6 +121,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             weight_updater=None if by_scheme else updater,
             **options,
         )
+        if weights is not None:
+            self.policy_factory[:] = [None] * self.num_workers  # it is as large as the policy
         if by_scheme:
             self.weight_updater = updater
 
@@ -285,7 +289,7 @@ class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):
 
 
 def _needs_first_weights(policy: Any, schemes: Mapping[str, WeightSyncScheme]) -> bool:
-    """Whether there are schemes, but none that sends a policy as a whole."""
+    """Return whether there are schemes, but none that sends a policy as a whole."""
     return isinstance(policy, nn.Module) and bool(schemes) and "policy" not in real(schemes)
 
 

@@ -64,6 +64,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         self._remote_collectors: list[Any] = []
         self._runtime_lease: Any = None
         self._learner: LearnerSender | None = None
+        self._ended: set[int] = set()  # workers whose receivers have ended; they join before their next batch
         if find_spec("ray") is None:
             raise ImportError('RayCollector needs Ray: pip install "weight-update[ray]"', name="ray")
         given = options["collector_kwargs"]  # TorchRL writes into these
@@ -109,7 +110,12 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         if self._learner is not None:
             raise LifecycleError("the learner of the trainer sends the policy of this collector")
         self._lazy_initialize_weight_sync()
-        return super()._update(request)
+        try:
+            return super()._update(request)
+        except SyncFailedError as error:
+            found = error.failures.items()
+            self._ended.update(idx for idx, why in found if isinstance(why, LinkClosedError))
+            raise
 
     def _learner_weight_sync(self, *, new_generation: bool = False) -> Any:
         """Return the sender of the policy for a trainer of TorchRL whose learners are Ray actors.
@@ -156,6 +162,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             idx, batch = self._next_of(pending)
             self.collected_frames += self.frames_per_batch
             yield batch
+            del batch  # its memory, while the next one is awaited
             self._update_after(idx)
             pending[self._ask(idx)] = idx
         while pending:  # batches that actors are still collecting
@@ -172,12 +179,14 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         try:
             self.update_policy_weights_(worker_ids=worker_ids)
         except SyncFailedError as error:
-            if not all(isinstance(one, LinkClosedError) for one in error.failures.values()):
+            if not error.failures or not self._ended.issuperset(error.failures):
                 raise
-            # the workers have ended: before its next batch, each joins again or a WorkerError is raised
+            _log.warning("an update did not reach workers %s", sorted(error.failures))
 
     def _ask(self, idx: int, **options: Any) -> Any:
         """Ask an actor for its next batch, with options of :meth:`_collect`. Ray repeats it if need be."""
+        if idx in self._ended:
+            options = self._joining(idx)
         call = self.remote_collectors[idx].__ray_call__.options(max_task_retries=-1)
         return call.remote(self._collect, bool(self._schemes), **options)
 
@@ -209,13 +218,16 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             pending[self._ask(idx, **self._joining(idx))] = idx
 
     def _joining(self, idx: int) -> dict[str, Any]:
-        """Return the options with which an actor that Ray has restarted joins again."""
+        """Return the options with which an actor joins again, usually because Ray has restarted it."""
+        self._ended.discard(idx)
         if self._learner is not None:
             raise WorkerError(
                 f"Ray restarted the actor of worker {idx}, which has lost its weights, and the trainer's "
                 "learner cannot give them again: make a new collector"
             )
-        _log.warning("Ray restarted the actor of worker %d; it joins again before it collects", idx)
+        _log.warning(
+            "worker %d has lost its link (has Ray restarted it?); it joins again before it collects", idx
+        )
         return {"receivers": self._schemes, "connect": self._weight_sync_initialized}
 
     def _finished(self, pending: dict[Any, int]) -> tuple[int, Any]:

@@ -194,8 +194,30 @@ def test_an_actor_may_restart_during_automatic_updates(caplog: pytest.LogCapture
     assert seen(next(frames)) == ({3}, {2.0})
     fill(policy, 3.0)
     assert seen(next(frames)) == ({4}, {3.0})
-    assert "Ray restarted the actor of worker 1" in caplog.text
+    assert "worker 1 has lost its link" in caplog.text
     collector.shutdown()
+
+
+@pytest.mark.slow
+def test_a_receiver_that_ended_in_a_living_actor(caplog: pytest.LogCaptureFixture) -> None:
+    """Its actor gets a new receiver before it collects again, so it does not keep old weights."""
+    policy = make_policy(1.0)
+    collector = make(policy, update_after_each_batch=True)
+    collector.update_policy_weights_()
+    frames = iter(collector)
+    assert seen(next(frames)) == ({2}, {1.0})
+    ended = collector.remote_collectors[1].__ray_call__.remote(end_receivers)
+    ray.get(ended, timeout=30.0)
+    for version in (3, 4):
+        fill(policy, float(version))
+        assert seen(next(frames)) == ({version}, {float(version)})
+    assert "worker 1 has lost its link" in caplog.text
+    collector.shutdown()
+
+
+def end_receivers(collector: Any) -> None:
+    for scheme in collector._receiver_schemes.values():
+        scheme.shutdown()
 
 
 @pytest.mark.slow

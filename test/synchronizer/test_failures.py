@@ -559,6 +559,9 @@ def test_max_in_flight_without_files_is_refused(method: SyncMethod, tmp_path: Pa
         pytest.raises(ValueError, match="max_in_flight keeps no weights for explorers that join"),
     ):
         TrainerClient(where, model_at(5), strategy=strategy)
+    if method is SyncMethod.MEMORY:
+        with pytest.raises(ValueError, match="max_in_flight keeps no weights"):
+            Synchronizer(method, strategy=strategy)
 
 
 def test_shards_are_not_written_to_a_file(tmp_path: Path) -> None:

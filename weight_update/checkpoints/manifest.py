@@ -95,17 +95,25 @@ class ManifestIndex:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._broken: dict[int, object] = {}
+        self._seen = False  # whether the directory existed
 
     def path(self, version: int) -> Path:
         """Return the path of a manifest."""
         return self.directory / f"{version:0{_DIGITS}}.json"
 
     def versions(self) -> list[int]:
-        """Return all numbers that have a manifest, broken or not, in descending order."""
+        """Return all numbers that have a manifest, broken or not, in descending order.
+
+        Raises:
+            OSError: the directory cannot be read. One that has not existed so far has no versions.
+        """
         try:
             matches = [_MANIFEST.fullmatch(path.name) for path in self.directory.iterdir()]
-        except FileNotFoundError:  # nothing was published yet
+        except FileNotFoundError:
+            if self._seen:
+                raise
             return []
+        self._seen = True
         return sorted((int(match["version"]) for match in matches if match), reverse=True)
 
     def data_files(self) -> list[tuple[int, str, Path]]:

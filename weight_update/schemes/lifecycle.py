@@ -9,6 +9,7 @@ from abc import ABC
 from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from typing import Any, Literal, TypeVar
 
@@ -216,7 +217,7 @@ class SchemeLifecycle(ABC):
 def _require_picklable(convert: Convert | None) -> None:
     """Raise LifecycleError if a converter cannot be pickled with a scheme that is not initialized yet."""
     try:
-        pickle.dumps(convert)
+        ForkingPickler.dumps(convert)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise LifecycleError(
             f"the converter of this scheme cannot be pickled ({error}): call init_on_sender() before the "

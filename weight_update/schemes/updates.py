@@ -119,8 +119,8 @@ class SchemeUpdates(SchemeLifecycle):
     def continue_from(self, version: int) -> None:
         """Number versions from ``version`` on, as after a restart from a checkpoint.
 
-        Before :meth:`connect`, this is the version of the weights that workers get when they connect. Later,
-        the next update gets a number above it.
+        Before the first :meth:`connect`, this is the version of the weights that workers get when they
+        connect. Later, the next update gets a number above it.
 
         Raises:
             LifecycleError: this is not a sender, or was shut down.

@@ -61,7 +61,7 @@ class Sender(Outcomes):
         self.refusals: Iterable[str] = ()
         self._strategy = strategy
         self._number = -1  # of the last version
-        self._first_number = 0
+        self._least = 0  # number of the next version, at least
         self._first_weights: Mapping[int, NamedWeights] = {}  # for workers that join while connect() waits
         self._first_label = strategy.encoding.whole.label  # of the weights that a worker gets when it joins
         self._publishing = threading.Lock()
@@ -157,11 +157,9 @@ class Sender(Outcomes):
                 self._answers.start(worker)
             wait_for_none(self.table, absent, deadline, alive)
             with self._publishing:
-                self._number = max(self._number + 1, self._first_number)
-                report = self._pipelines.send(self._of_known(weights), Step(self._number))
+                report = self._pipelines.send(self._of_known(weights), Step(self._next_number()))
         else:
             with self._publishing:
-                self._number = max(self._number, self._first_number - 1)
                 weights = self._of_known(weights)
                 report = self._stage(weights)
                 self._first_weights = weights
@@ -228,8 +226,7 @@ class Sender(Outcomes):
                 for idx in weights:
                     self.table[idx].forget_old_failures()
             if self._strategy.max_in_flight is not None:
-                self._number += 1
-                step = Step(self._number, commit=commit, group_commit=group_commit)
+                step = Step(self._next_number(), commit=commit, group_commit=group_commit)
                 return self._pipelines.send(weights, step)
             report = self._stage(weights, commit=commit, group_commit=group_commit)
             start = time.perf_counter()
@@ -248,12 +245,13 @@ class Sender(Outcomes):
         self.table.tell(ObservedUpdate(self, report, workers).settle)
 
     def continue_from(self, version: int) -> None:
-        """Give the next update a number above ``version``, or :meth:`connect` the number ``version``."""
+        """Give the next update a number above ``version``, or the first weights the number ``version``."""
         with self._publishing:
-            if self._number < 0:
-                self._first_number = version
-            else:
-                self._number = max(self._number, version)
+            self._least = max(self._least, version if self._number < 0 else version + 1)
+
+    def _next_number(self) -> int:
+        self._number = max(self._number + 1, self._least)
+        return self._number
 
     def _of_known(self, weights: Mapping[int, NamedWeights]) -> Mapping[int, NamedWeights]:
         """Return ``weights`` without those for late joiners that were forgotten meanwhile."""
@@ -265,8 +263,7 @@ class Sender(Outcomes):
         """Encode a new version and, unless workers wait for COMMIT, make it the one they are to have."""
         start = time.perf_counter()
         self._require_agreed(weights)
-        self._number += 1
-        report = SyncReport(self._number, "")
+        report = SyncReport(self._next_number(), "")
         self._delivery.count_in(report)
         # an update that may be aborted does not unite groups
         parts = self._groups.partition(weights, apart=not commit)

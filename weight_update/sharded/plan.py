@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
     @classmethod
     def from_wire(cls, row: Sequence[Any]) -> Row:
-        """Return the row that JSON made ``row`` of."""
+        """Return the row that ``row``, as read from JSON, describes."""
         name, shape, dtype, layout, box, on_cpu, tie = row
         where = None if box is None else (tuple(box[0]), tuple(box[1]))
         return cls(name, tuple(shape), dtype, layout, where, on_cpu, tie)

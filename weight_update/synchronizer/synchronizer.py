@@ -23,7 +23,7 @@ from weight_update.synchronizer.ray_actor import RayHost
 from weight_update.synchronizer.rpc import Server
 from weight_update.synchronizer.service import Service
 from weight_update.synchronizer.sessions import VersionFile
-from weight_update.synchronizer.transfer import is_loopback
+from weight_update.synchronizer.transfer import is_loopback, require_no_pipeline
 
 
 class Synchronizer:
@@ -81,6 +81,8 @@ class Synchronizer:
             "transfer_timeout": require_seconds("transfer_timeout", transfer_timeout),
             "strategy": resolve_strategy(strategy),
         }
+        if self.plan.method is SyncMethod.MEMORY:
+            require_no_pipeline(self._options["strategy"])
         if self.plan.method is SyncMethod.CHECKPOINT and directory is None:
             raise ValueError("SyncMethod.CHECKPOINT needs directory=, one that trainer and explorers share")
         if self._directory is not None and os.path.isfile(self._directory):

@@ -227,15 +227,20 @@ def _connect(scheme: WeightSyncScheme, timeout: float) -> None:
         raise
 
 
-def _scheme(
-    endpoint: Endpoint, strategy: str | WeightStrategy, timeout: float, backend: str = "gloo"
-) -> SharedMemWeightSyncScheme | DistributedWeightSyncScheme:
-    address, token, strategy = endpoint["address"], endpoint["token"], resolve_strategy(strategy)
+def require_no_pipeline(strategy: WeightStrategy) -> None:
+    """Raise ValueError if updates by ``strategy`` are not kept for explorers that join."""
     if strategy.max_in_flight is not None:
         raise ValueError(
             "max_in_flight keeps no weights for explorers that join, so NCCL and MEMORY cannot use it; give "
             "a strategy without it, or use SyncMethod.CHECKPOINT"
         )
+
+
+def _scheme(
+    endpoint: Endpoint, strategy: str | WeightStrategy, timeout: float, backend: str = "gloo"
+) -> SharedMemWeightSyncScheme | DistributedWeightSyncScheme:
+    address, token = endpoint["address"], endpoint["token"]
+    require_no_pipeline(resolve_strategy(strategy))
     if endpoint["shared"]:
         return SharedMemWeightSyncScheme(strategy, address=address, token=token, timeout=timeout)
     port = endpoint["port"]

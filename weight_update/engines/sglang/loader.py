@@ -34,8 +34,8 @@ class Placement(NamedTuple):
 
 
 @dataclass
-class Loaded:
-    """Knowledge of a process of SGLang about a model that has loaded weights.
+class ModelState:
+    """State of a model that has loaded weights, as one process of SGLang knows it.
 
     Attributes:
         placements: how the model stores each weight, by name.
@@ -56,7 +56,7 @@ class Loaded:
         return blocks
 
 
-_models: weakref.WeakKeyDictionary[nn.Module, Loaded] = weakref.WeakKeyDictionary()
+_models: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) ->
     tensor-parallel rank has. The answer names the weights that are stored in another form, and the sender
     sends them as a whole. It does the same with all weights of a model that computes from them when they are
     loaded, such as one with ``post_load_weights``. Before the first patch, this function finds the parameters
-    whose bits SGLang has transformed after they were loaded. SGLang transforms their modules again at the end
+    whose bits SGLang has transformed after they were state. SGLang transforms their modules again at the end
     of each update, so each update loads all weights of these modules.
 
     Args:
@@ -104,7 +104,7 @@ def _load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict
 
 def _find_placements(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Find out how the model stores weights that it has just loaded, unless that is known."""
-    known = _models.setdefault(model, Loaded()).placements
+    known = _models.setdefault(model, ModelState()).placements
     forms = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
     new = {name: form for name, form in forms.items() if name not in known or known[name].form != form}
     if not new:
@@ -128,16 +128,16 @@ def _holds(parameters: Tensors, block: Block, weight: torch.Tensor) -> bool:
 
 def _load_elements(model: nn.Module, packed: Mapping[str, torch.Tensor]) -> dict[str, bool]:
     """Write elements in place; return for each weight of this process whether that is possible."""
-    loaded = _loaded(model)
+    state = _state_of(model)
     parameters = dict(model.named_parameters())
     in_place = {}
     for name, content in packed.items():
-        blocks = loaded.blocks(name)
+        blocks = state.blocks(name)
         if blocks is None:
             in_place[name] = False
         elif blocks:
             in_place[name] = True
-            shape, dtype = loaded.placements[name].form
+            shape, dtype = state.placements[name].form
             positions, values = _unpack(content, dtype)
             for block in blocks:
                 block.write(parameters, shape, positions, values)
@@ -155,9 +155,9 @@ def _derives(model: nn.Module) -> bool:
 
 def _remember(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> dict[str, bool]:
     """Note the bits of all parameters, which now have a complete version."""
-    loaded = _models.setdefault(model, Loaded())
-    if loaded.transformed is None:
-        loaded.digests = _digests(model)
+    state = _models.setdefault(model, ModelState())
+    if state.transformed is None:
+        state.digests = _digests(model)
     return {}
 
 
@@ -166,23 +166,23 @@ def _compare(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> dict[str,
 
     If there are such modules, these are all weights that take no elements: they may belong to the modules.
     """
-    loaded = _loaded(model)
-    if loaded.transformed is None:
-        before, now = loaded.digests or {}, _digests(model)
+    state = _state_of(model)
+    if state.transformed is None:
+        before, now = state.digests or {}, _digests(model)
         changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
-        loaded.digests, loaded.transformed = {}, {key.rpartition(".")[0] for key in changed}
+        state.digests, state.transformed = {}, {key.rpartition(".")[0] for key in changed}
         if changed:
             _log.info("SGLang transforms these after loading, so patches load them: %s", sorted(changed))
-    if not loaded.transformed:
+    if not state.transformed:
         return {}
-    return {name: False for name in loaded.placements if loaded.blocks(name) is None}
+    return {name: False for name in state.placements if state.blocks(name) is None}
 
 
-def _loaded(model: nn.Module) -> Loaded:
-    loaded = _models.get(model)
-    if loaded is None or loaded.digests is None:
+def _state_of(model: nn.Module) -> ModelState:
+    state = _models.get(model)
+    if state is None or state.digests is None:
         raise RuntimeError("SGLang has been started again since the last update; send all weights")
-    return loaded
+    return state
 
 
 _PERFORM: Mapping[str, Callable[[nn.Module, Mapping[str, torch.Tensor]], dict[str, bool]]] = {

@@ -83,7 +83,8 @@ class DeltaGroup(SendGroup):
             self._put(Staged(whole.version_id, step, whole.slots, whole, difference))
             return UpdateStats(self._encoding.whole.label, elements, elements)
         payload, mostly_new = None, difference.changed > _NOT_WORTH * elements
-        self._count(mostly_new)
+        if step.commit:  # else a patch is sent in any case
+            self._count(mostly_new)
         with self._borrowing() as slots:
             if not mostly_new or not step.commit:
                 payload = self._tracker.encode(difference, self.version, step.version, self._lend(slots))
