@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from weight_update.errors import JoinRefusedError, LifecycleError, LinkClosedError
+from weight_update.errors import JoinRefusedError, LifecycleError
 from weight_update.schemes.base import Admit, End, WeightSyncScheme
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.memory import MemoryTransport
@@ -27,12 +27,14 @@ class _Listener:
         self._closed = False
 
     def link(self, worker_idx: int) -> MemoryTransport:
-        """Return the receiver's end of a worker's link; LinkClosedError after the sender was shut down.
+        """Return the receiver's end of a worker's link, a closed one after the sender was shut down.
 
         Raise JoinRefusedError if the worker cannot be admitted, or another receiver has its link.
         """
         if self._closed:
-            raise LinkClosedError("the sender was shut down")
+            mine, theirs = MemoryTransport.pair()
+            mine.close()
+            return theirs
         if worker_idx not in self.links:
             self._admit(worker_idx)
         link = self.links[worker_idx]
