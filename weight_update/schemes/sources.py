@@ -164,7 +164,7 @@ def _model_or_none(context: Any, model_id: str) -> Any:
     try:
         return resolve_model(context, model_id)
     except (ValueError, AttributeError):
-        if not factories_of(context):
+        if model_id != "policy" or not factories_of(context):
             raise
         return None
 
