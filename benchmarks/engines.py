@@ -30,6 +30,7 @@ _VOCABULARY, _LAYERS = 32_000, 24
 _WARM = 2
 _PATIENCE = 100.0  # seconds for an answer of an engine
 _PROMPT, _TOKENS, _REQUEST_SECONDS = [1, 2, 3], 24, 2.0
+_BEGIN_SECONDS = 0.2  # in which a request surely has some tokens
 
 
 def make_model(megabytes: float) -> Any:
@@ -120,7 +121,7 @@ class Receiver:
         """Begin a request, and return when it has some tokens."""
         tokens = max(_TOKENS, int(_REQUEST_SECONDS / self._step))
         self._running = self._engine.submit(_PROMPT, max_new_tokens=tokens)
-        time.sleep(4 * self._step)
+        time.sleep(max(4 * self._step, _BEGIN_SECONDS))
 
     def pause(self) -> float | None:
         """Wait for the answer; return the seconds of the last pause, None if the answer missed the update."""
@@ -161,6 +162,16 @@ class Update(NamedTuple):
     wire_bytes: int
 
 
+def _updates(receiver: Process, scheme: WeightSyncScheme) -> list[Update]:
+    """Send an update while the engine answers; return it, or none if the answer missed it."""
+    receiver.ask("submit")
+    start = time.perf_counter()
+    report = scheme.send()
+    seconds = time.perf_counter() - start
+    pause = receiver.ask("pause")
+    return [] if pause is None else [Update(seconds, pause, report.wire_bytes)]
+
+
 def measure(megabytes: float, fraction: float, turns: int) -> dict[str, list[Update]]:
     """Send updates by each scheme, in turns, each while the engine answers a request."""
     model = make_model(megabytes)
@@ -177,17 +188,12 @@ def measure(megabytes: float, fraction: float, turns: int) -> dict[str, list[Upd
             receivers[name].send("join")
             scheme.connect()
             receivers[name].answer()
-        for _ in range(_WARM + turns):
+        for _ in range(_WARM + 3 * turns):
+            if all(len(updates) >= _WARM + turns for updates in sent.values()):
+                break
             change(dict(enumerate(owned.values())), fraction, "1..4 ulp", random)  # type: ignore[arg-type]
             for name, scheme in found.items():
-                receivers[name].ask("submit")
-                start = time.perf_counter()
-                report = scheme.send()
-                seconds = time.perf_counter() - start
-                pause = receivers[name].ask("pause")
-                if pause is None:
-                    raise Unable(f"{name}: the request ended before the update, or began after it")
-                sent[name].append(Update(seconds, pause, report.wire_bytes))
+                sent[name] += _updates(receivers[name], scheme)
         expected = [digest(value) for value in live.values()]
         for name, receiver in receivers.items():
             if receiver.ask("digests") != expected:
@@ -197,7 +203,9 @@ def measure(megabytes: float, fraction: float, turns: int) -> dict[str, list[Upd
             receiver.close()
         for scheme in found.values():
             scheme.shutdown()
-    return {name: one[_WARM:] for name, one in sent.items()}
+    if any(len(updates) <= _WARM for updates in sent.values()):
+        raise Unable("requests ended before the updates, or began after them")
+    return {name: updates[_WARM:] for name, updates in sent.items()}
 
 
 def add_options(known: argparse.ArgumentParser) -> None:
