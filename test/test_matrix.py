@@ -126,7 +126,8 @@ def test_same_bits(
         assert report.encoding == made.encoding.label
         assert procs.ask("fingerprint") == [fingerprint(source, made)]
         assert procs.scheme.worker_versions == {0: report.version}
-    assert procs.ask("warnings") == [[]], "the worker asked for full weights, or joined again"
+    in_worker = [one for one in procs.ask("warnings")[0] if not one.startswith("more than 90 %")]
+    assert in_worker == [], "the worker asked for full weights, or joined again"
     found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     may_send_changes = made.encoding.label != made.encoding.whole.label
     assert [one.partition(" of the")[0] for one in found] == ["more than 90 %"] * may_send_changes
