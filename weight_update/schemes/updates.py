@@ -30,8 +30,9 @@ class SchemeUpdates(SchemeLifecycle):
         side = self._sender_side
         if side is None:
             raise LifecycleError("this is not a sender; call init_on_sender() first")
-        self._require_open()
-        if connected and not side.sender.serving:  # connect() may have failed for some workers only
+        if not side.sender.serving:  # connect() may have failed for some workers only
+            self._require_open()
+        if connected and not side.sender.serving:
             raise LifecycleError(f"the sender is not connected{side.failure}; call connect() first")
         return side
 
