@@ -111,10 +111,10 @@ class CheckpointStore:
         stem = f"{self._index.path(version).stem}-{uuid.uuid4().hex}"
         described = {m.name: f"{dtype_name(m.dtype)}{list(m.shape)}" for m in schema.tensors}
         nbytes = sum(map(len, parts))
-        self._published, self._stems = (
-            version,
-            {stem} | ({newest.stem} if newest else set()),
-        )  # a publish that fails may leave it
+        self._published = version
+        self._stems = (
+            {stem} if newest is None else {stem, newest.stem}
+        )  # a publish that fails may leave either
         with naming_free_space(self.directory, nbytes):
             lease = Lease(self.directory, stem, self._lease_seconds)
             try:

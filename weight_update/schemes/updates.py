@@ -32,8 +32,8 @@ class SchemeUpdates(SchemeLifecycle):
             raise LifecycleError("this is not a sender; call init_on_sender() first")
         if not side.sender.serving:  # connect() may have failed for some workers only
             self._require_open()
-        if connected and not side.sender.serving:
-            raise LifecycleError(f"the sender is not connected{side.failure}; call connect() first")
+            if connected:
+                raise LifecycleError(f"the sender is not connected{side.failure}; call connect() first")
         return side
 
     def _require_receiver(self) -> Receiver:

@@ -242,9 +242,7 @@ def wait_for_none(
 _UNWATCHED = " Set scheme.worker_alive to their processes to learn at once of one that dies."
 
 
-def require_weights(
-    table: WorkerTable, timeout: float, refusals: Iterable[str] = (), *, watched: bool = True
-) -> None:
+def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str], *, watched: bool) -> None:
     """Raise the error of :meth:`Sender.connect` if initial workers have no weights.
 
     ``refusals`` are reasons for which join requests were refused. ``watched`` tells whether the workers'

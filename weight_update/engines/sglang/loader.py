@@ -75,7 +75,7 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) ->
     tensor-parallel rank has. The answer names the weights that are stored in another form, and the sender
     sends them as a whole. It does the same with all weights of a model that computes from them when they are
     loaded, such as one with ``post_load_weights``. Before the first patch, this function finds the parameters
-    whose bits SGLang has transformed after they were state. SGLang transforms their modules again at the end
+    whose bits SGLang has transformed after they were loaded. SGLang transforms their modules again at the end
     of each update, so each update loads all weights of these modules.
 
     Args:
