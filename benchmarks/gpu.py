@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from benchmarks.report import Cell, Figure, Table, Times, Unable, machine, ratio, say
+from benchmarks.rlinf import DocumentedPatch, apply
 from benchmarks.updates import (
     Key,
     Sent,
@@ -43,6 +44,8 @@ from weight_update.wire.schema import WeightSchema
 QUICK = "20 MB, 2 turns, 1 %% changed only"
 
 Device = Literal["cpu", "cuda"]
+_PLACES: tuple[Device, ...] = ("cpu", "cuda")
+_BUILD, _APPLY = "RLinf: build", "RLinf: apply"
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ class _Build:
 
 
 def measure_build(update: Update, variants: Iterable[Variant], device: torch.device, turns: int) -> Times:
-    """Time every variant, and the obvious way, in turns.
+    """Time every variant, the obvious way and RLinf's documented way, in turns.
 
     Raises:
         RuntimeError: a patch did not lead to the new weights.
@@ -161,17 +164,29 @@ def measure_build(update: Update, variants: Iterable[Variant], device: torch.dev
     receiver, pinned = before.clone(), torch.zeros_like(before, device="cpu")
     pinned = pinned.pin_memory() if device.type == "cuda" else pinned
     builds = {variant: _Build(variant, schema, old) for variant in variants}
+    documented = {place: DocumentedPatch(old, place, device) for place in _PLACES}
+    views = schema.views(receiver)
     for _ in range(1 + turns):
         times.add("copy", lambda: pinned.copy_(expected, non_blocking=True))
         times.add("obvious", lambda: obvious(old, new))
+        for place, rival in documented.items():
+            receiver.copy_(before)
+            fields = times.add((_BUILD, place), lambda rival=rival: rival.build(new))
+            times.add((_APPLY, place), lambda fields=fields: apply(fields, views))
+            times.nbytes[_BUILD, place] = fields.nbytes
+            _require_equal(receiver, expected, update, f"RLinf's way, snapshot_device={place!r},")
         for variant, build in builds.items():
             receiver.copy_(before)
             build.turn(times, new, receiver)
-            if not torch.equal(receiver, expected):
-                raise RuntimeError(f"{update.name}: the patch of {variant} did not lead to the new weights")
+            _require_equal(receiver, expected, update, f"the patch of {variant}")
     for build in builds.values():
         build.close()
     return times
+
+
+def _require_equal(found: torch.Tensor, expected: torch.Tensor, update: Update, what: str) -> None:
+    if not torch.equal(found, expected):
+        raise RuntimeError(f"{update.name}: {what} did not lead to the new weights")
 
 
 def build_table(update: str, times: Times) -> Table:
@@ -179,12 +194,20 @@ def build_table(update: str, times: Times) -> Table:
     copy, plain = times.figure("copy"), times.figure("obvious")
     rows: list[list[str | Cell]] = []
     for what, figure in (("one copy to pinned memory", copy), ("the obvious way", plain)):
-        rows.append([what, *["-"] * 5, figure.show(1e3, 2), *["-"] * 3])
+        rows.append([what, *["-"] * 6, figure.show(1e3, 2), *["-"] * 4])
+    for place in _PLACES:
+        build, apply_ = times.figure((_BUILD, place)), times.figure((_APPLY, place))
+        size = times.nbytes[_BUILD, place] / max(times.nbytes["changed"], 1)
+        shown = [f"{size:.2f}", "-", build.show(1e3, 2), apply_.show(1e3, 2)]
+        rows.append(
+            ["RLinf's way", place, "cpu", "-", "-", *shown, f"{ratio(build, copy) or 0.0:.2f}", "-", "-"]
+        )
     for variant in (key for key in times.nbytes if isinstance(key, Variant)):
         build = times.figure(("scan", variant), ("encode", variant))
         apply = times.figure(("apply", variant))
         rows.append(
             [
+                "ours",
                 *map(str, vars(variant).values()),
                 Figure((times.nbytes[variant] / max(times.nbytes["changed"], 1),)).cell(),
                 times.figure(("scan", variant)).cell(1e3, 2),
@@ -192,15 +215,18 @@ def build_table(update: str, times: Times) -> Table:
                 apply.cell(1e3, 2),
                 f"{ratio(build, copy) or 0.0:.2f}",
                 f"{ratio(plain, build) or 0.0:.2f}",
+                f"{ratio(times.figure((_BUILD, variant.snapshot_device)), build) or 0.0:.2f}",
             ]
         )
     note = (
         "Milliseconds, median (min .. max). B: bytes for each changed element. Build is scan and encode,\n"
         "into a shared slot; apply is decode and write, into weights on the GPU. The obvious way finds\n"
-        "positions and values with (a != b).nonzero() and leaves them on the GPU."
+        "positions and values with (a != b).nonzero() and leaves them on the GPU. RLinf's way is built by\n"
+        "its documentation, not its code. RLinf/build: for the same place of the snapshot."
     )
-    head = ["snapshot", "transport", "compression", "values", "B", "scan", "build", "apply"]
-    return Table(f"Patches: {update}", note, [*head, "build/copy", "obvious/build"], rows, (0, 1, 2, 3))
+    head = ["way", "snapshot", "transport", "compression", "values", "B", "scan", "build", "apply"]
+    head += ["build/copy", "obvious/build", "RLinf/build"]
+    return Table(f"Patches: {update}", note, head, rows, (0, 1, 2, 3, 4))
 
 
 SCHEMES = {"SharedMem": SharedMemWeightSyncScheme, "Distributed": DistributedWeightSyncScheme}

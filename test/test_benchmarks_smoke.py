@@ -408,7 +408,12 @@ def test_the_benchmark_of_a_gpu_runs_to_its_end_on_the_cpu():
         "Colocated",
     ]
     assert all(len(row) == len(table.head) for table in tables for row in table.rows)
-    assert [row[0] for row in tables[1].rows[2:]] == ["cpu", "cpu"]
+    assert [row[:2] for row in tables[1].rows[2:]] == [
+        ["RLinf's way", "cpu"],
+        ["RLinf's way", "cuda"],
+        ["ours", "cpu"],
+        ["ours", "cpu"],
+    ]
     assert {row[0] for row in tables[2].rows} == {"SharedMem", "Distributed"}
     assert [row[:2] for row in tables[3].rows] == [
         ["host memory", "dense"],

@@ -305,7 +305,7 @@ doctor.checks = lambda peers: [Check("hangs", lambda: time.sleep(1000), "wait no
     ("breaking", "status"),
     [
         ("", {"GPU": "ok", "CUDA IPC": "ok", "NCCL": "ok"}),
-        ("os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'", {"CUDA IPC": "fail"}),
+        ("os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'", {"CUDA IPC": "ok"}),
         (
             "os.environ['CUDA_VISIBLE_DEVICES'] = ''",
             {"GPU": "skipped", "CUDA IPC": "skipped", "NCCL": "skipped"},

@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 from weight_update import MemoryWeightSyncScheme, WeightSyncScheme
+from weight_update.encodings.dense import copy_tensors
+from weight_update.testing import random_bits
+from weight_update.wire.schema import DTYPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,6 +65,15 @@ def test_weights_are_equal(devices: tuple[str, str], dtype: torch.dtype) -> None
             sender.send()
             assert_same(source, target)
             assert next(target.parameters()).device.type == devices[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_copies_keep_every_bit(dtype: torch.dtype) -> None:
+    sources = [random_bits((size,), dtype, size).cuda() for size in (3, 70_000, 100_001)]
+    targets = [torch.zeros_like(source) for source in sources]
+    copy_tensors(targets, sources, "test")
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target.view(torch.uint8), source.view(torch.uint8))
 
 
 def test_cuda_graph_replays_new_weights() -> None:

@@ -113,9 +113,21 @@ def test_same_bits(hire: Hire, kind: str) -> None:
     procs.connect()
     for seed in range(5):
         assert procs.ask("fingerprint") == [as_sent(source, kind)] * 2
-        scramble(source, seed, finite=True)
+        scramble(source, seed, finite=kind == "converted")
         procs.scheme.send()
     assert procs.ask("fingerprint") == [as_sent(source, kind)] * 2
+
+
+@pytest.mark.parametrize("kind", ["dense", "buckets", "two in flight"])
+def test_every_bit_of_bfloat16(hire: Hire, kind: str) -> None:
+    """CUDA's own copy of many tensors gives NaNs other bits."""
+    source = layers(dtype=torch.bfloat16)
+    scramble(source, 0)
+    procs = hire(source, layers(dtype=torch.bfloat16), kind, workers=2)
+    procs.connect()
+    scramble(source, 1)
+    procs.scheme.send()
+    assert procs.ask("fingerprint") == [fingerprint(source)] * 2
 
 
 @pytest.mark.parametrize("kind", ["dense", "two in flight"])
@@ -268,7 +280,8 @@ def test_a_worker_that_does_not_see_the_gpu(hire: Hire, monkeypatch: pytest.Monk
         raise errors[None]
 
 
-def test_programs_end_without_a_word(tmp_path: Path) -> None:
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
+def test_programs_end_without_a_word(tmp_path: Path, allocator: str) -> None:
     """PyTorch warns of shared tensors that are alive when their process ends."""
     program = tmp_path / "program.py"
     program.write_text(
@@ -277,7 +290,7 @@ def test_programs_end_without_a_word(tmp_path: Path) -> None:
             import torch
             from torch import nn
             from weight_update import SharedMemWeightSyncScheme
-            from weight_update.testing import WorkerProcesses
+            from weight_update.testing import WorkerProcesses, fingerprint
 
             if __name__ == "__main__":
                 source = nn.Linear(512, 512).cuda()
@@ -287,13 +300,18 @@ def test_programs_end_without_a_word(tmp_path: Path) -> None:
                 worker = procs.hire(0, nn.Linear(512, 512).cuda())
                 procs.connect()
                 scheme.send()
+                assert worker.call("fingerprint") == fingerprint(source)
                 if "shutdown" in sys.argv:
                     scheme.shutdown()
                 worker.stop()
                 print("done")
         """)
     )
-    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment: dict[str, Any] = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTORCH_CUDA_ALLOC_CONF": allocator,
+    }
     for arguments in ([], ["shutdown"]):
         done = subprocess.run(
             [sys.executable, str(program), *arguments],

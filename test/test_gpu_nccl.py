@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from weight_update import SyncFailedError
 from weight_update.schemes.base import End
 from weight_update.testing import Apart, WorkerProcesses, fingerprint
 from weight_update.testing.worker_processes import context_of
@@ -53,3 +57,24 @@ def test_weights_go_through_nccl(workers: int, monkeypatch: pytest.MonkeyPatch) 
             report = scheme.send()
             assert procs.ask("fingerprint") == [fingerprint(source)] * workers
             assert scheme.network_bytes - before == report.wire_bytes
+
+
+def test_a_worker_that_is_killed_delays_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_HOSTID", "sender")
+    source = large(0.0)
+    scheme = OwnDevices(backend="nccl", timeout=20.0)
+    scheme.init_on_sender(model=source, num_workers=2, ctx=context_of("spawn"))
+    with WorkerProcesses(scheme, "spawn") as procs:
+        for index in range(2):
+            procs.hire(index, large(-1.0))
+        procs.connect()
+        victim = procs.workers.pop(0)
+        os.kill(victim.runner.pid, signal.SIGKILL)
+        victim.runner.join(10.0)
+        for value in (1.0, 2.0):
+            nn.init.constant_(source.weight, value)
+            with contextlib.suppress(SyncFailedError):
+                scheme.send()
+            assert procs.workers[0].call("fingerprint") == fingerprint(source)
+        start = time.monotonic()
+    assert time.monotonic() - start < 20.0

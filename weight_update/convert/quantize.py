@@ -134,7 +134,8 @@ def _quantized(quantize: _Quantize, suffix: str, only: Only, items: Iterator[Ite
 
 def _scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
     """Return the divisor that turns ``largest``, the largest magnitude (float32), into ``limit``."""
-    scale = (largest / limit).clamp_min(_TINY)  # clamp_ keeps NaN
+    limits = torch.full_like(largest, limit)  # CUDA would multiply by the reciprocal of a number
+    scale = (largest / limits).clamp_min(_TINY)  # clamp_ keeps NaN
     return torch.where(largest == 0, torch.ones_like(scale), scale)
 
 

@@ -16,7 +16,7 @@ import torch
 from weight_update.arguments import require_bool
 from weight_update.encodings import dense
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
-from weight_update.encodings.dense import ViewCache, copy_tensors
+from weight_update.encodings.dense import ViewCache, copy_tensors, copy_together
 from weight_update.errors import FormatError
 from weight_update.progress import Progress
 from weight_update.wire.memory import await_stream, byte_view
@@ -197,7 +197,7 @@ class _Copies:
 
     def make(self) -> None:
         if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
+            copy_together(self._targets, self._sources)
         self._targets, self._sources, self._waiting = [], [], 0
 
 

@@ -42,7 +42,8 @@ _EACH = 32 << 10  # bytes of a tensor, on average; looking at smaller ones takes
 _PIECE = 8 << 20  # bytes for one thread at a time
 _BATCHES = 64  # between which progress is noted
 
-_NBYTES = operator.attrgetter("nbytes")
+_NBYTES, _IS_CUDA = map(operator.attrgetter, ("nbytes", "is_cuda"))
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 library: ctypes.CDLL | None = load(Path(__file__).parent, "_copying", 1)
 """The compiled library; None where there is none."""
@@ -198,7 +199,26 @@ def _copy_by_torch(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tens
         targets, sources = zip(*pairs, strict=True)
     if targets:
         with torch.inference_mode():  # faster than no_grad for many small tensors
-            torch._foreach_copy_(list(targets), list(sources))
+            copy_together(targets, sources)
+
+
+def copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Do the work of ``torch._foreach_copy_``; also between GPU tensors, copy every bit of every dtype.
+
+    There it gives NaNs of 16 bits other bits, and does not know unsigned integers of more than 8 bits.
+    """
+    if any(map(_IS_CUDA, targets)):
+        pairs = [_as_integers(*pair) for pair in zip(targets, sources, strict=True)]
+        targets, sources = zip(*pairs, strict=True)
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def _as_integers(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views as signed integers if the dtypes are equal and not complex128."""
+    integers = _INTEGERS.get(target.dtype.itemsize)
+    if integers is None or source.dtype is not target.dtype:
+        return target, source
+    return target.view(integers), source.resolve_conj().resolve_neg().view(integers)
 
 
 def _split(target: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

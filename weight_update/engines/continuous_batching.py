@@ -59,7 +59,17 @@ def require_configs(generation: Any, batching: Any) -> None:
 
 
 def require_supported(manager: Any, pause: str) -> None:
-    """Raise ValueError if the configuration of ``manager`` cannot be combined with ``pause``."""
+    """Check a manager.
+
+    Raises:
+        ImportError: this version of transformers cannot pause generation.
+        ValueError: the manager's configuration cannot be combined with ``pause``.
+    """
+    if not hasattr(manager, "pause"):
+        raise ImportError(
+            "this version of transformers cannot pause generation: "
+            'pip install "weight-update[transformers]" installs one that can'
+        )
     config = manager.continuous_batching_config
     problem = None
     if manager.num_return_sequences != 1:

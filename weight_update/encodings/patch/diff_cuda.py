@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 
+from weight_update.encodings.dense import copy_together
 from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Sparse
 from weight_update.encodings.patch.diff_cpu import Scan, check_sizes
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
@@ -110,7 +111,7 @@ class CudaScanner:
         for index, old in enumerate(self._arriving(snapshot)):
             tile, new = self._tiles[index], self._new[: len(old)]
             new.copy_(old)  # so that nothing differs between the tensors
-            torch._foreach_copy_(self._views[index], tile.of(live))
+            copy_together(self._views[index], tile.of(live))
             here = _find(tile, new, old)
             count = sum(len(positions) for _, positions, _ in here)
             changed += count

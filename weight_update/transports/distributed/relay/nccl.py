@@ -36,8 +36,8 @@ class NcclStream(PayloadStream):
     between GPUs is much faster than TCP. Messages stay on the TCP connection, as does the exchange of
     NCCL's addresses, which therefore only a process that knows the token can take part in.
 
-    A thread that waits in NCCL, as for an end that does not come, cannot be interrupted: :meth:`close` does
-    not end it. All threads that call this class are daemon threads, so they do not keep the process alive.
+    A thread in which NCCL waits for the other end to connect cannot be interrupted: :meth:`close` does not
+    end it. All threads that call this class are daemon threads, so they do not keep the process alive.
 
     Args:
         rank: 0 at the end that sends payloads, and 1 at the other.
@@ -53,7 +53,8 @@ class NcclStream(PayloadStream):
             require_nccl()
             self._device = torch.device("cuda", torch.cuda.current_device())
             with _errors_reach_the_caller():
-                self._nccl: Any = own(_dist.ProcessGroupNCCL(_ExchangeStore(signed), rank, 2))
+                self._store = _ExchangeStore(signed)  # the group refers to the C++ half only
+                self._nccl: Any = own(_dist.ProcessGroupNCCL(self._store, rank, 2))
         except (ValueError, RuntimeError) as error:
             self.close()
             raise LinkClosedError(f"no NCCL connection ({brief(error)})") from None
@@ -73,7 +74,9 @@ class NcclStream(PayloadStream):
     def close(self) -> None:
         super().close()
         nccl, self._nccl = getattr(self, "_nccl", None), None
-        disown(nccl)
+        if nccl is not None:
+            nccl.abort()
+            disown(nccl)
 
     def _wait(self, way: str, staged: torch.Tensor, patience: float) -> None:
         group = self._nccl
@@ -108,8 +111,12 @@ class _ExchangeStore(StoreBase):  # type: ignore[misc] # it has no type stubs
         self.wait([key], timedelta(seconds=STALLED))
         return self._values[key]
 
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all values are here; NCCL's watchdog asks."""
+        return all(key in self._values for key in keys)
+
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        while not all(key in self._values for key in keys):
+        while not self.check(keys):
             message = self._signed.receive_json(timeout.total_seconds())
             self._values[message["key"]] = bytes.fromhex(message["value"])
 
