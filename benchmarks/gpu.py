@@ -1,6 +1,6 @@
 """Weights on a GPU: dense and patch, to the CPU's memory and to a worker on the GPU, also by CUDA IPC.
 
-Needs torch and tensordict alone; ``nvcomp_lz4`` is measured where the extra ``nvcomp`` is installed. Without
+Needs torch and tensordict alone; nvCOMP is measured where the extra ``nvcomp`` is installed. Without
 a CUDA device it says so and exits with status 2.
 """
 
@@ -333,7 +333,7 @@ class Plan:
 
 
 def plan(megabytes: float | None, quick: bool, compressions: tuple[str, ...]) -> Plan:
-    """Return the plan for these options; ``nvcomp_lz4`` goes with ``transport_device="cuda"`` only."""
+    """Return the plan for these options; nvCOMP goes with ``transport_device="cuda"`` only."""
     variants = [
         Variant(snapshot, transport, compression, values)
         for values in ("raw", "relative")
@@ -381,8 +381,8 @@ def measure(chosen: Plan, device: torch.device) -> Iterator[Table]:
 
 def _compressions() -> tuple[str, ...]:
     try:
-        resolve_compression("nvcomp_lz4")
+        resolve_compression("nvcomp_ans")
     except ImportError as reason:
-        say(f"without nvcomp_lz4: {reason}")
+        say(f"without nvCOMP: {reason}")
         return ("none",)
-    return ("none", "nvcomp_lz4")
+    return ("none", "nvcomp_lz4", "nvcomp_ans")

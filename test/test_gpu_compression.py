@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weight_update.compression import Compression, NoCompression, NvcompLz4Compression
+from weight_update.compression import (
+    Compression,
+    NoCompression,
+    NvcompAnsCompression,
+    NvcompLz4Compression,
+)
 from weight_update.testing import CompressionContract
 
 pytestmark = [
@@ -15,9 +20,11 @@ pytestmark = [
 
 
 class TestNvcompLz4Compression(CompressionContract):
+    compression: type[Compression] = NvcompLz4Compression
+
     def make_compression(self) -> Compression:
         pytest.importorskip("nvidia.nvcomp", reason="needs the extra nvcomp")
-        return NvcompLz4Compression()
+        return self.compression()
 
     def test_work_before_and_after_on_another_stream(self) -> None:
         compression = self.make_compression()
@@ -30,6 +37,10 @@ class TestNvcompLz4Compression(CompressionContract):
     def test_memory_of_the_host(self) -> None:
         with pytest.raises(ValueError, match='transport_device="cuda"'):
             self.make_compression().compress(torch.zeros(8, dtype=torch.uint8))
+
+
+class TestNvcompAnsCompression(TestNvcompLz4Compression):
+    compression = NvcompAnsCompression
 
 
 class TestNoCompressionOnTheDevice(CompressionContract):

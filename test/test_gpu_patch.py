@@ -76,12 +76,13 @@ def test_the_patch_has_the_bytes_of_one_made_on_the_cpu(
             assert torch.equal(view.cpu().view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
 
 
+@pytest.mark.parametrize("compression", ["nvcomp_lz4", "nvcomp_ans"])
 @pytest.mark.parametrize("kept", ["cpu", "cuda"])
-def test_compressed_on_the_device(kept: str) -> None:
+def test_compressed_on_the_device(kept: str, compression: str) -> None:
     pytest.importorskip("nvidia.nvcomp", reason="needs the extra nvcomp")
     live = {name: tensor.cuda() for name, tensor in weights().items()}
     schema = WeightSchema.of(live)
-    encoding = PatchEncoding(snapshot_device=kept, transport_device="cuda", compression="nvcomp_lz4")
+    encoding = PatchEncoding(snapshot_device=kept, transport_device="cuda", compression=compression)
     tracker = encoding.tracker(schema, None)
     tracker.begin(list(live.values()))
     flat = torch.zeros(schema.nbytes, dtype=torch.uint8, device="cuda")

@@ -13,7 +13,7 @@ from weight_update.compression.base import (
     resolve_compression,
 )
 from weight_update.compression.lz4 import Lz4Compression
-from weight_update.compression.nvcomp_lz4 import NvcompLz4Compression
+from weight_update.compression.nvcomp import NvcompAnsCompression, NvcompLz4Compression
 from weight_update.compression.zstd import ZstdCompression
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Compression",
     "Lz4Compression",
     "NoCompression",
+    "NvcompAnsCompression",
     "NvcompLz4Compression",
     "ZstdCompression",
     "decompressor_for",
