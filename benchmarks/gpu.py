@@ -37,6 +37,7 @@ from weight_update import (
 )
 from weight_update.compression import resolve_compression
 from weight_update.encodings import DenseEncoding, Difference
+from weight_update.encodings.dense import copy_together
 from weight_update.encodings.patch.format import decode_patch
 from weight_update.transports.shared_memory.slots import SharedBuffer
 from weight_update.wire.schema import WeightSchema
@@ -77,7 +78,7 @@ class _Memory:
         self.live = [tensor.to(device) for tensor in weights.values()]
         self.there = torch.zeros(self.schema.nbytes, dtype=torch.uint8, device=device)
         self.pinned = torch.zeros(self.schema.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        torch._foreach_copy_(self.schema.views(self.there), self.live)
+        copy_together(self.schema.views(self.there), self.live)
         self.slot = SharedBuffer(self.schema.nbytes)
 
 
@@ -97,7 +98,7 @@ def measure_dense(weights: dict[str, torch.Tensor], device: torch.device, turns:
         )
         times.add("plain: one buffer to pinned memory", lambda: pinned.copy_(there, non_blocking=True))
         times.add("plain: one buffer to a shared slot", lambda: slot.copy_(there))
-        times.add("dense: apply from a shared slot", lambda: torch._foreach_copy_(own_views, slot_views))
+        times.add("dense: apply from a shared slot", lambda: copy_together(own_views, slot_views))
         times.add("plain: one buffer from pinned memory", lambda: there.copy_(pinned, non_blocking=True))
     memory.slot.close()
     return times

@@ -93,7 +93,7 @@ _PACKAGES = {
     "lz4": '``compression="lz4"``',
     "zstandard": '``compression="zstd"``',
     "transformers": "``TransformersEngine``, ``examples/llm_rollout.py``",
-    "nvidia-nvcomp-cu12": '``compression="nvcomp_lz4"``, on a GPU',
+    "nvidia-nvcomp-cu12": '``compression="nvcomp_ans"`` and ``"nvcomp_lz4"``, on a GPU',
 }
 
 

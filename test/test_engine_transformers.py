@@ -300,6 +300,14 @@ def test_a_request_that_is_longer_than_the_timeout(connected: Any) -> None:
     assert set(engine.generate([PROMPT])[0].versions) == {engine.version}
 
 
+def test_a_version_of_transformers_without_pauses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+    monkeypatch.delattr(ContinuousBatchingManager, "pause")
+    with pytest.raises(ImportError, match=r"weight-update\[transformers\]"):
+        engine_of(model_of(0))
+
+
 def test_differences_are_found_in_connect(connected: Any) -> None:
     with pytest.raises(SchemaMismatchError, match=r"lm_head\.weight"):
         connected(model_of(1, tied=False), engine_of(model_of(2, tied=True)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
@@ -295,3 +296,23 @@ def test_what_one_end_of_nccl_sets_the_other_gets(pair: Pair) -> None:
     pair[0].close()
     with pytest.raises(LinkClosedError):
         there.get("never set")
+
+
+def test_nccl_can_call_its_store_for_as_long_as_it_lives(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps only the C++ half of a store, whose methods are gone when the Python object is."""
+
+    class Group:
+        def __init__(self, store: Any, rank: int, size: int) -> None:
+            self.store = torch.distributed.PrefixStore(f"{rank}", store)
+
+        def abort(self) -> None:
+            pass
+
+    monkeypatch.setattr(nccl, "require_nccl", lambda: None)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    stream: Any = nccl.payload_stream(pair[0].signed, "nccl", 0)
+    gc.collect()
+    stream._nccl.store.set("address", "here")
+    assert pair[1].signed.receive_json(LONG) == {"key": "0/address", "value": b"here".hex()}
+    stream.close()

@@ -52,8 +52,8 @@ class PatchEncoding(DeltaEncoding):
             the weights. The bytes are the same, and are sent from CPU memory in both cases.
         delta_encoding: whether to send distances between positions instead of positions.
         compression: compression of the patch: ``"none"``, ``"ans"`` (usually fewest bytes), ``"lz4"``,
-            ``"zstd"``, ``"nvcomp_lz4"`` (on the GPU) or a :class:`~weight_update.Compression`. Data that
-            would not shrink is sent as it is.
+            ``"zstd"``, ``"nvcomp_ans"``, ``"nvcomp_lz4"`` (both on the GPU) or a
+            :class:`~weight_update.Compression`. Data that would not shrink is sent as it is.
         init_sync: whether to send receivers their initial weights. If False, they must have the weights
             already: digests are compared, and a difference is an error.
         init_sync_prefixes: prefixes of the initial weights to send (``"head"`` means ``head`` and

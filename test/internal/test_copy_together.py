@@ -1,0 +1,47 @@
+"""Copies between tensors on a GPU, as integers; what they do on a GPU is tested in test_gpu.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weight_update.encodings import dense
+from weight_update.testing import random_bits
+from weight_update.wire.schema import DTYPES
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "_IS_CUDA", lambda _: True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_every_bit_is_copied(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: set[torch.dtype] = set()
+    copy = torch._foreach_copy_
+
+    def note(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        copied.update(one.dtype for one in (*targets, *sources))
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", note)
+    sources = [random_bits((5, 7), dtype, 1), random_bits((8, 6), dtype, 2)[:, ::2]]
+    targets = [torch.zeros_like(source) for source in sources]
+    dense.copy_together(targets, sources)
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target.contiguous().view(torch.uint8), source.contiguous().view(torch.uint8))
+    assert copied <= {torch.int8, torch.int16, torch.int32, torch.int64, torch.complex128}
+
+
+def test_views_that_are_not_computed_yet() -> None:
+    source = torch.randn(4, dtype=torch.complex64)
+    targets = [torch.zeros(4, dtype=torch.complex64), torch.zeros(4)]
+    dense.copy_together(targets, [source.conj(), source.conj().imag])
+    assert torch.equal(targets[0], source.conj().resolve_conj())
+    assert torch.equal(targets[1], -source.imag)
+
+
+def test_other_dtypes_are_converted() -> None:
+    target = torch.zeros(3, dtype=torch.bfloat16)
+    dense.copy_together([target], [torch.tensor([1.0, 2.0, 3.0])])
+    assert target.tolist() == [1.0, 2.0, 3.0]
