@@ -105,7 +105,6 @@ class SubscribingExplorer(ExplorerMethod):
         self.gate = shared_gate(self._group)
 
     def held(self, version: int | None) -> list[Any] | None:
-        del version
         subscriber = self.subscriber  # another thread may close it
         return None if subscriber is None else subscriber.held
 

@@ -13,8 +13,8 @@ from weight_update.errors import WeightSyncError
 from weight_update.report import WorkerEvent, report_of
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
 from weight_update.synchronizer.sessions import Closed, Refused, Reply, Session, SessionManager
-from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState
-from weight_update.synchronizer.transfer import Endpoint, key_of, remember
+from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState, remember
+from weight_update.synchronizer.transfer import Endpoint, key_of
 from weight_update.text import format_seconds
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
