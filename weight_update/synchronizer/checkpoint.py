@@ -23,6 +23,7 @@ from weight_update.synchronizer.plan import SyncPlan, SyncStyle
 from weight_update.synchronizer.service import Service, outcome_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
+from weight_update.threads import start_thread
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 _log = logging.getLogger(__name__)
@@ -76,10 +77,7 @@ class CheckpointExplorer(ExplorerMethod):
         if isinstance(model, nn.Module):
             self.gate.guard(model)
         if client.plan.style is SyncStyle.FULLY_ASYNC:
-            self._reader = threading.Thread(
-                target=self._read_all, args=(client,), name="weight_update-files", daemon=True
-            )
-            self._reader.start()
+            self._reader = start_thread("weight_update-files", self._read_all, client)
 
     def held(self, version: int | None) -> list[Any] | None:
         return None if version is None else [_SOURCE, version]
@@ -224,7 +222,6 @@ class CheckpointService(Service):
     def explorer_syncs(
         self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
     ) -> Reply:
-        del again
         deadline = deadline_of(timeout)
         with self.changed:
             _, explorer = self._explorer(session, step, held)
