@@ -113,14 +113,9 @@ class Delivery:
     def tell(self, states: Iterable[WorkerState], chunk: WeightChunk) -> None:
         """Write one frame to each worker that is connected; a worker for which that fails is lost."""
         for worker in states:
-            if not worker.joined:
-                continue
-            connection = worker.connections
-            try:
+            if worker.joined:
                 with worker.sending:
-                    worker.link.send_chunk(chunk, self.timeout)
-            except (TransportError, TimeoutError) as error:
-                self._lose_unless_it_left(worker, error, connection)
+                    self.send(worker, [chunk])
 
     def lose(self, worker: WorkerState, error: Exception, connection: int | None = None) -> None:
         """Mark a worker as lost, and cut its link unless that failed by itself.
