@@ -257,10 +257,8 @@ class Prelude(NamedTuple):
             fields, end = _read_json(text)
         except (ValueError, RecursionError) as error:
             raise FormatError(f"the header is not JSON: {error}") from None
-        if end < len(text):
+        if end < len(text) or not isinstance(fields, dict):
             raise FormatError("the header is not one JSON object")
-        if not isinstance(fields, dict):
-            raise FormatError("the header is not a JSON object")
         return WeightChunk(self.kind, fields, payload)
 
 
