@@ -21,7 +21,7 @@ from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import ExplorerMethod, StoringTrainer
 from weight_update.synchronizer.plan import SyncPlan, SyncStyle
 from weight_update.synchronizer.service import Service, outcome_of
-from weight_update.synchronizer.sessions import Reply
+from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.threads import start_thread
 from weight_update.transports.shared_memory.unix_stream import deadline_of
@@ -79,7 +79,7 @@ class CheckpointExplorer(ExplorerMethod):
         if client.plan.style is SyncStyle.FULLY_ASYNC:
             self._reader = start_thread("weight_update-files", self._read_all, client)
 
-    def held(self, version: int | None) -> list[Any] | None:
+    def held(self, version: int | None) -> Held:
         return None if version is None else [_SOURCE, version]
 
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
@@ -219,9 +219,7 @@ class CheckpointService(Service):
         self._tell(report)
         return {"version": version}
 
-    def explorer_syncs(
-        self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
-    ) -> Reply:
+    def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
         deadline = deadline_of(timeout)
         with self.changed:
             _, explorer = self._explorer(session, step, held)

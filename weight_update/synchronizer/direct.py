@@ -17,7 +17,7 @@ from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import OUTAGES, TrainerMethod
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
-from weight_update.synchronizer.sessions import Reply
+from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.state import ExplorerState, remember
 from weight_update.synchronizer.transfer import Endpoint, Publisher, is_loopback, key_of, settle
 from weight_update.text import format_seconds
@@ -177,9 +177,7 @@ class DirectService(Service):
             self.changed.notify_all()
             return {"version": machine.newest}
 
-    def explorer_syncs(
-        self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
-    ) -> Reply:
+    def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
         deadline = deadline_of(timeout)
         with self.changed:
             found, explorer = self._explorer(session, step, held)
@@ -189,7 +187,7 @@ class DirectService(Service):
             if endpoint is not None and found.linked != key_of(endpoint):
                 return {"join": endpoint}
             self._begin_wait(explorer)
-            self._await_turn(explorer, deadline, timeout)
+            self._await_turn(explorer, deadline, timeout, lambda: False)
             return outcome_of(explorer)
 
     def _is_over(self, explorer: ExplorerState) -> bool:

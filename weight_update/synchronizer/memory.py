@@ -23,7 +23,7 @@ from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import StoringTrainer
 from weight_update.synchronizer.plan import SyncPlan, SyncStyle
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
-from weight_update.synchronizer.sessions import Reply
+from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, is_loopback, key_of, settle
 from weight_update.transports.shared_memory.unix_stream import deadline_of
@@ -148,9 +148,7 @@ class MemoryService(Service):
             self.publish(newest.version, newest.step)
         return newest.version, transfer
 
-    def explorer_syncs(
-        self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
-    ) -> Reply:
+    def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
         deadline = deadline_of(timeout)
         with self.changed:
             found, explorer = self._explorer(session, step, held)

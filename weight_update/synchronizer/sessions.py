@@ -26,6 +26,9 @@ from weight_update.transports.shared_memory.unix_stream import seconds_left
 Reply = dict[str, Any]
 """The answer to a call: plain values."""
 
+Held = list[Any] | None
+"""The update in force in an explorer: key of its publisher, and number by its scheme; None for none."""
+
 _log = logging.getLogger(__name__)
 
 
