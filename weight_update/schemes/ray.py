@@ -22,7 +22,6 @@ from weight_update.transports.host_name import this_host
 from weight_update.transports.ray.actors import ActorWatch
 from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.ray.rendezvous import (
-    announce,
     find_rendezvous,
     look_up,
     require_ray,
@@ -130,7 +129,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
     def announce(self, where: Whereabouts) -> None:
         """Announce the address of the sender at the actor. The token travels with the scheme, not here."""
         node = require_ray().util.get_node_ip_address()
-        announce(self._rendezvous, "torch", (where.address, where.port, node))
+        self._rendezvous.announce.remote("torch", (where.address, where.port, node))
 
     def look_up(self, timeout: float) -> Whereabouts:
         deadline = time.monotonic() + timeout
@@ -148,11 +147,10 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         link: Any
         if self.data == "torch":
             link = super().create_transport(worker_idx=worker_idx, end=end)
-        elif end == "sender":
-            link = RayTransport(object_store=self._object_store, directory=self.directory)
         else:
-            host, directory = self.host_name(), self.directory
-            link = RayTransport(self._find_rendezvous, token=self.token, host=host, directory=directory)
+            find, host = None if end == "sender" else self._find_rendezvous, self.host_name()
+            options: dict[str, Any] = {"token": self.token, "host": host, "directory": self.directory}
+            link = RayTransport(find, self._object_store, **options)
         if end == "sender":
             link.explain = functools.partial(self._watch.named, worker_idx)
         return link  # type: ignore[no-any-return]
