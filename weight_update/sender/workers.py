@@ -206,9 +206,9 @@ class WorkerState:
             self.outbox.close()
             self.outbox = None
 
-    def leave_window(self, *, reading: bool) -> None:
-        """Take no more chunks of the version in the window; see :meth:`ChunkWindow.leave`."""
-        if self.window is not None:
+    def leave_window(self, version: int | None = None, *, reading: bool) -> None:
+        """Take no more chunks of ``version``, or of any; see :meth:`ChunkWindow.leave`."""
+        if self.window is not None and version in (None, self.window.version):
             self.window.leave(self.idx, reading=reading)
             self.window = None
 
