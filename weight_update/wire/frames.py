@@ -301,10 +301,7 @@ def frames_of(
     ``encoding`` is a wire name, and ``base`` the version that the payloads change; None if they are whole.
     """
     count = len(payloads)
-    return [
-        frame_of(step, schema, encoding, index, count, payload, base)
-        for index, payload in enumerate(payloads)
-    ]
+    return [frame_of(step, schema, encoding, i, count, payload, base) for i, payload in enumerate(payloads)]
 
 
 def frame_of(
