@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -49,6 +49,17 @@ def leave_in_order(thread: threading.Thread) -> None:
     Otherwise the process would abort.
     """
     _threads.add(thread)
+
+
+def start_thread(
+    name: str, work: Callable[..., None], *args: Any, in_order: bool = False
+) -> threading.Thread:
+    """Start a daemon thread that calls ``work(*args)``; see :func:`leave_in_order` for ``in_order``."""
+    thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+    if in_order:
+        leave_in_order(thread)
+    thread.start()
+    return thread
 
 
 def _await_threads() -> None:

@@ -89,7 +89,7 @@ def busy() -> Iterator[DistributedWeightSyncScheme]:
 @pytest.fixture(autouse=True)
 def all_is_logged(busy: DistributedWeightSyncScheme, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin a new period of the limit, so that each test sees what it causes."""
-    monkeypatch.setattr(busy.listener._remote, "refusals", Refusals(logging.getLogger("strangers")))
+    monkeypatch.setattr(busy.listener, "refusals", Refusals(logging.getLogger("strangers")))
 
 
 def call(port: int, data: bytes) -> socket.socket:

@@ -47,7 +47,7 @@ from weight_update import (
 )
 from weight_update.synchronizer import CheckpointStore
 from weight_update.synchronizer.direct import DirectService
-from weight_update.synchronizer.transfer import key_of
+from weight_update.synchronizer.transfer import key_of, settle
 
 EVERY = list(SyncMethod)
 HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
@@ -157,7 +157,7 @@ def test_directly_weights_sent_before_the_trainer_died_get_a_version_of_their_ow
         trainer = client.blocking
         ids = trainer.ask("meet", step=3, timeout=20.0)["ids"]
         set_to(source, 3)
-        assert not trainer._method.publisher.send(ids).settle(ids)
+        assert not settle(trainer._method.publisher.send(ids), ids)
         client.close()  # it has not told what it sent
         said = waiting.result()
         assert (said["version"], "the trainer stopped" in said["reason"]) == (0, True)

@@ -25,7 +25,7 @@ from weight_update.synchronizer import methods
 from weight_update.synchronizer.memory import MemoryService
 from weight_update.synchronizer.sessions import SessionTable
 from weight_update.synchronizer.state import ExplorerState
-from weight_update.synchronizer.transfer import Publisher, Subscriber
+from weight_update.synchronizer.transfer import Publisher, Subscriber, settle
 
 REQUIRE_SYNC = RunningStatus.REQUIRE_SYNC
 
@@ -114,7 +114,7 @@ def test_one_that_leaves_between_the_look_and_the_sending_fails_alone(
 
     monkeypatch.setattr(publisher, "joined", look_and_lose_one)
     try:
-        failures = publisher.send([0, 1]).settle([0, 1])
+        failures = settle(publisher.send([0, 1]), [0, 1])
     finally:
         subscribers[0].close()
         publisher.close()

@@ -21,6 +21,7 @@ import uuid
 from pathlib import Path
 
 from weight_update.checkpoints.io import Remover, open_regular
+from weight_update.threads import start_thread
 
 LEASE = ".lease"
 """Suffix of leases."""
@@ -43,9 +44,7 @@ class Lease:
         self._path = directory / f"{stem}.{uuid.uuid4().hex}{LEASE}"
         self._path.touch(exist_ok=False)
         self._ended, self._pid = threading.Event(), os.getpid()
-        threading.Thread(
-            target=_renew, args=(self._path, self._ended, silence / _RENEWALS), name=str(stem), daemon=True
-        ).start()
+        start_thread(stem, _renew, self._path, self._ended, silence / _RENEWALS)
 
     def end(self) -> None:
         """End the use of the file. It may be called again, and does nothing in a forked process."""

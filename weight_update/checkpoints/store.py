@@ -112,9 +112,8 @@ class CheckpointStore:
         described = {m.name: f"{dtype_name(m.dtype)}{list(m.shape)}" for m in schema.tensors}
         nbytes = sum(map(len, parts))
         self._published = version
-        self._stems = (
-            {stem} if newest is None else {stem, newest.stem}
-        )  # a publish that fails may leave either
+        # A publish that fails may leave either.
+        self._stems = {stem} if newest is None else {stem, newest.stem}
         with naming_free_space(self.directory, nbytes):
             lease = Lease(self.directory, stem, self._lease_seconds)
             try:

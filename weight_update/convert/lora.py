@@ -74,11 +74,10 @@ class _Merger:
         if base and base["leaf"] == "weight":
             self._base = tensor
             return before
-        if base:
-            return [*before, (f"{base['layer']}.{base['leaf']}", tensor)]
-        if saved:
-            kept = saved["adapter"] is not None and self._chosen(saved["adapter"])
-            return [*before, (f"{saved['layer']}.{saved['leaf']}", tensor)] if kept else before
+        if saved and not base and (saved["adapter"] is None or not self._chosen(saved["adapter"])):
+            return before
+        if part := base or saved:
+            name = f"{part['layer']}.{part['leaf']}"
         return [*before, (name, tensor)]
 
     def finish(self) -> list[Item]:

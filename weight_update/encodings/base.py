@@ -60,7 +60,6 @@ class Decoder(ABC):
             allocate: function that returns memory that no weights use; it stays reserved as long as it is a
                 result.
         """
-        del index, allocate
         return payload
 
     def stream(self, index: int, payload: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -141,7 +140,6 @@ class WholeEncoding(Encoding):
 
     def payload_sizes(self, schema: WeightSchema) -> list[int]:
         """Return the bytes of each payload of an update, if known in advance; memory for two is reserved."""
-        del schema
         return []
 
     @classmethod

@@ -53,13 +53,10 @@ def guarded(gate: _Gate, function: _F) -> _F:
         inspect.isgeneratorfunction: _guarded_generator,
         inspect.isasyncgenfunction: _guarded_async_generator,
     }
-    wrap = next((make for kind, make in kinds.items() if _is_a(kind, body)), _guarded_call)
+    own: Any = getattr(body, "__call__", None)  # noqa: B004 - an instance's own
+    wrap = next((make for kind, make in kinds.items() if kind(body) or kind(own)), _guarded_call)
     copied = functools.WRAPPER_UPDATES if inspect.isroutine(function) else ()
     return functools.wraps(function, updated=copied)(wrap(gate, function))  # type: ignore[return-value]
-
-
-def _is_a(kind: Callable[[Any], bool], function: Any) -> bool:
-    return kind(function) or kind(getattr(function, "__call__", None))  # noqa: B004 - an instance's own
 
 
 def _guarded_call(gate: _Gate, function: Callable[..., Any]) -> Callable[..., Any]:

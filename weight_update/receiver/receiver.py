@@ -24,6 +24,7 @@ from weight_update.errors import (
 )
 from weight_update.receiver.staging import ReceiverOptions
 from weight_update.receiver.updates import UpdateHandler, as_memory_error, summary_of
+from weight_update.threads import start_thread
 from weight_update.transports.shared_memory.unix_stream import SHORTAGES, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.schema import WeightSchema
@@ -165,10 +166,7 @@ class Receiver:
     def start(self) -> None:
         """Apply updates in a background thread; :meth:`receive` waits for versions after the one in force."""
         self._returned = self.version
-        self._thread = threading.Thread(
-            target=self._run, name=f"weight_update-receiver-{self.worker}", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread(f"weight_update-receiver-{self.worker}", self._run)
 
     # -- leaving -----------------------------------------------------------------------------------
 

@@ -164,7 +164,6 @@ class WeightSyncScheme(SchemeUpdates):
             workers: indices of the workers.
             ctx: multiprocessing context that the workers are started with, or None.
         """
-        del ctx
         return {idx: self._transport_of(idx, "sender") for idx in workers}
 
     def _open_links(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
 from collections.abc import Sequence
 from dataclasses import astuple
 from datetime import timedelta
@@ -21,7 +20,7 @@ from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.strategy.named_weights import ExtractAs
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.text import format_seconds
-from weight_update.threads import leave_in_order
+from weight_update.threads import start_thread
 from weight_update.transports.base import TransportBackend
 
 _GRACE_SECONDS = 0.2  # beyond the timeout, for the store's own answer
@@ -99,9 +98,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
             except Exception as error:  # noqa: BLE001 - the caller raises any error of the store
                 answers.put(error)
 
-        thread = threading.Thread(target=ask, name="weight_update-look-up", daemon=True)
-        leave_in_order(thread)
-        thread.start()
+        start_thread("weight_update-look-up", ask, in_order=True)
         try:
             return answers.get(timeout=timeout + _GRACE_SECONDS)
         except queue.Empty:

@@ -20,7 +20,7 @@ from weight_update.schemes.sender_side import SenderListener, SenderSide
 from weight_update.sender.joining import WorkerAlive
 from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
-from weight_update.sharded import Follower
+from weight_update.sharded.follower import Follower
 from weight_update.strategy.named_weights import Convert
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend

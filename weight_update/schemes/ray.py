@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Sequence
@@ -17,12 +18,10 @@ from weight_update.schemes.sender_side import SenderSide
 from weight_update.sender.joining import WorkerAlive
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
-from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.host_name import this_host
-from weight_update.transports.ray.actors import ActorLink, ActorWatch
+from weight_update.transports.ray.actors import ActorWatch
 from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.ray.rendezvous import (
-    announce,
     find_rendezvous,
     look_up,
     require_ray,
@@ -130,7 +129,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
     def announce(self, where: Whereabouts) -> None:
         """Announce the address of the sender at the actor. The token travels with the scheme, not here."""
         node = require_ray().util.get_node_ip_address()
-        announce(self._rendezvous, "torch", (where.address, where.port, node))
+        self._rendezvous.announce.remote("torch", (where.address, where.port, node))
 
     def look_up(self, timeout: float) -> Whereabouts:
         deadline = time.monotonic() + timeout
@@ -145,19 +144,16 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         return Whereabouts(address, port, self.token)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-        if end == "sender":
-            link: _TorchLink | _StoreLink
-            if self.data == "torch":
-                link = _TorchLink(**self.sender_options())
-            else:
-                link = _StoreLink(object_store=self._object_store, directory=self.directory)
-            link.worker, link.watch = worker_idx, self._watch
-            return link
+        link: Any
         if self.data == "torch":
-            return super().create_transport(worker_idx=worker_idx, end=end)
-        return RayTransport(
-            self._find_rendezvous, token=self.token, host=self.host_name(), directory=self.directory
-        )
+            link = super().create_transport(worker_idx=worker_idx, end=end)
+        else:
+            find, host = None if end == "sender" else self._find_rendezvous, self.host_name()
+            options: dict[str, Any] = {"token": self.token, "host": host, "directory": self.directory}
+            link = RayTransport(find, self._object_store, **options)
+        if end == "sender":
+            link.explain = functools.partial(self._watch.named, worker_idx)
+        return link  # type: ignore[no-any-return]
 
     def _find_sender(self, timeout: float) -> None:
         if self.data == "torch":
@@ -185,11 +181,3 @@ def _require_actors(given: Any, num_workers: int | None) -> None:
             "remote_collectors is a list of handles of actors, [MyActor.remote(), ...], got "
             f"{odd[0]!r:.60}{' in it' if listed else ''}"
         )
-
-
-class _TorchLink(ActorLink, DistributedTransport):
-    """The sender's end of a link through torch.distributed to an actor."""
-
-
-class _StoreLink(ActorLink, RayTransport):
-    """The sender's end of a link through shared memory or Ray to an actor."""

@@ -89,21 +89,13 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             model_id=model_id, context=context, model=model, remote_collectors=[self._actor]
         )
 
-    def init_on_receiver(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        worker_idx: int | None = None,
-    ) -> None:
+    @takes_options_of(RayWeightSyncScheme.init_on_receiver)
+    def init_on_receiver(self, *, context: Any = None, model: Any = None, **options: Any) -> None:
         """Initialize the receiver in the actor; the transform is the context, and the only worker."""
-        super().init_on_receiver(
-            model_id=model_id,
-            context=context,
-            model=context.module if model is None and context is not None else model,
-            worker_idx=worker_idx or 0,
-        )
+        if model is None and context is not None:
+            model = context.module
+        options["worker_idx"] = options.get("worker_idx") or 0
+        super().init_on_receiver(context=context, model=model, **options)
 
     def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
         call = self._actor._init_weight_sync_scheme.remote(scheme=self, model_id=self.model_id)

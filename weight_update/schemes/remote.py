@@ -124,11 +124,8 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         return links
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-        if end == "sender":
-            return DistributedTransport(**self.sender_options())
-        return DistributedTransport(
-            self.address, self.port, token=self.token, host=self.host_name(), directory=self.directory
-        )
+        where = () if end == "sender" else (self.address, self.port)
+        return DistributedTransport(*where, **self.sender_options())  # a receiver's end ignores the backend
 
     def _find_sender(self, timeout: float) -> None:
         if self.port == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from weight_update.schemes.options import RemoteOptions, SenderOptions, takes_op
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.rpc_notices import Question, own_name, post, withdraw
 from weight_update.strategy.strategy import WeightStrategy
+from weight_update.threads import start_thread
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.rpc import RPCTransport, called_for
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
@@ -129,8 +129,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
                 raise SyncTimeoutError(f"the first weights did not come within {limit:g} s")
         elif self._end == "receiver" and not self._connected and self.context is not None and idx is not None:
             self.worker_idx, self._joining = idx, futures.Future()
-            args = self._joining, weights, limit
-            threading.Thread(target=self._join, args=args, name="weight_update-join", daemon=True).start()
+            start_thread("weight_update-join", self._join, self._joining, weights, limit)
         else:
             super().connect(worker_idx=worker_idx, weights=weights, timeout=timeout)
 

@@ -27,7 +27,10 @@ from weight_update.sender.handle import SendHandle, failed
 from weight_update.sender.joining import WorkerAlive, liveness
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import NOBODY
-from weight_update.sharded import Follower, Gathering, Leader, Ranks
+from weight_update.sharded.follower import Follower
+from weight_update.sharded.gathering import Gathering
+from weight_update.sharded.leader import Leader
+from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.repeated import RepeatedRead
 from weight_update.strategy.strategy import GatherShards, WeightStrategy
@@ -202,7 +205,7 @@ class SenderSide:
 
     If the trainer is sharded, all its ranks make one of these; the leading rank has a
     :class:`~weight_update.sender.sender.Sender` and the others have a
-    :class:`~weight_update.sharded.Follower`.
+    :class:`~weight_update.sharded.follower.Follower`.
 
     Attributes:
         sender: sends versions to the workers, or follows the rank that does; set by :meth:`open`.
@@ -265,8 +268,7 @@ class SenderSide:
 
         Raise JoinRefusedError if workers have weights of their own, or the sender was shut down.
         """
-        if not isinstance(self.sender, Sender):
-            raise JoinRefusedError("the scheme was shut down")
+        assert isinstance(self.sender, Sender), "no other rank has a listener"
         if not self.sources.common or worker_idx < 0:
             known = ", ".join(map(str, sorted({*self.sources.by_worker} - {NOBODY})))
             raise JoinRefusedError(

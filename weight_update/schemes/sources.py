@@ -74,17 +74,13 @@ class Sources:
         ((name, source),) = given.items()
         if name == "params_map":
             _only(name, devices=devices, device_map_fn=device_map_fn, num_workers=num_workers)
-            return cls._of_map(source)
+            if not source or not all(isinstance(idx, int) and idx >= 0 for idx in source):
+                raise ValueError("params_map maps worker indices (int) to weights, for at least one worker")
+            return cls(dict(source), dict.fromkeys(source))
         if name == "context":
             _only(name, devices=devices, device_map_fn=device_map_fn)
             return cls._of_context(source, model_id, num_workers)
         return cls._of_source(source, devices, device_map_fn, num_workers)
-
-    @classmethod
-    def _of_map(cls, params_map: Mapping[int, Any]) -> Sources:
-        if not params_map or not all(isinstance(idx, int) and idx >= 0 for idx in params_map):
-            raise ValueError("params_map maps worker indices (int) to weights, for at least one worker")
-        return cls(dict(params_map), dict.fromkeys(params_map))
 
     @classmethod
     def _of_context(cls, context: Any, model_id: str | None, num_workers: int | None) -> Sources:

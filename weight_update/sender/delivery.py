@@ -113,14 +113,9 @@ class Delivery:
     def tell(self, states: Iterable[WorkerState], chunk: WeightChunk) -> None:
         """Write one frame to each worker that is connected; a worker for which that fails is lost."""
         for worker in states:
-            if not worker.joined:
-                continue
-            connection = worker.connections
-            try:
+            if worker.joined:
                 with worker.sending:
-                    worker.link.send_chunk(chunk, self.timeout)
-            except (TransportError, TimeoutError) as error:
-                self._lose_unless_it_left(worker, error, connection)
+                    self.send(worker, [chunk])
 
     def lose(self, worker: WorkerState, error: Exception, connection: int | None = None) -> None:
         """Mark a worker as lost, and cut its link unless that failed by itself.
@@ -297,7 +292,7 @@ class AnswerThreads:
         elif chunk.kind is Kind.STAGED:
             with self._table.lock:
                 worker.staged = header["version"]
-                _leave_window(worker, header["version"])
+                worker.leave_window(header["version"], reading=False)
                 self._table.changed.notify_all()
         elif chunk.kind is Kind.TAKEN:
             with self._table.lock:
@@ -327,7 +322,7 @@ class AnswerThreads:
         """Note that a worker has applied the update in flight, or failed to."""
         header, version = chunk.header, chunk.header["version"]
         with self._table.lock:
-            _leave_window(worker, version)
+            worker.leave_window(version, reading=False)  # it has all chunks, or will read no more of them
             update = worker.inflight
             if update is None or update.version != version:
                 return
@@ -349,9 +344,3 @@ class AnswerThreads:
                 worker.failures[version] = WorkerError(f"{header['error']}\n\n{text}")
             worker.set_update("inflight", None)
             self._table.changed.notify_all()
-
-
-def _leave_window(worker: WorkerState, version: int) -> None:
-    """Note that a worker has read all chunks of a version, or will read no more of them."""
-    if worker.window is not None and worker.window.version == version:
-        worker.leave_window(reading=False)

@@ -17,7 +17,7 @@ from weight_update.sender.groups.base import Borrow, FullGroup, SendGroup
 from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.observers import Observers, PendingUpdate
 from weight_update.strategy.named_weights import NamedWeights
-from weight_update.threads import leave_in_order
+from weight_update.threads import start_thread
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.shared_memory.slots import may_run
 from weight_update.wire.frames import Step
@@ -43,9 +43,7 @@ class Outbox:
         self._changed = changed
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._left = 0
-        thread = threading.Thread(target=self._run, name=f"weight_update-outbox-{idx}", daemon=True)
-        leave_in_order(thread)
-        thread.start()
+        start_thread(f"weight_update-outbox-{idx}", self._run, in_order=True)
 
     @property
     def busy(self) -> bool:
@@ -208,9 +206,9 @@ class WorkerState:
             self.outbox.close()
             self.outbox = None
 
-    def leave_window(self, *, reading: bool) -> None:
-        """Take no more chunks of the version in the window; see :meth:`ChunkWindow.leave`."""
-        if self.window is not None:
+    def leave_window(self, version: int | None = None, *, reading: bool) -> None:
+        """Take no more chunks of ``version``, or of any; see :meth:`ChunkWindow.leave`."""
+        if self.window is not None and version in (None, self.window.version):
             self.window.leave(self.idx, reading=reading)
             self.window = None
 

@@ -147,11 +147,10 @@ class WeightStrategy(WeightReader):
         Raises:
             ValueError: a key or value is unknown; the message lists the known ones.
         """
-        defaults: dict[str, Any] = {"extract_as": "state_dict", "select": "trainable"}
         encoding, needs_convert = encoding_from_config(config)
         if needs_convert and options.get("convert") is None:
             raise ValueError("is_agent=True renames weights for the receiver: give convert= a function too")
-        return cls(**{**defaults, "encoding": encoding, **options})
+        return cls(**{"extract_as": "state_dict", "select": "trainable", "encoding": encoding, **options})
 
     def __repr__(self) -> str:
         return f"WeightStrategy({self.extract_as!r}, encoding={self.encoding!r})"

@@ -21,8 +21,9 @@ from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import ExplorerMethod, StoringTrainer
 from weight_update.synchronizer.plan import SyncPlan, SyncStyle
 from weight_update.synchronizer.service import Service, outcome_of
-from weight_update.synchronizer.sessions import Reply
+from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.state import ExplorerState
+from weight_update.threads import start_thread
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 _log = logging.getLogger(__name__)
@@ -76,12 +77,9 @@ class CheckpointExplorer(ExplorerMethod):
         if isinstance(model, nn.Module):
             self.gate.guard(model)
         if client.plan.style is SyncStyle.FULLY_ASYNC:
-            self._reader = threading.Thread(
-                target=self._read_all, args=(client,), name="weight_update-files", daemon=True
-            )
-            self._reader.start()
+            self._reader = start_thread("weight_update-files", self._read_all, client)
 
-    def held(self, version: int | None) -> list[Any] | None:
+    def held(self, version: int | None) -> Held:
         return None if version is None else [_SOURCE, version]
 
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
@@ -221,10 +219,7 @@ class CheckpointService(Service):
         self._tell(report)
         return {"version": version}
 
-    def explorer_syncs(
-        self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
-    ) -> Reply:
-        del again
+    def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
         deadline = deadline_of(timeout)
         with self.changed:
             _, explorer = self._explorer(session, step, held)

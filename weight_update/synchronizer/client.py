@@ -17,6 +17,7 @@ from weight_update.synchronizer.plan import RunningStatus, SyncPlan
 from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.transfer import Endpoint
+from weight_update.threads import start_thread
 
 _RETRY_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
@@ -149,8 +150,8 @@ class ClientBase:
         self.plan = SyncPlan(**reply["plan"])
         self.id = reply["id"]
         if reply["lease"] is not None:
-            args = weakref.ref(self), self.closed, float(reply["lease"])
-            threading.Thread(target=_send_beats, args=args, name="weight_update-beat", daemon=True).start()
+            lease = float(reply["lease"])
+            start_thread("weight_update-beat", _send_beats, weakref.ref(self), self.closed, lease)
         return reply
 
     def _hello(self) -> dict[str, Any]:

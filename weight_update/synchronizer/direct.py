@@ -12,20 +12,14 @@ from typing import Any
 import torch
 
 from weight_update.report import WorkerEvent
+from weight_update.sender.handle import SendHandle
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import OUTAGES, TrainerMethod
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
-from weight_update.synchronizer.sessions import Reply
-from weight_update.synchronizer.state import ExplorerState
-from weight_update.synchronizer.transfer import (
-    Endpoint,
-    Publisher,
-    Transfer,
-    is_loopback,
-    key_of,
-    remember,
-)
+from weight_update.synchronizer.sessions import Held, Reply
+from weight_update.synchronizer.state import ExplorerState, remember
+from weight_update.synchronizer.transfer import Endpoint, Publisher, is_loopback, key_of, settle
 from weight_update.text import format_seconds
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
@@ -62,25 +56,25 @@ class DirectTrainer(TrainerMethod):
             return {"version": reply["version"], "reason": reply["reason"], "waited": waited}
         ids, version = reply["ids"], reply["version"]
         failures = dict.fromkeys(ids, "the trainer did not send")
-        transfer: Transfer | None = None
+        transfer: SendHandle | None = None
         outage: Exception | None = None
         numbers, nbytes, report = list[int](), 0, None
         try:
             spread = client.plan.style is SyncStyle.FULLY_ASYNC
             observed = version if reply["observed"] else None
             transfer = self.publisher.send(ids, spread=spread, observe=observed)
-            failures = transfer.settle(ids) if ids else {}
+            failures = settle(transfer, ids) if ids else {}
         except OUTAGES as error:
             outage, failures = error, {id: str(error) for id in ids}
         finally:
             if transfer is not None:
-                numbers, nbytes = [transfer.number], transfer.report.wire_bytes
+                numbers, nbytes = [transfer.version], transfer.report.wire_bytes
                 if reply["observed"]:
                     report = asdict(replace(transfer.report, version=version, failures=failures))
             told = {"ids": ids, "failures": failures, "numbers": numbers, "report": report}
             client.ask("met", step=step, version=version, **told)
         metrics = {"version": version, "bytes": nbytes, "waited": waited}
-        sent = frozenset() if transfer is None else transfer.ids
+        sent = set() if transfer is None else set(transfer.workers)
         if (outage is not None or failures) and sent <= set(failures):
             why = "; ".join(f"explorer {id}: {text}" for id, text in failures.items())
             metrics.update(version=client.version, reason=why or str(outage))
@@ -183,10 +177,7 @@ class DirectService(Service):
             self.changed.notify_all()
             return {"version": machine.newest}
 
-    def explorer_syncs(
-        self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
-    ) -> Reply:
-        del again
+    def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
         deadline = deadline_of(timeout)
         with self.changed:
             found, explorer = self._explorer(session, step, held)
@@ -196,7 +187,7 @@ class DirectService(Service):
             if endpoint is not None and found.linked != key_of(endpoint):
                 return {"join": endpoint}
             self._begin_wait(explorer)
-            self._await_turn(explorer, deadline, timeout)
+            self._await_turn(explorer, deadline, timeout, lambda: False)
             return outcome_of(explorer)
 
     def _is_over(self, explorer: ExplorerState) -> bool:

@@ -17,14 +17,15 @@ from weight_update.errors import (
 )
 from weight_update.report import SyncReport
 from weight_update.schemes.sender_side import close_all
+from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import StoringTrainer
 from weight_update.synchronizer.plan import SyncPlan, SyncStyle
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
-from weight_update.synchronizer.sessions import Reply
+from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.state import ExplorerState
-from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, Transfer, is_loopback, key_of
+from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, is_loopback, key_of, settle
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 _log = logging.getLogger(__name__)
@@ -42,11 +43,10 @@ class MemoryTrainer(StoringTrainer):
 
     def store(self, client: ClientBase, version: int, step: int) -> SyncReport:
         """Send to the synchronizer, which joins (again) if it is not connected."""
-        del step
         if _SYNCHRONIZER not in self.publisher.joined():
             client.ask("take_from", ticket=self.publisher.endpoint)
         transfer = self.publisher.send([_SYNCHRONIZER])
-        if failures := transfer.settle([_SYNCHRONIZER]):
+        if failures := settle(transfer, [_SYNCHRONIZER]):
             raise LinkClosedError(f"the synchronizer did not take the weights: {failures[_SYNCHRONIZER]}")
         return replace(transfer.report, version=version, apply_seconds={}, stall_seconds={})
 
@@ -71,7 +71,7 @@ class MemoryService(Service):
         self._subscriber: Subscriber | None = None  # of the trainer
         self._publisher: Publisher | None = None  # for explorers; there are weights then
         self._taking, self._delivering = threading.Lock(), threading.Lock()
-        self._transfers: dict[ExplorerState, tuple[int, Transfer]] = {}
+        self._transfers: dict[ExplorerState, tuple[int, SendHandle]] = {}
 
     def reach_by(self, address: str) -> None:
         if self._publisher is not None and self.address != address:
@@ -136,7 +136,7 @@ class MemoryService(Service):
         assert self._newest is not None
         return self._newest.weights
 
-    def _send(self, ids: Iterable[int], spread: bool) -> tuple[int, Transfer]:
+    def _send(self, ids: Iterable[int], spread: bool) -> tuple[int, SendHandle]:
         """Send the newest version to the explorers ``ids``, or to all that joined, and do not wait."""
         newest, publisher = self._newest, self._publisher
         if newest is None or publisher is None:
@@ -144,13 +144,11 @@ class MemoryService(Service):
         observed = newest.version if self.observers.functions else None
         transfer = publisher.send(ids, newest.weights, spread=spread, observe=observed)
         with self.changed:
-            self._record(publisher.endpoint, transfer.number, newest.version, newest.step)
+            self._record(publisher.endpoint, transfer.version, newest.version, newest.step)
             self.publish(newest.version, newest.step)
         return newest.version, transfer
 
-    def explorer_syncs(
-        self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
-    ) -> Reply:
+    def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
         deadline = deadline_of(timeout)
         with self.changed:
             found, explorer = self._explorer(session, step, held)
@@ -178,7 +176,7 @@ class MemoryService(Service):
                 self._send_to_waiting()
         version, transfer = self._transfers.pop(explorer, (0, None))
         if transfer is not None:
-            failures = transfer.settle([explorer.id])
+            failures = settle(transfer, [explorer.id])
             with self.changed:
                 if not has_ended(explorer):
                     self._end_transfer([explorer.id], version, failures)

@@ -16,7 +16,7 @@ from weight_update.errors import SyncFailedError, SyncTimeoutError, TransportErr
 from weight_update.receiver.gate import Gate, shared_gate
 from weight_update.report import SyncReport
 from weight_update.synchronizer.client import ClientBase
-from weight_update.synchronizer.sessions import Reply
+from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
@@ -73,7 +73,7 @@ class ExplorerMethod(ABC):
     gate: Gate
 
     @abstractmethod
-    def held(self, version: int | None) -> list[Any] | None:
+    def held(self, version: int | None) -> Held:
         """Return source and number of the update in force, for the synchronizer; None for none.
 
         ``version`` is the version in force, as far as the client knows.
@@ -104,8 +104,7 @@ class SubscribingExplorer(ExplorerMethod):
         self._group = secrets.token_hex(8)  # its gate is that of each subscriber
         self.gate = shared_gate(self._group)
 
-    def held(self, version: int | None) -> list[Any] | None:
-        del version
+    def held(self, version: int | None) -> Held:
         subscriber = self.subscriber  # another thread may close it
         return None if subscriber is None else subscriber.held
 

@@ -6,6 +6,8 @@ import enum
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
+from weight_update.arguments import whole_number
+
 
 class _Name(str, enum.Enum):
     """An enum whose members equal their values and print as them (``enum.StrEnum`` of Python 3.11)."""
@@ -91,9 +93,7 @@ class SyncPlan:
         object.__setattr__(self, "method", SyncMethod(self.method))
         object.__setattr__(self, "style", SyncStyle(self.style))
         for name, least in (("sync_interval", 1), ("sync_offset", 0), ("max_staleness", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+            object.__setattr__(self, name, whole_number(getattr(self, name), name, least))
         if self.sync_offset and self.style is not SyncStyle.FIXED:
             raise ValueError(f"sync_offset is for SyncStyle.FIXED, not for {self.style}")
         if self.max_staleness != 1 and self.style is not SyncStyle.FULLY_ASYNC:

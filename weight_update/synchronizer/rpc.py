@@ -50,9 +50,7 @@ class Server:
         token: the secret, for clients.
     """
 
-    def __init__(
-        self, service: Service, address: str = "127.0.0.1", port: int = 0, token: str | None = None
-    ) -> None:
+    def __init__(self, service: Service, address: str, port: int, token: str | None) -> None:
         self.token: str = require_token(token) or os.environ.get(TOKEN) or secrets.token_hex(16)
         self._service, self._closed = service, False
         self._log = RateLimitedLog(_log)

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from weight_update.errors import WeightSyncError
 from weight_update.report import WorkerEvent, report_of
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
-from weight_update.synchronizer.sessions import Closed, Refused, Reply, Session, SessionManager
-from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState
-from weight_update.synchronizer.transfer import Endpoint, key_of, remember
+from weight_update.synchronizer.sessions import Closed, Held, Refused, Reply, Session, SessionManager
+from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState, remember
+from weight_update.synchronizer.transfer import Endpoint, key_of
 from weight_update.text import format_seconds
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
@@ -25,9 +25,8 @@ class Service(SessionManager, ABC):
     """The synchronizer as clients see it. A subclass adds the calls of one method.
 
     Calls may come from any thread, and each ends within the time it is given. ``step`` is the number of steps
-    that the client has done. ``held`` is the update in force in an explorer: the key of the publisher and the
-    number that its scheme gave the update. ``timeout`` is the number of seconds that a transfer may take; the
-    other arguments are those of :class:`SessionManager`.
+    that the client has done. ``timeout`` is the number of seconds that a transfer may take; the other
+    arguments are those of :class:`SessionManager`.
     """
 
     calls: ClassVar[tuple[str, ...]] = (
@@ -113,16 +112,14 @@ class Service(SessionManager, ABC):
             self.changed.notify_all()
         return trainer
 
-    def explorer_needs(self, session: str, step: int, held: list[Any] | None) -> Reply:
+    def explorer_needs(self, session: str, step: int, held: Held) -> Reply:
         """Return whether an explorer should synchronize, and the version in force there."""
         with self.changed:
             _, explorer = self._explorer(session, step, held)
             return {"need": self.machine.explorer_needs_sync(explorer.id), "version": explorer.version}
 
     @abstractmethod
-    def explorer_syncs(
-        self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
-    ) -> Reply:
+    def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
         """Wait for new weights, up to ``timeout`` seconds.
 
         ``again`` says that the explorer was told to join a publisher, and has done so.
@@ -143,7 +140,7 @@ class Service(SessionManager, ABC):
 
     # -- for subclasses, with the lock held --------------------------------------------------------
 
-    def _explorer(self, session: str, step: int, held: list[Any] | None) -> tuple[Session, ExplorerState]:
+    def _explorer(self, session: str, step: int, held: Held) -> tuple[Session, ExplorerState]:
         """Return the session and state of the explorer that calls; note its step and its update."""
         found = self.table.of(session)
         explorer = found.member
@@ -176,11 +173,7 @@ class Service(SessionManager, ABC):
         self.changed.notify_all()
 
     def _await_turn(
-        self,
-        explorer: ExplorerState,
-        deadline: float | None,
-        timeout: float,
-        ready: Callable[[], bool] = lambda: False,
+        self, explorer: ExplorerState, deadline: float | None, timeout: float, ready: Callable[[], bool]
     ) -> bool:
         """Wait until there is something to do for a waiting explorer (return True), or its wait is over.
 

@@ -20,10 +20,14 @@ from weight_update.synchronizer.plan import RunningStatus, SyncPlan
 from weight_update.synchronizer.state import TRAINER_STOPPED, ExplorerState, MemberState, TrainerState
 from weight_update.synchronizer.state_machine import StateMachine
 from weight_update.synchronizer.transfer import Endpoint, is_loopback
+from weight_update.threads import start_thread
 from weight_update.transports.shared_memory.unix_stream import seconds_left
 
 Reply = dict[str, Any]
 """The answer to a call: plain values."""
+
+Held = list[Any] | None
+"""The update in force in an explorer: key of its publisher, and number by its scheme; None for none."""
 
 _log = logging.getLogger(__name__)
 
@@ -73,8 +77,7 @@ class SessionTable:
         self.sessions[name] = Session(member)
         if self.lease is not None and not self._watching:
             self._watching = True
-            args = (self.lease,)
-            threading.Thread(target=self._watch, args=args, name="weight_update-lease", daemon=True).start()
+            start_thread("weight_update-lease", self._watch, self.lease)
         self._changed.notify_all()
 
     def of(self, name: str) -> Session:

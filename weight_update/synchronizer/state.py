@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
 
 TRAINER_STOPPED = "the trainer stopped"
 """Reason when the trainer said goodbye, as at the end of a run; if it died, the reason says more."""
+
+_REMEMBERED = 256
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus.RUNNING, RunningStatus.REQUIRE_SYNC, RunningStatus.STOPPED
 
@@ -230,3 +235,10 @@ def resolve(member: MemberState, outcome: SyncOutcome) -> None:
         member.failed_at = member.step
     elif isinstance(member, ExplorerState):
         member.synced_at, member.failed_at, member.failure = member.step, None, None
+
+
+def remember(known: dict[_K, _V], key: _K, value: _V) -> None:
+    """Add an entry on a version or an update, and forget the oldest ones."""
+    known[key] = value
+    while len(known) > _REMEMBERED:
+        del known[next(iter(known))]

@@ -19,10 +19,9 @@ from weight_update.synchronizer.state import (
     State,
     SyncOutcome,
     TrainerState,
+    remember,
     resolve,
 )
-
-_STEPS_REMEMBERED = 256
 
 
 class StateMachine(State):
@@ -104,11 +103,17 @@ class StateMachine(State):
 
     def explorer_requires(self, id: int) -> None:
         """Let an explorer wait for new weights."""
-        self._want(self.explorers[id], waits=True)
+        self.explorer_announces(id, waits=True)
 
-    def explorer_announces(self, id: int) -> None:
-        """Note that an explorer will wait for new weights; until it does, it is handed none."""
-        self._want(self.explorers[id], waits=False)
+    def explorer_announces(self, id: int, *, waits: bool = False) -> None:
+        """Note that an explorer will wait for new weights; until it ``waits``, it is handed none."""
+        explorer = self.explorers[id]
+        if explorer.status is not REQUIRE_SYNC:
+            explorer.status, explorer.outcome = REQUIRE_SYNC, None
+            explorer.asked, explorer.had = self.newest, explorer.version
+        if waits and not explorer.waits:
+            explorer.waits, explorer.wanted = True, self.plan.wanted(explorer.step)
+        self._settle()
 
     def explorer_withdraws(self, id: int) -> None:
         """Take back an explorer's announcement, or end its wait."""
@@ -118,14 +123,6 @@ class StateMachine(State):
         elif explorer.status is REQUIRE_SYNC:
             explorer.status = RunningStatus.RUNNING
             self._settle()
-
-    def _want(self, explorer: ExplorerState, *, waits: bool) -> None:
-        if explorer.status is not REQUIRE_SYNC:
-            explorer.status, explorer.outcome = REQUIRE_SYNC, None
-            explorer.asked, explorer.had = self.newest, explorer.version
-        if waits and not explorer.waits:
-            explorer.waits, explorer.wanted = True, self.plan.wanted(explorer.step)
-        self._settle()
 
     def gave_up(self, id: int, reason: str = "no new weights came in time") -> bool:
         """End the wait of an explorer; return False while weights are on their way to it."""
@@ -164,9 +161,7 @@ class StateMachine(State):
             self.newest: int | None = version
             self.newest_step: int = step
             self.lost: bool = False
-            self._steps[version] = step
-            while len(self._steps) > _STEPS_REMEMBERED:
-                del self._steps[min(self._steps)]
+            remember(self._steps, version, step)
         self.offered(step)
 
     def offered(self, step: int, version: int | None = None) -> None:

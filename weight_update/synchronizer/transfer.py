@@ -9,48 +9,19 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from weight_update.errors import SyncFailedError, UnknownWorkerError, WeightSyncError
 from weight_update.report import Event, WorkerEvent
 from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
 from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
+from weight_update.synchronizer.state import remember
 
 Endpoint = dict[str, Any]
 """Where a subscriber finds a :class:`Publisher`: plain values."""
 
-_UPDATES_REMEMBERED = 256
-_K = TypeVar("_K")
-_V = TypeVar("_V")
-
 _log = logging.getLogger(__name__)
-
-
-class Transfer:
-    """Weights that were sent to explorers.
-
-    Attributes:
-        ids: ids of the explorers that it was sent to.
-        number: number of the update, as the scheme counts.
-        report: report of the update, as far as it is known. Its version is the number.
-    """
-
-    def __init__(self, handle: SendHandle) -> None:
-        self._handle = handle
-        self.ids = frozenset(handle.workers)
-        self.number, self.report = handle.version, handle.report
-
-    def settle(self, ids: Iterable[int]) -> dict[int, str]:
-        """Wait until explorers have it in force or have failed; return the reasons of failed ones, by id."""
-        wanted = set(ids)
-        failures = dict.fromkeys(wanted - self.ids, "it is not connected to the sender")
-        try:
-            self._handle.of(*(wanted & self.ids)).wait()
-        except SyncFailedError as error:
-            failures.update({idx: str(why) for idx, why in error.failures.items()})
-        left = {id for id in wanted - set(failures) if id not in self.report.apply_seconds}
-        return failures | dict.fromkeys(left, "it left before it had applied it")
 
 
 class Publisher:
@@ -97,7 +68,7 @@ class Publisher:
 
     def send(
         self, ids: Iterable[int], weights: Any = None, *, spread: bool = False, observe: int | None = None
-    ) -> Transfer:
+    ) -> SendHandle:
         """Send ``weights``, or the source, to explorers, and do not wait; after an error none has them.
 
         Args:
@@ -127,7 +98,7 @@ class Publisher:
                 remember(self._versions, handle.version, observe)
             if spread:
                 self._last = handle
-            return Transfer(handle)
+            return handle
 
     def _observe(self, observed: bool) -> None:
         """Observe the scheme, or end this."""
@@ -197,11 +168,16 @@ class Subscriber:
         self.scheme.shutdown()
 
 
-def remember(known: dict[_K, _V], key: _K, value: _V) -> None:
-    """Add an entry on an update, and forget the oldest ones."""
-    known[key] = value
-    while len(known) > _UPDATES_REMEMBERED:
-        del known[next(iter(known))]
+def settle(update: SendHandle, ids: Iterable[int]) -> dict[int, str]:
+    """Wait until explorers have an update in force or have failed; return why some failed, by id."""
+    wanted, sent = set(ids), set(update.workers)
+    failures = dict.fromkeys(wanted - sent, "it is not connected to the sender")
+    try:
+        update.of(*(wanted & sent)).wait()
+    except SyncFailedError as error:
+        failures.update({idx: str(why) for idx, why in error.failures.items()})
+    left = {id for id in wanted - set(failures) if id not in update.report.apply_seconds}
+    return failures | dict.fromkeys(left, "it left before it had applied it")
 
 
 def is_loopback(address: str | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from weight_update.errors import (
@@ -59,6 +59,9 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
     """
 
     capabilities: Capabilities = Capabilities(allows_rejoin=True)
+
+    explain: Callable[[Exception], Exception] | None = None
+    """Set on a sender's end to say more of its errors: returns the one to raise for an error of the link."""
 
     def __init__(self, *, joins: bool) -> None:
         self._joins = joins
@@ -128,7 +131,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             except (OSError, EOFError) as error:
                 if isinstance(error, OSError) and error.errno in SHORTAGES:
                     raise  # the sender may live
-                raise _error_of_link(error) from error.__cause__
+                raise self._error_of(error) from error.__cause__
             self.take_over(connection)
             if self.closed:
                 self.close()  # it may not have seen what connect() opened
@@ -137,7 +140,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         connection = self._connection
         if connection is None:
-            raise LinkClosedError("the other end is not connected")
+            raise self._error_of(LinkClosedError("the other end is not connected"))
         if chunk.kind is Kind.HELLO:
             if chunk.header == self._asked:
                 return
@@ -147,7 +150,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         except (OSError, EOFError) as error:
             if self._joins or isinstance(error, TimeoutError | BlockingIOError):
                 self._drop(connection)
-            raise _error_of_link(error) from error.__cause__
+            raise self._error_of(error) from error.__cause__
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
@@ -168,7 +171,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             raise
         except (OSError, EOFError, FormatError) as error:
             self._drop(connection)
-            raise _error_of_link(error) from error.__cause__
+            raise self._error_of(error) from error.__cause__
         if chunk is not None:
             self._asked, self._refused = None, chunk.kind is Kind.REFUSED
         return chunk
@@ -202,7 +205,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
                     left = seconds_left(deadline)
                     pause = _PAUSE_SECONDS if left is None else min(left, _PAUSE_SECONDS)
                     self._changed.wait_for(lambda: self._closed, pause)
-                raise _error_of_link(error) from error.__cause__
+                raise self._error_of(error) from error.__cause__
             if found is not None:
                 self.take_over(found)
             if self._closed:
@@ -211,10 +214,10 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             if connection is not None or left == 0:
                 return connection
 
-
-def _error_of_link(error: OSError | EOFError | FormatError) -> Exception:
-    if isinstance(error, WeightSyncError):
-        return error
-    if isinstance(error, TimeoutError | BlockingIOError):
-        return SyncTimeoutError(str(error) or "the other end took too long")
-    return LinkClosedError(f"the other end is gone ({error or type(error).__name__})")
+    def _error_of(self, error: OSError | EOFError | FormatError) -> Exception:
+        found: Exception = error
+        if isinstance(error, TimeoutError | BlockingIOError) and not isinstance(error, WeightSyncError):
+            found = SyncTimeoutError(str(error) or "the other end took too long")
+        elif not isinstance(error, WeightSyncError):
+            found = LinkClosedError(f"the other end is gone ({error or type(error).__name__})")
+        return found if self._closed or self.explain is None else self.explain(found)

@@ -257,10 +257,8 @@ class Prelude(NamedTuple):
             fields, end = _read_json(text)
         except (ValueError, RecursionError) as error:
             raise FormatError(f"the header is not JSON: {error}") from None
-        if end < len(text):
+        if end < len(text) or not isinstance(fields, dict):
             raise FormatError("the header is not one JSON object")
-        if not isinstance(fields, dict):
-            raise FormatError("the header is not a JSON object")
         return WeightChunk(self.kind, fields, payload)
 
 
@@ -303,10 +301,7 @@ def frames_of(
     ``encoding`` is a wire name, and ``base`` the version that the payloads change; None if they are whole.
     """
     count = len(payloads)
-    return [
-        frame_of(step, schema, encoding, index, count, payload, base)
-        for index, payload in enumerate(payloads)
-    ]
+    return [frame_of(step, schema, encoding, i, count, payload, base) for i, payload in enumerate(payloads)]
 
 
 def frame_of(

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.text import format_seconds
-from weight_update.threads import leave_in_order
+from weight_update.threads import start_thread
 from weight_update.transports.distributed.store import TCPStore, disown, own
 from weight_update.transports.handshake import PROOF_BYTES, proof
 from weight_update.transports.shared_memory.unix_stream import SocketStream
@@ -87,11 +87,8 @@ class SenderStore:
         body = json.dumps(asdict(where)).encode()
         signed = proof(token, b"A", b"", f"{_CONTEXT} {body.decode()}") + body
         self._server.set(_key(token), signed)
-        self._thread = threading.Thread(
-            target=self._repeat, args=(_key(token), signed), name="weight_update-announce", daemon=True
-        )
-        leave_in_order(self._thread)
-        self._thread.start()
+        args = _key(token), signed
+        self._thread = start_thread("weight_update-announce", self._repeat, *args, in_order=True)
 
     def close(self) -> None:
         """Close the store; calling it twice is fine."""

@@ -20,7 +20,6 @@ from weight_update.transports.distributed.rendezvous import Announcement, Sender
 from weight_update.transports.host_name import shares_sockets, this_host
 from weight_update.transports.join_listener import refusal_of
 from weight_update.transports.listener import Listener
-from weight_update.transports.rate_limit import Refusals
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
 from weight_update.transports.shared_memory.unix_stream import SocketStream, seconds_left
@@ -125,7 +124,7 @@ class DistributedTransport(SharedMemTransport):
         self.take_over(remote, hello)
 
 
-class DistributedListener:
+class DistributedListener(Listener):
     """The listener for links to this host and to others, with the arguments of :class:`JoinListener`.
 
     Workers find it in ``store``.
@@ -142,31 +141,27 @@ class DistributedListener:
         links: Mapping[int, DistributedTransport],
         late_joiners: Callable[[int], DistributedTransport],
     ) -> None:
-        self._store, self._token = store, token
-        self._links, self._late_joiners = links, late_joiners
+        self._store, self._links, self._late_joiners = store, links, late_joiners
         self.router: Router = Router()
         with ExitStack() as undo:
             self._local = SharedMemListener(token, links, late_joiners)
             undo.callback(self._local.close)
             sock = listen(store.address)
             where = Announcement(host, self._local.address[1:], sock.getsockname()[1], uuid.uuid4().hex)
-            self._remote = Listener(sock, token, _context(where), self._admit, "weight_update-listener", _log)
-            undo.callback(self._remote.close)
-            self.refusals: Refusals = self._remote.refusals
+            super().__init__(sock, token, _context(where), self._admit, "weight_update-listener", _log)
+            undo.callback(super().close)
             self._local.refusals = self.refusals
             store.announce(where, token)  # workers wait for start(), rather than be told of another token
             undo.pop_all()
 
     def start(self) -> None:
-        """Start to admit workers; calling it twice is fine."""
         self._local.start()
-        self._remote.start()
+        super().start()
 
     def close(self) -> None:
-        """Admit no more workers."""
         self._store.close()
         self._local.close()
-        self._remote.close()
+        super().close()
 
     def _admit(self, stream: SocketStream, key: bytes, deadline: float) -> None:
         """Take the first request of a process on another host that knows the token."""

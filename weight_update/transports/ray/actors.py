@@ -1,14 +1,11 @@
-"""Actors behind links, and why they died."""
+"""Actors that are workers, and why they died."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from weight_update.errors import LinkClosedError, SyncFailedError
-from weight_update.transports.base import Allocate
 from weight_update.transports.ray.rendezvous import ray_runs, require_ray
-from weight_update.transports.reconnecting import ReconnectingLink
-from weight_update.wire.frames import WeightChunk
 
 _PROBE_SECONDS = 2.0
 """Seconds to wait for Ray's reason of a lost link.
@@ -62,32 +59,3 @@ class ActorWatch:
         except ray.exceptions.RayActorError as error:
             return False, " ".join(str(error).split())
         return True, None
-
-
-class ActorLink(ReconnectingLink[Any]):
-    """Mixin for a link, listed before it: errors of a lost link name the actor.
-
-    Attributes:
-        watch: state of the actors, on the sender's end.
-        worker: index of the actor behind this link.
-    """
-
-    watch: ActorWatch | None = None
-    worker = 0
-
-    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        try:
-            super().send_chunk(chunk, timeout)
-        except LinkClosedError as error:
-            raise self._named(error) from None
-
-    def recv_chunk(
-        self, timeout: float | None = None, allocate: Allocate | None = None
-    ) -> WeightChunk | None:
-        try:
-            return super().recv_chunk(timeout, allocate)
-        except LinkClosedError as error:
-            raise self._named(error) from None
-
-    def _named(self, error: LinkClosedError) -> Exception:
-        return error if self.closed or self.watch is None else self.watch.named(self.worker, error)

@@ -62,7 +62,6 @@ class RayConnection(LinkConnection):
 
     def send(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         """Send a chunk to the other end; the first one of a worker is its join request. Does not wait."""
-        del timeout
         if not self._joined:
             self._joined = True
             hello = (running_ray().get_runtime_context().get_node_id(), chunk.encode())

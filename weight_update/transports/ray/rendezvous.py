@@ -74,9 +74,9 @@ class RendezvousActor:
         self._channels: dict[str, _Channel] = {}
         self._join_requests: asyncio.Queue[Any] = asyncio.Queue()
 
-    async def announce(self, where: Any) -> None:
-        """Keep the whereabouts of the sender for :meth:`look_up`."""
-        self._whereabouts = where
+    async def announce(self, data: str, where: Any) -> None:
+        """Keep the whereabouts of the sender for workers whose scheme has the same ``data``."""
+        self._whereabouts = data, where
         self._announced.set()
 
     async def look_up(self, seconds: float | None) -> Any:
@@ -195,11 +195,6 @@ def find_rendezvous(name: str, namespace: str | None, timeout: float) -> Any:
                     "(namespace=...)?"
                 ) from None
             time.sleep(_LOOK_SECONDS)  # Ray has no event for the naming of an actor
-
-
-def announce(actor: Any, data: str, where: Any) -> None:
-    """Keep ``where`` at the actor for workers whose scheme has the same ``data``."""
-    actor.announce.remote((data, where))
 
 
 def look_up(actor: Any, data: str, timeout: float | None) -> Any:

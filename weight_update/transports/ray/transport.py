@@ -12,14 +12,7 @@ from weight_update.transports.host_name import shares_sockets, this_host
 from weight_update.transports.join_listener import BACK_OFF_SECONDS, JoinListener
 from weight_update.transports.ray.connection import RayConnection
 from weight_update.transports.ray.object_store import ObjectStore
-from weight_update.transports.ray.rendezvous import (
-    POLL_SECONDS,
-    announce,
-    ask,
-    look_up,
-    ray_runs,
-    running_ray,
-)
+from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, look_up, ray_runs, running_ray
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
 from weight_update.transports.shared_memory.unix_stream import seconds_left
@@ -91,7 +84,7 @@ class RayListener(JoinListener[RayTransport]):
         self._actor = actor
         self._local = SharedMemListener(token, links, late_joiners)
         self._local.refusals = self.refusals
-        announce(actor, "object_store", (host, self._local.address))
+        actor.announce.remote("object_store", (host, self._local.address))
 
     def start(self) -> None:
         self._local.start()

@@ -8,8 +8,9 @@ import fcntl
 import os
 import select
 import termios
-import threading
 import weakref
+
+from weight_update.threads import start_thread
 
 
 class IpcReferences:
@@ -36,11 +37,8 @@ class IpcReferences:
         self.fd = -1
         if self._all_closed(0):
             return
-        thread = threading.Thread(
-            target=self._keep, args=(memory,), name="weight_update-ipc-memory", daemon=True
-        )
         with contextlib.suppress(RuntimeError):  # the interpreter exits, and the memory goes with it
-            thread.start()
+            start_thread("weight_update-ipc-memory", self._keep, memory)
 
     def _keep(self, memory: object) -> None:
         self._all_closed(None)

@@ -100,13 +100,10 @@ class SocketStream:
 
     def send_now(self, data: bytes | memoryview) -> int:
         """Send the part of ``data`` that the socket takes without a wait; return its number of bytes."""
-        with self.in_use:
-            try:
-                return self.sock.send(data)
-            except BlockingIOError:
-                return 0
-            except OSError as error:
-                raise LinkClosedError(f"the other end is gone ({error})") from None
+        try:
+            return self._retry(self._await_room, 0.0, self.sock.send, data)
+        except SyncTimeoutError:
+            return 0
 
     def recv(self, size: int, deadline: float | None = None) -> bytes:
         """Receive exactly ``size`` bytes; without a deadline, wait as long as bytes keep coming.

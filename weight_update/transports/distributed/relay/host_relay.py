@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, TransportError
 from weight_update.progress import Progress
-from weight_update.threads import leave_in_order
+from weight_update.threads import start_thread
 from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.relay.nccl import payload_stream
 from weight_update.transports.distributed.relay.payload_stream import (
@@ -70,9 +69,8 @@ class HostRelay:
         self._incoming: dict[str, AwaitedStream] = {}  # the last link from another host, by its name
         self._outgoing: PayloadStream | None = None
         self._listener: Listener | None = None
-        self._thread = threading.Thread(target=self._run, name="weight_update-relay", daemon=True)
-        leave_in_order(self._thread)  # it closes replicas after close()
-        self._thread.start()
+        # In order, because it closes replicas after close().
+        self._thread = start_thread("weight_update-relay", self._run, in_order=True)
 
     def close(self) -> None:
         """Close all connections; the sender notices."""
