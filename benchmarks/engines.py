@@ -234,7 +234,8 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     given = chosen(options, ["size", "fraction", "turns"], {"size": 40.0, "turns": 2})
     size, fraction, turns = given.get("size", 1000.0), given.get("fraction", 0.01), given.get("turns", 7)
     say(f"{size:g} MB, {fraction:.1%} changed, {turns} turns")
-    found, place = measure(size, fraction, turns, options.device), " on a GPU" * (options.device == "cuda")
+    found = measure(size, fraction, turns, options.device)
+    place = " on a GPU" if options.device == "cuda" else ""
     seconds = {name: Figure(tuple(one.seconds for one in sent)) for name, sent in found.items()}
     pauses = {name: Figure(tuple(one.pause for one in sent)) for name, sent in found.items()}
     over = {

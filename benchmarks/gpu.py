@@ -222,7 +222,7 @@ def build_table(update: str, times: Times) -> Table:
     note = (
         "Milliseconds, median (min .. max). B: bytes for each changed element. Build is scan and encode,\n"
         "into a shared slot; apply is decode and write, into weights on the GPU. The obvious way finds\n"
-        "positions and values with (a != b).nonzero() and leaves them on the GPU. RLinf's way is built by\n"
+        "positions and values with (a != b).nonzero() and leaves them on the GPU. RLinf's way follows\n"
         "its documentation, not its code. RLinf/build: for the same place of the snapshot."
     )
     head = ["way", "snapshot", "transport", "compression", "values", "B", "scan", "build", "apply"]

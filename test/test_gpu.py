@@ -76,6 +76,16 @@ def test_copies_keep_every_bit(dtype: torch.dtype) -> None:
         assert torch.equal(target.view(torch.uint8), source.view(torch.uint8))
 
 
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64])
+@pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.uint16])
+def test_copies_convert_several_dtypes(to: torch.dtype, of: torch.dtype) -> None:
+    sources = [torch.arange(50, device="cuda").to(of), torch.arange(50, device="cuda").float()]
+    targets = [torch.zeros(50, dtype=to, device="cuda"), torch.zeros(50, dtype=of, device="cuda")]
+    copy_tensors(targets, sources, "test")
+    assert torch.equal(targets[0].cpu().to(torch.complex64), sources[0].cpu().to(to).to(torch.complex64))
+    assert torch.equal(targets[1].cpu().float(), sources[1].cpu().to(of).float())
+
+
 def test_cuda_graph_replays_new_weights() -> None:
     source, target = make("cuda"), make("cuda")
     with connected(source, target, stable_addresses=True) as (sender, receiver):

@@ -30,7 +30,7 @@ def test_every_bit_is_copied(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     dense.copy_together(targets, sources)
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target.contiguous().view(torch.uint8), source.contiguous().view(torch.uint8))
-    assert copied <= {torch.int8, torch.int16, torch.int32, torch.int64, torch.complex128}
+    assert copied <= dense._COPIED_EXACTLY
 
 
 def test_views_that_are_not_computed_yet() -> None:
@@ -41,7 +41,9 @@ def test_views_that_are_not_computed_yet() -> None:
     assert torch.equal(targets[1], -source.imag)
 
 
-def test_other_dtypes_are_converted() -> None:
-    target = torch.zeros(3, dtype=torch.bfloat16)
-    dense.copy_together([target], [torch.tensor([1.0, 2.0, 3.0])])
-    assert target.tolist() == [1.0, 2.0, 3.0]
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.int32])
+def test_other_dtypes_are_converted(to: torch.dtype) -> None:
+    targets = [torch.zeros(3, dtype=to), torch.zeros(3)]
+    dense.copy_together(targets, [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4, 5, 6])])
+    assert targets[0].float().tolist() == [1.0, 2.0, 3.0]
+    assert targets[1].tolist() == [4.0, 5.0, 6.0]

@@ -21,8 +21,8 @@ class NvcompCompression(Compression):
     """The native bitstream of nvCOMP, 5.2 or newer (https://docs.nvidia.com/cuda/nvcomp/py_api.html).
 
     Its decompressor expects the output of its compressor. Pass it bytes from another process only after their
-    checksum was verified, as the checksum of every frame in a stream is. Both ends need the same major
-    version of nvCOMP.
+    checksum was verified, as the checksum of every frame in a stream is. Use the same major version of nvCOMP
+    on both sides.
 
     Raises:
         RuntimeError: torch sees no CUDA device.
@@ -76,7 +76,7 @@ class NvcompCompression(Compression):
 @register_compression
 @dataclass(frozen=True)
 class NvcompLz4Compression(NvcompCompression):
-    """LZ4, which RLinf uses; slower than ANS, and seldom smaller on patches."""
+    """LZ4, which RLinf uses; on patches, it saves less than ANS."""
 
     name: ClassVar[str] = "nvcomp_lz4/1"
     algorithm: ClassVar[str] = "LZ4"

@@ -44,6 +44,11 @@ _BATCHES = 64  # between which progress is noted
 
 _NBYTES, _IS_CUDA = map(operator.attrgetter, ("nbytes", "is_cuda"))
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_COPIED_EXACTLY = {
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float32, torch.float64, torch.complex64, torch.complex128),
+}
+_CONVERTED_TOGETHER = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 library: ctypes.CDLL | None = load(Path(__file__).parent, "_copying", 1)
 """The compiled library; None where there is none."""
@@ -205,20 +210,26 @@ def _copy_by_torch(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tens
 def copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Do the work of ``torch._foreach_copy_``; also between GPU tensors, copy every bit of every dtype.
 
-    There it gives NaNs of 16 bits other bits, and does not know unsigned integers of more than 8 bits.
+    Between GPU tensors, torch changes the bits of 16-bit NaNs. It does not support float8, complex32 and
+    unsigned integers of more than 8 bits, nor several dtypes at once.
     """
-    if any(map(_IS_CUDA, targets)):
-        pairs = [_as_integers(*pair) for pair in zip(targets, sources, strict=True)]
-        targets, sources = zip(*pairs, strict=True)
-    torch._foreach_copy_(list(targets), list(sources))
-
-
-def _as_integers(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views as signed integers if the dtypes are equal and not complex128."""
-    integers = _INTEGERS.get(target.dtype.itemsize)
-    if integers is None or source.dtype is not target.dtype:
-        return target, source
-    return target.view(integers), source.resolve_conj().resolve_neg().view(integers)
+    if not any(map(_IS_CUDA, sources)):
+        torch._foreach_copy_(list(targets), list(sources))
+        return
+    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        group = groups.setdefault((target.dtype, source.dtype), ([], []))
+        group[0].append(target)
+        group[1].append(source.resolve_conj().resolve_neg())
+    for (to, of), (ours, theirs) in groups.items():
+        if to is of and of not in _COPIED_EXACTLY:
+            integers = _INTEGERS[of.itemsize]
+            ours, theirs = ([one.view(integers) for one in part] for part in (ours, theirs))
+        if to is of or {to, of} <= _CONVERTED_TOGETHER:
+            torch._foreach_copy_(ours, theirs)
+        else:
+            for target, source in zip(ours, theirs, strict=True):
+                target.copy_(source)
 
 
 def _split(target: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

@@ -82,7 +82,8 @@ class CompressionContract:
         if isinstance(compression, NoCompression):
             return
         assert compression.compress(self.few_values(MIB)).numel() < 0.6 * MIB
-        assert compression.compress(self.noise(MIB)).numel() < 1.05 * MIB + 4096
+        room = 1.05 if compression.device == "cuda" else 1.02
+        assert compression.compress(self.noise(MIB)).numel() < room * MIB + 4096
 
     @pytest.mark.parametrize("size", [1, 1000, 2 * MIB + 5])
     def test_wrong_size(self, size: int) -> None:

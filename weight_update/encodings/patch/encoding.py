@@ -49,7 +49,7 @@ class PatchEncoding(DeltaEncoding):
         snapshot_device: device of the snapshot: ``"cpu"`` (pinned if weights are on a GPU) or ``"cuda"``. The
             snapshot has the size of the model in the receivers' dtypes.
         transport_device: device that encodes and compresses a patch: ``"cpu"``, or ``"cuda"`` for the GPU of
-            the weights. The bytes are the same, and are sent from CPU memory in both cases.
+            the weights. The bytes are sent from CPU memory in both cases, and are the same if not compressed.
         delta_encoding: whether to send distances between positions instead of positions.
         compression: compression of the patch: ``"none"``, ``"ans"`` (usually fewest bytes), ``"lz4"``,
             ``"zstd"``, ``"nvcomp_ans"``, ``"nvcomp_lz4"`` (both on the GPU) or a

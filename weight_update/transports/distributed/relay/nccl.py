@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from weight_update.transports.distributed.relay.payload_stream import STALLED, P
 from weight_update.transports.distributed.store import StoreBase, disown, own
 from weight_update.transports.signed_stream import SignedStream
 
+_log = logging.getLogger(__name__)
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
 _dist: Any = dist  # its ProcessGroupNCCL exists only in a PyTorch with NCCL
@@ -53,7 +55,7 @@ class NcclStream(PayloadStream):
             require_nccl()
             self._device = torch.device("cuda", torch.cuda.current_device())
             with _errors_reach_the_caller():
-                self._store = _ExchangeStore(signed)  # the group refers to the C++ half only
+                self._store = own(_ExchangeStore(signed))  # the group refers to the C++ half only
                 self._nccl: Any = own(_dist.ProcessGroupNCCL(self._store, rank, 2))
         except (ValueError, RuntimeError) as error:
             self.close()
@@ -74,9 +76,14 @@ class NcclStream(PayloadStream):
     def close(self) -> None:
         super().close()
         nccl, self._nccl = getattr(self, "_nccl", None), None
-        if nccl is not None:
+        if nccl is None:
+            return
+        try:
             nccl.abort()
-            disown(nccl)
+        except RuntimeError as error:  # it has a limit of time of its own
+            _log.warning("NCCL did not end a connection: %s", brief(error))
+        disown(nccl)
+        disown(self._store)
 
     def _wait(self, way: str, staged: torch.Tensor, patience: float) -> None:
         group = self._nccl
