@@ -51,12 +51,13 @@ class NcclStream(PayloadStream):
     def __init__(self, signed: SignedStream, rank: int) -> None:
         super().__init__(signed)
         self._other = 1 - rank
+        self._nccl: Any = None
+        self._store = own(_ExchangeStore(signed))  # the group refers to the C++ half only
         try:
             require_nccl()
             self._device = torch.device("cuda", torch.cuda.current_device())
             with _errors_reach_the_caller():
-                self._store = own(_ExchangeStore(signed))  # the group refers to the C++ half only
-                self._nccl: Any = own(_dist.ProcessGroupNCCL(self._store, rank, 2))
+                self._nccl = own(_dist.ProcessGroupNCCL(self._store, rank, 2))
         except (ValueError, RuntimeError) as error:
             self.close()
             raise LinkClosedError(f"no NCCL connection ({brief(error)})") from None
@@ -75,13 +76,12 @@ class NcclStream(PayloadStream):
 
     def close(self) -> None:
         super().close()
-        nccl, self._nccl = getattr(self, "_nccl", None), None
-        if nccl is None:
-            return
-        try:
-            nccl.abort()
-        except RuntimeError as error:  # it has a limit of time of its own
-            _log.warning("NCCL did not end a connection: %s", brief(error))
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            try:
+                nccl.abort()
+            except RuntimeError as error:  # it has a limit of time of its own
+                _log.warning("NCCL did not end a connection: %s", brief(error))
         disown(nccl)
         disown(self._store)
 
