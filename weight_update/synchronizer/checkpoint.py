@@ -223,7 +223,7 @@ class CheckpointService(Service):
         deadline = deadline_of(timeout)
         with self.changed:
             _, explorer = self._explorer(session, step, held)
-            self._begin_wait(explorer)
+            self.machine.explorer_requires(explorer.id)
             ready = self._await_turn(
                 explorer, deadline, timeout, lambda: self.machine.may_fetch(explorer.id) is not None
             )
@@ -243,5 +243,4 @@ class CheckpointService(Service):
             else:
                 self.publish(version, step)
                 self._note_version(self.machine.delivered, explorer.id, version)
-            self.changed.notify_all()
             return outcome_of(explorer)

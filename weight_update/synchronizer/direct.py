@@ -123,13 +123,11 @@ class DirectService(Service):
                 ids = machine.ready()
             else:
                 machine.trainer_requires()
-                self.changed.notify_all()
                 self.wait_for(lambda: bool(machine.may_transfer()) or has_ended(trainer), deadline)
                 ids = () if has_ended(trainer) else machine.may_transfer(late=True)
                 if not ids and not has_ended(trainer):
                     machine.trainer_gave_up(f"no explorer was ready within {format_seconds(timeout)}")
                 if not ids and trainer.outcome is not None:
-                    self.changed.notify_all()
                     why = [f"explorer {e.id}: {e.failure}" for e in machine.explorers.values() if e.failure]
                     reason = "; ".join([str(trainer.outcome.reason), *why])
                     return {"version": machine.newest, "reason": reason}
@@ -174,7 +172,6 @@ class DirectService(Service):
                 machine.offered(step, version if numbers else None)
             self._end_transfer(ids, version, {int(id): why for id, why in failures.items()})
             machine.transferred()
-            self.changed.notify_all()
             return {"version": machine.newest}
 
     def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
@@ -186,7 +183,7 @@ class DirectService(Service):
             endpoint = self.trainer_endpoint
             if endpoint is not None and found.linked != key_of(endpoint):
                 return {"join": endpoint}
-            self._begin_wait(explorer)
+            self.machine.explorer_requires(explorer.id)
             self._await_turn(explorer, deadline, timeout, lambda: False)
             return outcome_of(explorer)
 

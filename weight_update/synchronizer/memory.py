@@ -154,7 +154,7 @@ class MemoryService(Service):
             found, explorer = self._explorer(session, step, held)
             if again and has_ended(explorer):
                 return outcome_of(explorer)
-            self._begin_wait(explorer)
+            self.machine.explorer_requires(explorer.id)
         while True:
             with self.changed:
                 if not self._await_turn(explorer, deadline, timeout, lambda: self._may_take(explorer)):
@@ -199,7 +199,6 @@ class MemoryService(Service):
             with self.changed:
                 for id in ids:
                     self.machine.failed(id, str(error))
-                self.changed.notify_all()
             return
         with self.changed:
             self._transfers.update(dict.fromkeys(going, sent))

@@ -78,7 +78,6 @@ class SessionTable:
         if self.lease is not None and not self._watching:
             self._watching = True
             start_thread("weight_update-lease", self._watch, self.lease)
-        self._changed.notify_all()
 
     def of(self, name: str) -> Session:
         """Return a session, and renew its lease; raise Refused if there is none, and Closed after the end."""
@@ -151,7 +150,7 @@ class SessionManager:
         self, plan: SyncPlan, *, lease: float | None = None, version_file: VersionFile | None = None
     ) -> None:
         self.plan = plan
-        self.machine: StateMachine = StateMachine(plan)
+        self.machine: StateMachine = StateMachine(plan, on_change=self._wake)
         self.changed: threading.Condition = threading.Condition(threading.RLock())
         self.table: SessionTable = SessionTable(self.changed, lease, self.gone)
         self.trainer_endpoint: Endpoint | None = None
@@ -289,14 +288,12 @@ class SessionManager:
                 if not self.table.closed:
                     kind: Literal["left", "lost"] = "left" if how is None else "lost"
                     self.observers.tell(WorkerEvent(kind, member.id, member.version, how or ""))
-            self.changed.notify_all()
 
     def publish(self, version: int, step: int) -> None:
         """Note that ``version`` is held somewhere from now on; call it with the lock held."""
         newest = self.machine.newest
         if newest is None or version > newest:
             self.machine.published(version, step)
-        self.changed.notify_all()
 
     def save_version(self) -> None:
         """Write the newest version to the disk, without the lock: other calls go on meanwhile."""
@@ -304,6 +301,11 @@ class SessionManager:
             with self.changed:
                 newest = self.machine.newest, self.machine.newest_step
             self._version_file.keep(*newest)
+
+    def _wake(self) -> None:
+        """Wake all that wait, to look whether they still have to."""
+        with self.changed:
+            self.changed.notify_all()
 
     def wait_for(self, ready: Callable[[], bool], deadline: float | None) -> bool:
         """Wait, with the lock held, until ``ready()`` or the deadline."""
