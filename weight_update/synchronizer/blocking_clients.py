@@ -22,7 +22,6 @@ from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
 from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import TRAINER_STOPPED
-from weight_update.synchronizer.transfer import Endpoint
 from weight_update.transports.distributed.relay.nccl import require_known
 
 _log = logging.getLogger(__name__)
@@ -55,6 +54,8 @@ class BlockingTrainer(ClientBase):
         try:
             self._go_on_after(reply["step"], step)
             self._method = self._make_method(source, address, backend, reply)
+            if self._method.publisher is not None:
+                self._endpoint = self._method.publisher.endpoint
             if self.plan.direct:
                 self.ask("hello", **self._hello())  # now with the endpoint
         except BaseException:
@@ -87,10 +88,6 @@ class BlockingTrainer(ClientBase):
         if method is SyncMethod.MEMORY:
             return MemoryTrainer(self, source, address)
         return CheckpointTrainer(source, reply["directory"])
-
-    def _endpoint(self) -> Endpoint | None:
-        publisher = None if self._method is None else self._method.publisher
-        return None if publisher is None else publisher.endpoint
 
     def need_sync(self) -> bool:
         """Return whether :meth:`sync_weight` should be called now."""

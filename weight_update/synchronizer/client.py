@@ -57,6 +57,7 @@ class ClientBase:
         self.channel = channel
         self.closed: threading.Event = threading.Event()
         self._method: Any = None  # the part that depends on the method
+        self._endpoint: Endpoint | None = None  # of this side's publisher, if it has one
         self._session = secrets.token_hex(8)
         self._synced_at: int | None = None
         self._syncing = threading.Lock()
@@ -161,12 +162,8 @@ class ClientBase:
             "step": self.step,
             "synced_at": self._synced_at,
             "version": self.version,
-            "ticket": self._endpoint(),
+            "ticket": self._endpoint,
         }
-
-    def _endpoint(self) -> Endpoint | None:
-        """Return the endpoint of this side's publisher; None if it has none."""
-        return None
 
     def _say_hello(self, timeout: float) -> Reply:
         """Say hello again: the synchronizer was started again, or has missed this side."""

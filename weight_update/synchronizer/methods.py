@@ -17,7 +17,7 @@ from weight_update.receiver.gate import Gate, shared_gate
 from weight_update.report import SyncReport
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.sessions import Held, Reply
-from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber
+from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 OUTAGES = (TransportError, SyncTimeoutError, SyncFailedError, OSError)
@@ -106,7 +106,8 @@ class SubscribingExplorer(ExplorerMethod):
 
     def held(self, version: int | None) -> Held:
         subscriber = self.subscriber  # another thread may close it
-        return None if subscriber is None else subscriber.held
+        number = None if subscriber is None else subscriber.scheme.version
+        return None if subscriber is None or number is None else [key_of(subscriber.endpoint), number]
 
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
         start = time.perf_counter()
@@ -138,8 +139,11 @@ class SubscribingExplorer(ExplorerMethod):
 
     def check_link(self) -> None:
         subscriber = self.subscriber  # another thread may close it
-        if subscriber is not None and not subscriber.lives():
-            self.close()
+        if subscriber is not None:
+            try:
+                subscriber.scheme.receive(0)
+            except WeightSyncError:
+                self.close()
 
     def close(self) -> None:
         subscriber, self.subscriber = self.subscriber, None

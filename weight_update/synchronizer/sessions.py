@@ -192,11 +192,14 @@ class SessionManager:
                     id = member.id
             elif role == "trainer":
                 self.table.replace(self.machine.trainer)
-                self.table.add(session, self._admit_trainer(step, synced_at, version))
+                if version is not None and (self.machine.newest is None or version > self.machine.newest):
+                    self._restore(version, step)  # this service was started later, without its versions
+                self.table.add(session, self.machine.trainer_joined(step, synced_at))
                 self._take_endpoint(ticket)
             else:
-                id = self._free_id() if id is None else id
-                self.table.replace(self.machine.explorers.get(id))
+                known = self.machine.explorers
+                id = next(new for new in range(len(known) + 1) if new not in known) if id is None else id
+                self.table.replace(known.get(id))
                 explorer = self.machine.joined(id, version, step, synced_at)
                 self.table.add(session, explorer)
                 self.observers.tell(WorkerEvent("joined", id, explorer.version))
@@ -214,18 +217,9 @@ class SessionManager:
         """Take over a version that was published before this service was started."""
         self.machine.published(version, step)
 
-    def _admit_trainer(self, step: int, synced_at: int | None, version: int | None) -> TrainerState:
-        newest = self.machine.newest
-        if version is not None and (newest is None or version > newest):
-            self._restore(version, step)  # this service was started after the trainer, without its versions
-        return self.machine.trainer_joined(step, synced_at)
-
     def _take_endpoint(self, endpoint: Endpoint | None) -> None:
         self.trainer_endpoint = endpoint
         self.changed.notify_all()
-
-    def _free_id(self) -> int:
-        return next(id for id in range(len(self.machine.explorers) + 1) if id not in self.machine.explorers)
 
     def bye(self, session: str) -> Reply:
         """Let a client go."""

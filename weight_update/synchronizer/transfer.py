@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from weight_update.errors import SyncFailedError, UnknownWorkerError, WeightSyncError
+from weight_update.errors import SyncFailedError, UnknownWorkerError
 from weight_update.report import Event, WorkerEvent
 from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
 from weight_update.sender.handle import SendHandle
@@ -148,20 +148,6 @@ class Subscriber:
         self.scheme.group = group
         self.scheme.init_on_receiver(model=model, worker_idx=id)
         _connect(self.scheme, timeout)
-
-    @property
-    def held(self) -> list[Any] | None:
-        """Key of the publisher and number of the update in force; None for none."""
-        version = self.scheme.version
-        return None if version is None else [key_of(self.endpoint), version]
-
-    def lives(self) -> bool:
-        """Return whether the publisher is still there."""
-        try:
-            self.scheme.receive(0)
-        except WeightSyncError:
-            return False
-        return True
 
     def close(self) -> None:
         """Leave; the model keeps its weights."""
