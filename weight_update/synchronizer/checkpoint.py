@@ -214,7 +214,7 @@ class CheckpointService(Service):
         """Note that the file of a version is complete."""
         with self.changed:
             self._trainer(session, step)
-            self.publish(version, step)
+            self.machine.published(version, step)
             self.machine.offered(step)
         self._tell(report)
         return {"version": version}
@@ -241,6 +241,6 @@ class CheckpointService(Service):
             if version is None:
                 self.machine.failed(explorer.id, reason)
             else:
-                self.publish(version, step)
+                self.machine.published(version, step)
                 self._note_version(self.machine.delivered, explorer.id, version)
             return outcome_of(explorer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from weight_update.errors import TransportError
 from weight_update.report import WorkerEvent
 from weight_update.sender.handle import SendHandle
 from weight_update.synchronizer.client import ClientBase
@@ -84,9 +86,11 @@ class DirectTrainer(TrainerMethod):
 def _tell_full(trainer: weakref.ref[ClientBase], event: WorkerEvent) -> None:
     """Tell the synchronizer of an explorer that is sent all weights of a version instead of a patch."""
     client = trainer()
-    if client is not None:
+    if client is not None and not client.closed.is_set():
         told = {"id": event.worker, "version": event.version, "reason": event.reason, "time": event.time}
-        client.mention("sent_all", **told)
+        with contextlib.suppress(TransportError):  # the synchronizer may be away
+            args = {"session": client.session, **told}
+            client.channel.call("sent_all", args, client.grace, 2 * client.transfer_timeout)
 
 
 class DirectService(Service):
@@ -138,8 +142,7 @@ class DirectService(Service):
 
     def sent_all(self, session: str, id: int, version: int, reason: str, time: float) -> Reply:
         """Tell observers of an explorer that the trainer sends all weights instead of a patch."""
-        with self.changed:
-            self.table.of(session)
+        self.beat(session)
         self.observers.tell(WorkerEvent("full_update", id, version, reason, time))
         return {}
 
@@ -167,7 +170,7 @@ class DirectService(Service):
             for number in numbers:
                 self._record(endpoint, number, version, step)
             if set(ids) - {int(id) for id in failures}:
-                self.publish(version, step)
+                self.machine.published(version, step)
             if self.plan.style is SyncStyle.FULLY_ASYNC:
                 machine.offered(step, version if numbers else None)
             self._end_transfer(ids, version, {int(id): why for id, why in failures.items()})

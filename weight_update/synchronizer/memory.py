@@ -96,8 +96,7 @@ class MemoryService(Service):
 
     def take_from(self, session: str, ticket: Endpoint) -> Reply:
         """Subscribe to the trainer's publisher."""
-        with self.changed:
-            self.table.of(session)
+        self.beat(session)
         with self._taking:
             close_all(self._subscriber)
             self._subscriber = None
@@ -124,7 +123,7 @@ class MemoryService(Service):
                 self._publisher = made
             self._release_if_closed()
         with self.changed:
-            self.publish(version, step)
+            self.machine.published(version, step)
             self.machine.offered(step)
         self._tell(report)
         if self.plan.style is SyncStyle.FULLY_ASYNC:
@@ -145,7 +144,7 @@ class MemoryService(Service):
         transfer = publisher.send(ids, newest.weights, spread=spread, observe=observed)
         with self.changed:
             self._record(publisher.endpoint, transfer.version, newest.version, newest.step)
-            self.publish(newest.version, newest.step)
+            self.machine.published(newest.version, newest.step)
         return newest.version, transfer
 
     def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:

@@ -15,6 +15,7 @@ from typing import Any
 from weight_update.errors import SyncFailedError, SyncTimeoutError, TransportError, WeightSyncError
 from weight_update.receiver.gate import Gate, shared_gate
 from weight_update.report import SyncReport
+from weight_update.schemes.sender_side import close_all
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, key_of
@@ -39,8 +40,7 @@ class TrainerMethod(ABC):
 
     def close(self) -> None:
         """Close the publisher, after the client was closed."""
-        if self.publisher is not None:
-            self.publisher.close()
+        close_all(self.publisher)
 
 
 class StoringTrainer(TrainerMethod):
@@ -147,5 +147,4 @@ class SubscribingExplorer(ExplorerMethod):
 
     def close(self) -> None:
         subscriber, self.subscriber = self.subscriber, None
-        if subscriber is not None:
-            subscriber.close()
+        close_all(subscriber)

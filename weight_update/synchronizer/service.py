@@ -147,7 +147,7 @@ class Service(SessionManager, ABC):
         found.linked = None if held is None else held[0]
         known = None if held is None else self._version_of(*held)
         if known is not None:
-            self.publish(*known)
+            self.machine.published(*known)
             self._note_version(self.machine.has, explorer.id, known[0])
         return found, explorer
 

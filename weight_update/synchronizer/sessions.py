@@ -186,16 +186,12 @@ class SessionManager:
             self.table.require_not_replaced(session)
             if session in self.table.sessions:
                 member = self.table.of(session).member
-                if isinstance(member, TrainerState):
-                    self._take_endpoint(ticket)
-                elif isinstance(member, ExplorerState):
-                    id = member.id
+                id = member.id if isinstance(member, ExplorerState) else None
             elif role == "trainer":
                 self.table.replace(self.machine.trainer)
                 if version is not None and (self.machine.newest is None or version > self.machine.newest):
-                    self._restore(version, step)  # this service was started later, without its versions
+                    self._restore(version, step)  # started after the trainer, without its versions
                 self.table.add(session, self.machine.trainer_joined(step, synced_at))
-                self._take_endpoint(ticket)
             else:
                 known = self.machine.explorers
                 id = next(new for new in range(len(known) + 1) if new not in known) if id is None else id
@@ -203,6 +199,8 @@ class SessionManager:
                 explorer = self.machine.joined(id, version, step, synced_at)
                 self.table.add(session, explorer)
                 self.observers.tell(WorkerEvent("joined", id, explorer.version))
+            if role == "trainer":
+                self._take_endpoint(ticket)
             return {
                 "id": id,
                 "plan": self.plan.to_json(),
@@ -282,12 +280,6 @@ class SessionManager:
                 if not self.table.closed:
                     kind: Literal["left", "lost"] = "left" if how is None else "lost"
                     self.observers.tell(WorkerEvent(kind, member.id, member.version, how or ""))
-
-    def publish(self, version: int, step: int) -> None:
-        """Note that ``version`` is held somewhere from now on; call it with the lock held."""
-        newest = self.machine.newest
-        if newest is None or version > newest:
-            self.machine.published(version, step)
 
     def save_version(self) -> None:
         """Write the newest version to the disk, without the lock: other calls go on meanwhile."""

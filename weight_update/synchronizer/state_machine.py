@@ -162,7 +162,7 @@ class StateMachine(State):
             self.newest_step: int = step
             self.lost: bool = False
             remember(self._steps, version, step)
-        self.offered(step)
+            self.offered(step)
 
     def offered(self, step: int, version: int | None = None) -> None:
         """Note that the trainer gave its weights away at ``step``; which explorers take them shows later.
