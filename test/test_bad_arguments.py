@@ -336,7 +336,7 @@ def test_a_checkpoint_without_values(tmp_path: Path) -> None:
 def test_a_checkpoint_with_a_number_that_is_no_int(number: Any, tmp_path: Path) -> None:
     """Readers would not find its file."""
     store, weights = CheckpointStore(tmp_path), {"weight": torch.ones(2)}
-    with pytest.raises(ValueError, match=r"a version must be an int from 0 to .*, not .{1,40}$"):
+    with pytest.raises(ValueError, match=r"version is an integer from 0 to .*, not .{1,40}$"):
         store.publish(number, weights, step=0)
     with pytest.raises(ValueError, match="step must be an int, not"):
         store.publish(0, weights, step=number)

@@ -67,7 +67,7 @@ def whole_number(value: Any, name: str, least: int, most: int | None = None) -> 
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} is an integer {limits}, not {value!r}")
+        raise ValueError(f"{name} is an integer {limits}, not {value!r:.40}")
     return int(value)
 
 

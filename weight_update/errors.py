@@ -27,8 +27,9 @@ Each also derives from the builtin in parentheses, so ``except TimeoutError`` wo
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -207,3 +208,13 @@ def kept_error(error: _E) -> _E:
         return error
     raised.__cause__ = error.__cause__
     return raised
+
+
+@contextlib.contextmanager
+def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Return a context that calls ``undo`` if an error leaves it."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise

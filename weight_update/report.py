@@ -58,20 +58,16 @@ class SyncReport:
     def __str__(self) -> str:
         workers = len(self.apply_seconds)
         how = f"{self.encoding} ({self.compression})" if self.compression else self.encoding
-        parts = [f"version {self.version}: {how}, {self._bytes()}"]
+        sent = format_size(self.wire_bytes)
+        if self.changed_fraction != 1.0:
+            sent += f" of {format_size(self.dense_bytes)} ({self.changed_fraction:.2%} changed)"
+        parts = [f"version {self.version}: {how}, {sent}"]
         if workers:
             parts.append(f"applied by {plural(workers, 'worker')}")
         if self.stall_seconds:
             parts.append(f"longest stall {1e3 * max(self.stall_seconds.values()):.2f} ms")
         took = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in self.seconds.items())
         return ", ".join(parts) + (f"; took {1e3 * self.total_seconds:.2f} ms ({took})" if took else "")
-
-    def _bytes(self) -> str:
-        """Return the bytes sent, and the bytes of all weights if the update carries a part of them."""
-        sent = format_size(self.wire_bytes)
-        if self.changed_fraction == 1.0:
-            return sent
-        return f"{sent} of {format_size(self.dense_bytes)} ({self.changed_fraction:.2%} changed)"
 
 
 def report_of(fields: Mapping[str, Any]) -> SyncReport:

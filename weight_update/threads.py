@@ -43,21 +43,17 @@ def in_threads(work: Callable[[_T], _R], items: Sequence[_T], threads: int) -> l
         return list(pool.map(work, items))
 
 
-def leave_in_order(thread: threading.Thread) -> None:
-    """Make the interpreter's exit wait briefly for ``thread``, which may return from C++ at that moment.
-
-    Otherwise the process would abort.
-    """
-    _threads.add(thread)
-
-
 def start_thread(
     name: str, work: Callable[..., None], *args: Any, in_order: bool = False
 ) -> threading.Thread:
-    """Start a daemon thread that calls ``work(*args)``; see :func:`leave_in_order` for ``in_order``."""
+    """Start a daemon thread that calls ``work(*args)``.
+
+    ``in_order`` makes the interpreter's exit wait briefly for the thread, which may return from C++ at that
+    moment. Otherwise the process would abort.
+    """
     thread = threading.Thread(target=work, args=args, name=name, daemon=True)
     if in_order:
-        leave_in_order(thread)
+        _threads.add(thread)
     thread.start()
     return thread
 
@@ -69,4 +65,4 @@ def _await_threads() -> None:
 
 
 # At exit, finalizers run from the newest to the oldest: schemes are shut down first, which ends the threads.
-weakref.finalize(leave_in_order, _await_threads)
+weakref.finalize(start_thread, _await_threads)

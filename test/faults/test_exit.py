@@ -62,7 +62,7 @@ if __name__ == "__main__":
 LATE = """
 import threading, time, weakref
 from weight_update import DistributedWeightSyncScheme
-from weight_update.threads import leave_in_order
+from weight_update.threads import start_thread
 
 told = threading.Event()
 
@@ -71,9 +71,7 @@ def leave():
     time.sleep(0.3)
     print("left in order", flush=True)
 
-thread = threading.Thread(target=leave, daemon=True)
-leave_in_order(thread)
-thread.start()
+start_thread("late", leave, in_order=True)
 scheme = DistributedWeightSyncScheme()
 weakref.finalize(scheme, told.set)  # as shutdown() ends the threads of a scheme
 """

@@ -58,7 +58,7 @@ def test_in_fixed_a_trainer_that_is_made_anew_goes_on_at_the_step_of_the_newest_
             CheckpointStore(tmp_path).publish(3, model_at(0).state_dict(), step=20)
         service = where.service
         with service.changed:
-            service.publish(3, 20)
+            service.machine.published(3, 20)
         service.call("status", {})
     with start() as where:
         with TrainerClient(where, model_at(0)) as trainer:
@@ -143,7 +143,7 @@ def test_a_client_that_cannot_introduce_itself_says_so(answer: str) -> None:
         ExplorerClient(where, model_at(-1), timeout=0.5) as explorer,
     ):
         service = where.service
-        service.gone(explorer.blocking._session)
+        service.gone(explorer.blocking.session)
         service.hello = hello
         raised: list[Exception] = []
 
@@ -261,7 +261,7 @@ def test_directly_old_weights_get_no_new_step_when_the_trainer_comes_back(synced
         service.hello("explorer", "explorer")
         assert service.explorer_needs("explorer", 1, held)["version"] == 0
         client.step, client._synced_at = 10, synced_at
-        service.gone(client._session, "it was not heard of")
+        service.gone(client.session, "it was not heard of")
         client.need_sync()  # and comes back
         service.explorer_needs("explorer", 1, held)
         assert service.status()["step"] == 0

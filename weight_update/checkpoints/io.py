@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import logging
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from weight_update.errors import NotEnoughSpaceError
+from weight_update.errors import NotEnoughSpaceError, undo_on_error
 from weight_update.progress import Progress
 from weight_update.threads import in_threads, threads_for
 
@@ -27,25 +26,6 @@ DIGEST = "sha256/4MiB"
 
 _PIECE = 4 << 20
 _MOST_THREADS = 8  # more do not make a disk faster
-
-_log = logging.getLogger(__name__)
-
-
-class Remover:
-    """A remover of files that goes on after errors. It logs a file that cannot be removed once."""
-
-    def __init__(self) -> None:
-        self._failed: set[str] = set()
-
-    def remove(self, path: Path) -> None:
-        """Remove a file, unless it is gone already."""
-        try:
-            path.unlink(missing_ok=True)
-            self._failed.discard(str(path))
-        except OSError as error:
-            if str(path) not in self._failed:
-                self._failed.add(str(path))
-                _log.warning("old checkpoints could not be removed yet: %s", error)
 
 
 def open_regular(path: Path) -> int:
@@ -70,14 +50,11 @@ def write_beside(part: Path, path: Path, data: Sequence[memoryview]) -> str:
     """
     mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666  # only for users who may read the directory
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-    try:
+    with undo_on_error(lambda: part.unlink(missing_ok=True)):
         with open(fd, "wb", 0), Progress("writing a checkpoint", sum(map(len, data))) as progress:
             result = _write(fd, data, progress)
             os.fsync(fd)
         os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)
@@ -111,7 +88,10 @@ def _write(fd: int, parts: Sequence[memoryview], progress: Progress) -> str:
     def put(piece: tuple[int, list[memoryview]]) -> bytes:
         place, views = piece
         data = views[0] if len(views) == 1 else memoryview(b"".join(views))
-        _write_all(fd, data, place)
+        left = data
+        while len(left):
+            done = os.pwrite(fd, left, place)
+            left, place = left[done:], place + done
         found = hashlib.sha256(data).digest()
         progress.advance(len(data))
         return found
@@ -139,12 +119,6 @@ def _digest_of(work: Callable[[Any], bytes], pieces: Sequence[Any], nbytes: int)
     """Return the digest of a file from those of its pieces, which ``work`` returns in several threads."""
     digests = in_threads(work, pieces, min(threads_for(nbytes), _MOST_THREADS))
     return f"{DIGEST}:{hashlib.sha256(b''.join(digests)).hexdigest()}"
-
-
-def _write_all(fd: int, data: memoryview, place: int) -> None:
-    while len(data):
-        done = os.pwrite(fd, data, place)
-        data, place = data[done:], place + done
 
 
 def _cut(parts: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:

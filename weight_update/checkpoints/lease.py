@@ -18,9 +18,10 @@ import stat
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
-from weight_update.checkpoints.io import Remover, open_regular
+from weight_update.checkpoints.io import open_regular
 from weight_update.threads import start_thread
 
 LEASE = ".lease"
@@ -71,11 +72,11 @@ def _renew(path: Path, ended: threading.Event, pause: float) -> None:
 class LeaseMonitor:
     """A monitor of the leases in a directory, for a process that removes files.
 
-    A lease counts as dead if it stays the same for ``silence`` seconds; ``remover`` then removes it.
+    A lease counts as dead if it stays the same for ``silence`` seconds; ``remove`` then removes it.
     """
 
-    def __init__(self, directory: Path, silence: float, remover: Remover) -> None:
-        self._directory, self._silence, self._remover = directory, silence, remover
+    def __init__(self, directory: Path, silence: float, remove: Callable[[Path], None]) -> None:
+        self._directory, self._silence, self._remove = directory, silence, remove
         self._seen: dict[str, tuple[int, float]] = {}
 
     def in_use(self) -> set[str]:
@@ -92,7 +93,7 @@ class LeaseMonitor:
             if now - seen[name][1] <= self._silence:
                 in_use.add(name.partition(".")[0])
             else:
-                self._remover.remove(self._directory / name)
+                self._remove(self._directory / name)
         self._seen = seen
         return in_use
 

@@ -27,6 +27,7 @@ from weight_update.errors import CorruptCheckpointError
 
 _FORMAT = "weight_update.checkpoint/1"
 _DIGITS = 12
+LAST_VERSION = 10**_DIGITS - 1
 _VERSION = rf"(?P<version>\d{{{_DIGITS}}})"
 _MANIFEST = re.compile(rf"{_VERSION}\.json")
 _DATA = re.compile(rf"(?P<stem>{_VERSION}-[0-9a-f]{{32}})\.(safetensors|safetensors\.part|json\.part)")
@@ -81,12 +82,6 @@ class Manifest:
 
 def _checksum(fields: Any) -> str:
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-
-
-def check_version(version: int) -> None:
-    """Raise ValueError where ``version`` cannot be part of a file name."""
-    if type(version) is not int or not 0 <= version < 10**_DIGITS:
-        raise ValueError(f"a version must be an int from 0 to 10**{_DIGITS} - 1, not {version!r:.40}")
 
 
 class ManifestIndex:

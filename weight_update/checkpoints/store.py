@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from weight_update.arguments import whole_number
-from weight_update.checkpoints.io import PART, Remover, digest, naming_free_space, open_regular, write_beside
+from weight_update.arguments import require_seconds, whole_number
+from weight_update.checkpoints.io import PART, digest, naming_free_space, open_regular, write_beside
 from weight_update.checkpoints.lease import Lease, LeaseMonitor
-from weight_update.checkpoints.manifest import Manifest, ManifestIndex, check_version
+from weight_update.checkpoints.manifest import LAST_VERSION, Manifest, ManifestIndex
 from weight_update.checkpoints.safetensors import pack, unpack
 from weight_update.errors import CorruptCheckpointError, LifecycleError
 from weight_update.wire.schema import dtype_name
@@ -50,7 +50,7 @@ class CheckpointStore:
 
     Raises:
         NotADirectoryError: ``directory`` is a file.
-        ValueError: ``keep`` or ``lease_seconds`` is too small.
+        ValueError: ``keep`` is no integer of at least 1, or ``lease_seconds`` is not above 0.
 
     Attributes:
         directory: path of the directory.
@@ -59,18 +59,14 @@ class CheckpointStore:
     def __init__(
         self, directory: str | os.PathLike[str], keep: int = 2, *, lease_seconds: float = 60.0
     ) -> None:
-        if keep < 1 or lease_seconds <= 0:
-            raise ValueError(
-                f"keep must be at least 1, lease_seconds above 0; got {keep} and {lease_seconds}"
-            )
         self.directory: Path = Path(directory)
         if self.directory.exists() and not self.directory.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "give a directory, not a file", str(directory))
-        self._lease_seconds = lease_seconds
+        self._lease_seconds = require_seconds("lease_seconds", lease_seconds)
         self._published = -1
         self._stems = set[str]()  # of the newest version, once this object has published
         self._index = ManifestIndex(self.directory)
-        self._garbage = GarbageCollector(self._index, lease_seconds, keep)
+        self._garbage = GarbageCollector(self._index, lease_seconds, whole_number(keep, "keep", least=1))
 
     def publish(self, version: int, weights: Mapping[str, Any], *, step: int) -> Path:
         """Write a version, and remove old ones. The version is on the disk when this returns.
@@ -99,7 +95,7 @@ class CheckpointStore:
             ValueError: the version is no int, negative, or below the newest; the step is no int; or a name is
                 reserved.
         """
-        check_version(version)
+        version = whole_number(version, "version", least=0, most=LAST_VERSION)
         newest = self.latest()
         if newest is not None:
             self._require_next(version, newest)
@@ -263,9 +259,9 @@ class GarbageCollector:
     """
 
     def __init__(self, index: ManifestIndex, lease_seconds: float, keep: int) -> None:
-        self._remover = Remover()
-        self._leases = LeaseMonitor(index.directory, lease_seconds, self._remover)
+        self._leases = LeaseMonitor(index.directory, lease_seconds, self._remove)
         self._index, self._keep = index, keep
+        self._unremovable: set[Path] = set()  # files of which that was logged
 
     def collect(self) -> None:
         """Remove all files that are not needed. Log a file that cannot be removed once, and try it again."""
@@ -275,12 +271,21 @@ class GarbageCollector:
         except OSError as error:
             _log.warning("old checkpoints could not be removed yet: %s", error)
 
+    def _remove(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+            self._unremovable.discard(path)
+        except OSError as error:
+            if path not in self._unremovable:
+                self._unremovable.add(path)
+                _log.warning("old checkpoints could not be removed yet: %s", error)
+
     def _hide_old_versions(self) -> None:
         in_use, complete = self._leases.in_use(), 0
         for version in self._index.versions():
             manifest = self._index.good(version)
             if complete >= self._keep and (manifest is None or manifest.stem not in in_use):
-                self._remover.remove(self._index.path(version))
+                self._remove(self._index.path(version))
             complete += manifest is not None
 
     def _remove_unnamed_files(self) -> None:
@@ -289,7 +294,7 @@ class GarbageCollector:
         for version, stem, path in files:
             # In this order: a writer publishes its manifest before it ends its lease.
             if stem not in in_use and not self._is_named(version, stem):
-                self._remover.remove(path)
+                self._remove(path)
 
     def _is_named(self, version: int, stem: str) -> bool:
         if not self._index.path(version).exists():

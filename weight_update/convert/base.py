@@ -82,16 +82,16 @@ class Choice:
 
     def __init__(self, only: Only | None) -> None:
         self._only = only
-        self._prefixes = tuple(only) if isinstance(only, Sequence) else ()
-        self._unused = set(self._prefixes)
+        self._unused = dict.fromkeys(only) if isinstance(only, Sequence) else {}
 
     def takes(self, name: str, tensor: torch.Tensor) -> bool:
         """Return whether a weight is selected."""
         if self._only is None:
             return True
         if isinstance(self._only, Sequence):
-            found = {p for p in self._prefixes if name == p or name.startswith(p.rstrip(".") + ".")}
-            self._unused -= found
+            found = [p for p in self._only if name == p or name.startswith(p.rstrip(".") + ".")]
+            for prefix in found:
+                self._unused.pop(prefix, None)
             return bool(found)
         if isinstance(self._only, re.Pattern):
             return self._only.search(name) is not None
@@ -100,7 +100,7 @@ class Choice:
     def finish(self) -> tuple[()]:
         """Raise ConversionError if a prefix selected no weight; call it after the last weight."""
         if self._unused:
-            shown = ", ".join(repr(prefix) for prefix in self._prefixes if prefix in self._unused)
+            shown = ", ".join(map(repr, self._unused))
             raise ConversionError(
                 f"only= chooses no weight by {shown}; give whole names, or the part of a name before a dot"
             )

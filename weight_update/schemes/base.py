@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from weight_update.arguments import require_bool, require_seconds, whole_number
-from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError
+from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError, undo_on_error
 from weight_update.receiver.forked_threads import warn_if_forked
 from weight_update.receiver.gate import shared_gate
 from weight_update.receiver.receiver import Receiver
@@ -177,11 +177,8 @@ class WeightSyncScheme(SchemeUpdates):
                     f"num_workers=0, but workers of {type(self).__name__} cannot join later; give their "
                     "number"
                 )
-            try:
+            with undo_on_error(self.listener.close):
                 links = {NOBODY: self._transport_of(NOBODY, "sender")}
-            except BaseException:
-                self.listener.close()
-                raise
         return links, self.listener
 
     def _transport_of(self, worker_idx: int, end: End) -> TransportBackend:
@@ -272,11 +269,8 @@ class WeightSyncScheme(SchemeUpdates):
         sources = Sources.of(given, model_id, devices, device_map_fn, num_workers)
         self.model_id, self.context = model_id, context
         side = SenderSide(sources, self.strategy, self.timeout, self.connect_timeout)
-        try:
+        with undo_on_error(self._undo.close):
             side.open(self.token, functools.partial(self._open_links, ctx))
-        except BaseException:
-            self._undo.close()
-            raise
         self._sender_side, self._end = side, "sender"
         if isinstance(side.sender, Sender):
             side.sender.table.observers = self._observers
@@ -366,13 +360,11 @@ class WeightSyncScheme(SchemeUpdates):
         self._observe()
 
     def _observe(self) -> None:
-        if self._receiver is not None:
-            self._receiver.options.observer = self._observer()
-
-    def _observer(self) -> ContextObserver | None:
-        """Return the object that tells the context of a receiver of updates; None without a context."""
-        context, name = self.context, self.model_id or "policy"
-        return None if context is None else ContextObserver(context, name, self.strategy.export)
+        """Have the context, if there is one, told of a receiver's updates."""
+        if self._receiver_options is not None:
+            context, name = self.context, self.model_id or "policy"
+            observer = None if context is None else ContextObserver(context, name, self.strategy.export)
+            self._receiver_options.observer = observer
 
     def _connect_limit(self, timeout: float | None) -> float:
         return self.connect_timeout if timeout is None else require_seconds("timeout", timeout)
@@ -393,7 +385,7 @@ class WeightSyncScheme(SchemeUpdates):
         deadline = time.monotonic() + limit
         self._find_sender(limit)
         link, self._link = self._link or self._transport_of(idx, "receiver"), None
-        options = ReceiverOptions(
+        options = self._receiver_options = ReceiverOptions(
             link=link,
             strategy=self.strategy,
             gate=shared_gate(self.group),
@@ -402,8 +394,9 @@ class WeightSyncScheme(SchemeUpdates):
             instance=self._instance,
             stable_addresses=self.stable_addresses,
             timeout=self.timeout,
-            observer=self._observer(),
+            observer=None,
         )
+        self._observe()
         receiver = Receiver(options, self._model)
         try:
             receiver.connect(max(deadline - time.monotonic(), 0.0))
@@ -418,7 +411,6 @@ class WeightSyncScheme(SchemeUpdates):
         receiver.start()
         self._receiver = receiver
         self._close_at_end(receiver.close)
-        self._observe()  # the context may have been set meanwhile
 
 
 _BACKENDS: dict[str, type[WeightSyncScheme]] = {}

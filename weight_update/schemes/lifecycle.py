@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from weight_update.errors import LifecycleError
 from weight_update.receiver.receiver import Receiver
+from weight_update.receiver.staging import ReceiverOptions
 from weight_update.report import Observer, SyncReport
 from weight_update.schemes.sender_side import SenderListener, SenderSide
 from weight_update.sender.joining import WorkerAlive
@@ -56,6 +57,7 @@ class SchemeLifecycle(ABC):
         self._sender_side: SenderSide | None = None
         self._undo = ExitStack()  # of what open_sender() made besides links and listener
         self._receiver: Receiver | None = None  # until it is connected
+        self._receiver_options: ReceiverOptions | None = None  # of a receiver that connects or is connected
         self._link: TransportBackend | None = None  # of a receiver that could not connect, for the next call
         self._instance = ""  # name that tells a receiver from others with its index
         self._model: Any = None

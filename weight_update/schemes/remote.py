@@ -11,6 +11,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from weight_update.arguments import port_number, require_reachable, require_token
+from weight_update.errors import undo_on_error
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.options import SchemeOptions, takes_options_of
 from weight_update.strategy.strategy import WeightStrategy
@@ -113,13 +114,10 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         store = SenderStore(self.address, self.port)
         self.port = store.port
         host = self.host_name() or this_host()
-        made: SenderStore | DistributedListener = store
-        try:
-            made = listener = DistributedListener(store, host, self.token, links, self.newcomers())
+        with undo_on_error(store.close):
+            listener = DistributedListener(store, host, self.token, links, self.newcomers())
+        with undo_on_error(listener.close):
             self.announce(Whereabouts(self.address, self.port, self.token))
-        except BaseException:
-            made.close()
-            raise
         self.listener = listener
         return links
 

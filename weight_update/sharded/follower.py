@@ -91,13 +91,12 @@ class Follower:
 
     def _follow(self) -> Message:
         try:
-            message = self._ranks.follow()
+            return self._ranks.follow()
         finally:
             last = self._ranks.result
             if "version" in last:
                 self.version, self.serving = last["version"], last["serving"]
                 self.worker_versions = dict(last["workers"])
-        return message
 
 
 def _failures(wire: Message) -> dict[int, Exception]:

@@ -80,15 +80,12 @@ class Ranks(RankLinks):
         self.patience, self.result = patience, {}
         message = self.listen()
         self._require_no_error(message)
-        try:
+        with self._reporting_errors():
             if message["step"] != call:
                 raise LifecycleError(
                     f"this rank called {call}() where rank {self.members[0]} called {message['step']}()"
                 )
             value = read(message["workers"])
-        except BaseException as error:
-            self._fail(error)
-            raise
         self.report()
         return value
 
@@ -101,20 +98,21 @@ class Ranks(RankLinks):
                 self.result = message
                 self._require_no_error(message)
                 return message
-            try:
+            with self._reporting_errors():
                 self.handle(message)
-            except BaseException as error:
-                self._fail(error)
-                raise
 
-    def _fail(self, error: BaseException) -> None:
-        """Tell the leader of an error, and wait until it has told all others."""
-        if self.broken is not None:
-            return
-        with contextlib.suppress(WeightSyncError):  # this error is raised
-            self.report({"error": error_to_wire(error)})
-            while "end" not in self.listen():
-                pass
+    @contextlib.contextmanager
+    def _reporting_errors(self) -> Iterator[None]:
+        """Return a context that tells the leader of an error, and waits until it has told all others."""
+        try:
+            yield
+        except BaseException as error:
+            if self.broken is None:
+                with contextlib.suppress(WeightSyncError):  # this error is raised
+                    self.report({"error": error_to_wire(error)})
+                    while "end" not in self.listen():
+                        pass
+            raise
 
     def _require_no_error(self, message: Message) -> None:
         if message.get("end") is not None:

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from weight_update.encodings.dense import copy_tensors
-from weight_update.errors import SchemaMismatchError, UnsupportedSourceError
+from weight_update.errors import SchemaMismatchError, UnsupportedSourceError, undo_on_error
 from weight_update.strategy.named_weights import (
     EXTRA,
     EXTRA_IN_TENSORDICT,
@@ -189,11 +189,8 @@ class Binding:
         if not extra:
             return lambda: None
         undo = functools.partial(self._set_extra, self.read().extra)
-        try:
+        with undo_on_error(undo):
             self._set_extra(extra)
-        except BaseException:
-            undo()
-            raise
         return undo
 
     def _set_extra(self, extra: Mapping[str, Any]) -> None:

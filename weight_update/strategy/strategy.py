@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from weight_update.encodings import Encoding, encoding_from_config, resolve_encoding
-from weight_update.errors import LifecycleError
+from weight_update.errors import LifecycleError, undo_on_error
 from weight_update.strategy.binding import Binding
 from weight_update.strategy.named_weights import (
     EXTRA,
@@ -188,14 +188,11 @@ class WeightStrategy(WeightReader):
         binding.check_extra(named.extra)
         values = [value.detach() for value in named.tensors.values()]
         undo = binding.exchange_extra(copy.deepcopy(named.extra))  # a module may keep the object it is given
-        try:
+        with undo_on_error(undo):
             if inplace:
                 binding.copy(schema.names, values)
             else:
                 binding.switch(schema.names, binding.prepare(schema.names, values))
-        except BaseException:
-            undo()
-            raise
 
     def bind(self, destination: Any) -> Binding:
         """Return the places in ``destination`` that the weights of this strategy are written to.

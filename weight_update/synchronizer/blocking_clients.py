@@ -11,7 +11,7 @@ from torch import nn
 
 from weight_update.arguments import require_reachable, whole_number
 from weight_update.engines.base import InferenceEngine
-from weight_update.errors import TransportError
+from weight_update.errors import TransportError, undo_on_error
 from weight_update.synchronizer.checkpoint import CheckpointExplorer, CheckpointTrainer
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.direct import DirectTrainer
@@ -22,7 +22,6 @@ from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
 from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import TRAINER_STOPPED
-from weight_update.synchronizer.transfer import Endpoint
 from weight_update.transports.distributed.relay.nccl import require_known
 
 _log = logging.getLogger(__name__)
@@ -46,20 +45,18 @@ class BlockingTrainer(ClientBase):
         super().__init__(channel, step=step or 0, **options)
         if address is not None:
             require_reachable(address)
-        self._method: TrainerMethod | None = None
         require_known(backend)
         if not callable(source) or isinstance(source, nn.Module):
             self.strategy.named(source)  # a client that cannot send takes no other one's place
         reply = self._introduce()
         self.version = reply["version"]
-        try:
+        with undo_on_error(self.close):
             self._go_on_after(reply["step"], step)
-            self._method = self._make_method(source, address, backend, reply)
+            self._method: TrainerMethod = self._make_method(source, address, backend, reply)
+            if self._method.publisher is not None:
+                self._endpoint = self._method.publisher.endpoint
             if self.plan.direct:
                 self.ask("hello", **self._hello())  # now with the endpoint
-        except BaseException:
-            self.close()
-            raise
 
     def _go_on_after(self, newest: int, given: int | None) -> None:
         """Take over the step of the newest version in FIXED, where explorers count on trainer steps."""
@@ -88,17 +85,12 @@ class BlockingTrainer(ClientBase):
             return MemoryTrainer(self, source, address)
         return CheckpointTrainer(source, reply["directory"])
 
-    def _endpoint(self) -> Endpoint | None:
-        publisher = None if self._method is None else self._method.publisher
-        return None if publisher is None else publisher.endpoint
-
     def need_sync(self) -> bool:
         """Return whether :meth:`sync_weight` should be called now."""
         return bool(self.ask("trainer_needs", step=self.step)["need"])
 
     def sync_weight(self) -> Metrics:
         """Publish the current weights (MEMORY, CHECKPOINT), or send them to the explorers (NCCL)."""
-        assert self._method is not None
         with self._syncing:
             start, step = time.perf_counter(), self.step
             try:
@@ -130,11 +122,8 @@ class BlockingExplorer(ClientBase):
         self._method: ExplorerMethod = SubscribingExplorer(model)
         reply = self._introduce()
         if self.plan.method is SyncMethod.CHECKPOINT:
-            try:
+            with undo_on_error(self.close):
                 self._method = CheckpointExplorer(self, model, reply["directory"])
-            except BaseException:
-                self.close()
-                raise
 
     def need_sync(self) -> bool:
         """Return whether :meth:`sync_weight` should be called now."""

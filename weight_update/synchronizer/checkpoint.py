@@ -214,7 +214,7 @@ class CheckpointService(Service):
         """Note that the file of a version is complete."""
         with self.changed:
             self._trainer(session, step)
-            self.publish(version, step)
+            self.machine.published(version, step)
             self.machine.offered(step)
         self._tell(report)
         return {"version": version}
@@ -223,7 +223,7 @@ class CheckpointService(Service):
         deadline = deadline_of(timeout)
         with self.changed:
             _, explorer = self._explorer(session, step, held)
-            self._begin_wait(explorer)
+            self.machine.explorer_requires(explorer.id)
             ready = self._await_turn(
                 explorer, deadline, timeout, lambda: self.machine.may_fetch(explorer.id) is not None
             )
@@ -241,7 +241,6 @@ class CheckpointService(Service):
             if version is None:
                 self.machine.failed(explorer.id, reason)
             else:
-                self.publish(version, step)
+                self.machine.published(version, step)
                 self._note_version(self.machine.delivered, explorer.id, version)
-            self.changed.notify_all()
             return outcome_of(explorer)

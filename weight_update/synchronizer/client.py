@@ -34,6 +34,7 @@ class ClientBase:
     Attributes:
         version: explorer: version in force; trainer: newest version that it published. None before the first.
         id: id of the explorer; None for a trainer.
+        session: name by which the synchronizer knows this client.
         closed: event that is set when the client is closed.
     """
 
@@ -57,7 +58,8 @@ class ClientBase:
         self.channel = channel
         self.closed: threading.Event = threading.Event()
         self._method: Any = None  # the part that depends on the method
-        self._session = secrets.token_hex(8)
+        self._endpoint: Endpoint | None = None  # of this side's publisher, if it has one
+        self.session: str = secrets.token_hex(8)
         self._synced_at: int | None = None
         self._syncing = threading.Lock()
         self._stopped = False
@@ -106,7 +108,7 @@ class ClientBase:
                 self.closed.set()
                 stack.callback(self.channel.close)
                 with contextlib.suppress(TransportError):  # the synchronizer may be gone itself
-                    self.channel.call("bye", {"session": self._session}, self.grace)
+                    self.channel.call("bye", {"session": self.session}, self.grace)
 
     # -- for subclasses and methods ----------------------------------------------------------------
 
@@ -134,15 +136,7 @@ class ClientBase:
         self._caller = threading.current_thread()
         self._stopped = args.get("status") == RunningStatus.STOPPED.value
         limit = time.monotonic() + self.timeout if deadline is None else deadline
-        return self._retry(name, {"session": self._session, **args}, limit, wait)
-
-    def mention(self, name: str, **args: Any) -> None:
-        """Call the synchronizer once, from any thread, unless it is away or this side is closed."""
-        if not self.closed.is_set():
-            with contextlib.suppress(TransportError):
-                self.channel.call(
-                    name, {"session": self._session, **args}, self.grace, 2 * self.transfer_timeout
-                )
+        return self._retry(name, {"session": self.session, **args}, limit, wait)
 
     def _introduce(self) -> Reply:
         """Say hello for the first time, and begin to send signs of life."""
@@ -161,25 +155,12 @@ class ClientBase:
             "step": self.step,
             "synced_at": self._synced_at,
             "version": self.version,
-            "ticket": self._endpoint(),
+            "ticket": self._endpoint,
         }
-
-    def _endpoint(self) -> Endpoint | None:
-        """Return the endpoint of this side's publisher; None if it has none."""
-        return None
 
     def _say_hello(self, timeout: float) -> Reply:
         """Say hello again: the synchronizer was started again, or has missed this side."""
-        return self.channel.call("hello", {"session": self._session, **self._hello()}, timeout)
-
-    def _beat(self, lease: float) -> None:
-        """Tell the synchronizer that this client lives, unless the thread that used it last has ended."""
-        if self._stopped or not self._caller.is_alive():
-            return
-        with contextlib.suppress(TransportError):  # the next call raises it
-            reply = self.channel.call("beat", {"session": self._session}, lease)
-            if reply.get("refused") == "unknown" and not self._stopped:
-                self._say_hello(lease)
+        return self.channel.call("hello", {"session": self.session, **self._hello()}, timeout)
 
     def _retry(self, name: str, args: dict[str, Any], limit: float, wait: bool) -> Reply:
         while True:
@@ -217,10 +198,17 @@ class ClientBase:
 
 
 def _send_beats(ref: weakref.ref[ClientBase], closed: threading.Event, lease: float) -> None:
-    """Tell the synchronizer that a client lives, as a thread, until it is closed or dropped."""
+    """Tell the synchronizer that a client lives, as a thread, until it is closed or dropped.
+
+    It is not told so while the thread that used the client last has ended.
+    """
     while not closed.wait(lease / 4):
         client = ref()
         if client is None:
             return
-        client._beat(lease)
+        if client._caller.is_alive() and not client._stopped:
+            with contextlib.suppress(TransportError):  # the next call raises it
+                reply = client.channel.call("beat", {"session": client.session}, lease)
+                if reply.get("refused") == "unknown" and not client._stopped:
+                    client._say_hello(lease)
         del client

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from weight_update.errors import TransportError
 from weight_update.report import WorkerEvent
 from weight_update.sender.handle import SendHandle
 from weight_update.synchronizer.client import ClientBase
@@ -84,9 +86,11 @@ class DirectTrainer(TrainerMethod):
 def _tell_full(trainer: weakref.ref[ClientBase], event: WorkerEvent) -> None:
     """Tell the synchronizer of an explorer that is sent all weights of a version instead of a patch."""
     client = trainer()
-    if client is not None:
+    if client is not None and not client.closed.is_set():
         told = {"id": event.worker, "version": event.version, "reason": event.reason, "time": event.time}
-        client.mention("sent_all", **told)
+        with contextlib.suppress(TransportError):  # the synchronizer may be away
+            args = {"session": client.session, **told}
+            client.channel.call("sent_all", args, client.grace, 2 * client.transfer_timeout)
 
 
 class DirectService(Service):
@@ -123,13 +127,11 @@ class DirectService(Service):
                 ids = machine.ready()
             else:
                 machine.trainer_requires()
-                self.changed.notify_all()
                 self.wait_for(lambda: bool(machine.may_transfer()) or has_ended(trainer), deadline)
                 ids = () if has_ended(trainer) else machine.may_transfer(late=True)
                 if not ids and not has_ended(trainer):
                     machine.trainer_gave_up(f"no explorer was ready within {format_seconds(timeout)}")
                 if not ids and trainer.outcome is not None:
-                    self.changed.notify_all()
                     why = [f"explorer {e.id}: {e.failure}" for e in machine.explorers.values() if e.failure]
                     reason = "; ".join([str(trainer.outcome.reason), *why])
                     return {"version": machine.newest, "reason": reason}
@@ -140,8 +142,7 @@ class DirectService(Service):
 
     def sent_all(self, session: str, id: int, version: int, reason: str, time: float) -> Reply:
         """Tell observers of an explorer that the trainer sends all weights instead of a patch."""
-        with self.changed:
-            self.table.of(session)
+        self.beat(session)
         self.observers.tell(WorkerEvent("full_update", id, version, reason, time))
         return {}
 
@@ -169,12 +170,11 @@ class DirectService(Service):
             for number in numbers:
                 self._record(endpoint, number, version, step)
             if set(ids) - {int(id) for id in failures}:
-                self.publish(version, step)
+                self.machine.published(version, step)
             if self.plan.style is SyncStyle.FULLY_ASYNC:
                 machine.offered(step, version if numbers else None)
             self._end_transfer(ids, version, {int(id): why for id, why in failures.items()})
             machine.transferred()
-            self.changed.notify_all()
             return {"version": machine.newest}
 
     def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
@@ -186,7 +186,7 @@ class DirectService(Service):
             endpoint = self.trainer_endpoint
             if endpoint is not None and found.linked != key_of(endpoint):
                 return {"join": endpoint}
-            self._begin_wait(explorer)
+            self.machine.explorer_requires(explorer.id)
             self._await_turn(explorer, deadline, timeout, lambda: False)
             return outcome_of(explorer)
 

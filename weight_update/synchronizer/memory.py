@@ -96,8 +96,7 @@ class MemoryService(Service):
 
     def take_from(self, session: str, ticket: Endpoint) -> Reply:
         """Subscribe to the trainer's publisher."""
-        with self.changed:
-            self.table.of(session)
+        self.beat(session)
         with self._taking:
             close_all(self._subscriber)
             self._subscriber = None
@@ -124,7 +123,7 @@ class MemoryService(Service):
                 self._publisher = made
             self._release_if_closed()
         with self.changed:
-            self.publish(version, step)
+            self.machine.published(version, step)
             self.machine.offered(step)
         self._tell(report)
         if self.plan.style is SyncStyle.FULLY_ASYNC:
@@ -145,7 +144,7 @@ class MemoryService(Service):
         transfer = publisher.send(ids, newest.weights, spread=spread, observe=observed)
         with self.changed:
             self._record(publisher.endpoint, transfer.version, newest.version, newest.step)
-            self.publish(newest.version, newest.step)
+            self.machine.published(newest.version, newest.step)
         return newest.version, transfer
 
     def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
@@ -154,7 +153,7 @@ class MemoryService(Service):
             found, explorer = self._explorer(session, step, held)
             if again and has_ended(explorer):
                 return outcome_of(explorer)
-            self._begin_wait(explorer)
+            self.machine.explorer_requires(explorer.id)
         while True:
             with self.changed:
                 if not self._await_turn(explorer, deadline, timeout, lambda: self._may_take(explorer)):
@@ -199,7 +198,6 @@ class MemoryService(Service):
             with self.changed:
                 for id in ids:
                     self.machine.failed(id, str(error))
-                self.changed.notify_all()
             return
         with self.changed:
             self._transfers.update(dict.fromkeys(going, sent))

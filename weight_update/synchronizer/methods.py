@@ -15,9 +15,10 @@ from typing import Any
 from weight_update.errors import SyncFailedError, SyncTimeoutError, TransportError, WeightSyncError
 from weight_update.receiver.gate import Gate, shared_gate
 from weight_update.report import SyncReport
+from weight_update.schemes.sender_side import close_all
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.sessions import Held, Reply
-from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber
+from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 OUTAGES = (TransportError, SyncTimeoutError, SyncFailedError, OSError)
@@ -39,8 +40,7 @@ class TrainerMethod(ABC):
 
     def close(self) -> None:
         """Close the publisher, after the client was closed."""
-        if self.publisher is not None:
-            self.publisher.close()
+        close_all(self.publisher)
 
 
 class StoringTrainer(TrainerMethod):
@@ -106,7 +106,8 @@ class SubscribingExplorer(ExplorerMethod):
 
     def held(self, version: int | None) -> Held:
         subscriber = self.subscriber  # another thread may close it
-        return None if subscriber is None else subscriber.held
+        number = None if subscriber is None else subscriber.scheme.version
+        return None if subscriber is None or number is None else [key_of(subscriber.endpoint), number]
 
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
         start = time.perf_counter()
@@ -138,10 +139,12 @@ class SubscribingExplorer(ExplorerMethod):
 
     def check_link(self) -> None:
         subscriber = self.subscriber  # another thread may close it
-        if subscriber is not None and not subscriber.lives():
-            self.close()
+        if subscriber is not None:
+            try:
+                subscriber.scheme.receive(0)
+            except WeightSyncError:
+                self.close()
 
     def close(self) -> None:
         subscriber, self.subscriber = self.subscriber, None
-        if subscriber is not None:
-            subscriber.close()
+        close_all(subscriber)

@@ -100,7 +100,6 @@ class Service(SessionManager, ABC):
         with self.changed:
             self._trainer(session, step)
             self.machine.trainer_gave_up(reason)
-            self.changed.notify_all()
             return {"version": self.machine.newest, "reason": reason}
 
     def _trainer(self, session: str, step: int) -> TrainerState:
@@ -109,7 +108,6 @@ class Service(SessionManager, ABC):
         assert isinstance(trainer, TrainerState)
         if trainer.step != step:
             self.machine.trainer_at(step)
-            self.changed.notify_all()
         return trainer
 
     def explorer_needs(self, session: str, step: int, held: Held) -> Reply:
@@ -135,7 +133,6 @@ class Service(SessionManager, ABC):
             explorer = self.table.of(session).member
             assert isinstance(explorer, ExplorerState)
             self.machine.gave_up(explorer.id, reason)
-            self.changed.notify_all()
             return {"version": explorer.version, "reason": reason}
 
     # -- for subclasses, with the lock held --------------------------------------------------------
@@ -150,9 +147,8 @@ class Service(SessionManager, ABC):
         found.linked = None if held is None else held[0]
         known = None if held is None else self._version_of(*held)
         if known is not None:
-            self.publish(*known)
+            self.machine.published(*known)
             self._note_version(self.machine.has, explorer.id, known[0])
-        self.changed.notify_all()
         return found, explorer
 
     def _version_of(self, key: str, number: int) -> tuple[int, int] | None:
@@ -168,10 +164,6 @@ class Service(SessionManager, ABC):
         remember(self._versions, (key_of(endpoint), number), (version, step))
         self._reserved = max(self._reserved, version)
 
-    def _begin_wait(self, explorer: ExplorerState) -> None:
-        self.machine.explorer_requires(explorer.id)
-        self.changed.notify_all()
-
     def _await_turn(
         self, explorer: ExplorerState, deadline: float | None, timeout: float, ready: Callable[[], bool]
     ) -> bool:
@@ -185,7 +177,6 @@ class Service(SessionManager, ABC):
             end = deadline_of(2 * self._timeout)
             if busy and not self.wait_for(lambda: has_ended(explorer) or ready(), end):
                 self.machine.failed(explorer.id, "the transfer did not end")
-            self.changed.notify_all()
         return not has_ended(explorer)
 
     def _lag(self, explorer: ExplorerState) -> str:
@@ -205,7 +196,6 @@ class Service(SessionManager, ABC):
                     self.observers.tell(WorkerEvent("late", id, version, failures[id]))
             else:
                 self._note_version(self.machine.delivered, id, version)
-        self.changed.notify_all()
 
     # -- for observers -----------------------------------------------------------------------------
 

@@ -78,7 +78,6 @@ class SessionTable:
         if self.lease is not None and not self._watching:
             self._watching = True
             start_thread("weight_update-lease", self._watch, self.lease)
-        self._changed.notify_all()
 
     def of(self, name: str) -> Session:
         """Return a session, and renew its lease; raise Refused if there is none, and Closed after the end."""
@@ -151,7 +150,7 @@ class SessionManager:
         self, plan: SyncPlan, *, lease: float | None = None, version_file: VersionFile | None = None
     ) -> None:
         self.plan = plan
-        self.machine: StateMachine = StateMachine(plan)
+        self.machine: StateMachine = StateMachine(plan, on_change=self._wake)
         self.changed: threading.Condition = threading.Condition(threading.RLock())
         self.table: SessionTable = SessionTable(self.changed, lease, self.gone)
         self.trainer_endpoint: Endpoint | None = None
@@ -187,20 +186,21 @@ class SessionManager:
             self.table.require_not_replaced(session)
             if session in self.table.sessions:
                 member = self.table.of(session).member
-                if isinstance(member, TrainerState):
-                    self._take_endpoint(ticket)
-                elif isinstance(member, ExplorerState):
-                    id = member.id
+                id = member.id if isinstance(member, ExplorerState) else None
             elif role == "trainer":
                 self.table.replace(self.machine.trainer)
-                self.table.add(session, self._admit_trainer(step, synced_at, version))
-                self._take_endpoint(ticket)
+                if version is not None and (self.machine.newest is None or version > self.machine.newest):
+                    self._restore(version, step)  # started after the trainer, without its versions
+                self.table.add(session, self.machine.trainer_joined(step, synced_at))
             else:
-                id = self._free_id() if id is None else id
-                self.table.replace(self.machine.explorers.get(id))
+                known = self.machine.explorers
+                id = next(new for new in range(len(known) + 1) if new not in known) if id is None else id
+                self.table.replace(known.get(id))
                 explorer = self.machine.joined(id, version, step, synced_at)
                 self.table.add(session, explorer)
                 self.observers.tell(WorkerEvent("joined", id, explorer.version))
+            if role == "trainer":
+                self._take_endpoint(ticket)
             return {
                 "id": id,
                 "plan": self.plan.to_json(),
@@ -215,18 +215,9 @@ class SessionManager:
         """Take over a version that was published before this service was started."""
         self.machine.published(version, step)
 
-    def _admit_trainer(self, step: int, synced_at: int | None, version: int | None) -> TrainerState:
-        newest = self.machine.newest
-        if version is not None and (newest is None or version > newest):
-            self._restore(version, step)  # this service was started after the trainer, without its versions
-        return self.machine.trainer_joined(step, synced_at)
-
     def _take_endpoint(self, endpoint: Endpoint | None) -> None:
         self.trainer_endpoint = endpoint
         self.changed.notify_all()
-
-    def _free_id(self) -> int:
-        return next(id for id in range(len(self.machine.explorers) + 1) if id not in self.machine.explorers)
 
     def bye(self, session: str) -> Reply:
         """Let a client go."""
@@ -289,14 +280,6 @@ class SessionManager:
                 if not self.table.closed:
                     kind: Literal["left", "lost"] = "left" if how is None else "lost"
                     self.observers.tell(WorkerEvent(kind, member.id, member.version, how or ""))
-            self.changed.notify_all()
-
-    def publish(self, version: int, step: int) -> None:
-        """Note that ``version`` is held somewhere from now on; call it with the lock held."""
-        newest = self.machine.newest
-        if newest is None or version > newest:
-            self.machine.published(version, step)
-        self.changed.notify_all()
 
     def save_version(self) -> None:
         """Write the newest version to the disk, without the lock: other calls go on meanwhile."""
@@ -304,6 +287,11 @@ class SessionManager:
             with self.changed:
                 newest = self.machine.newest, self.machine.newest_step
             self._version_file.keep(*newest)
+
+    def _wake(self) -> None:
+        """Wake all that wait, to look whether they still have to."""
+        with self.changed:
+            self.changed.notify_all()
 
     def wait_for(self, ready: Callable[[], bool], deadline: float | None) -> bool:
         """Wait, with the lock held, until ``ready()`` or the deadline."""

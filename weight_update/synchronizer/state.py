@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -96,6 +97,7 @@ class State:
         newest_step: trainer step at which it was made.
         lost: whether the weights of the newest version are gone; the trainer is asked for new ones.
         transfer: NCCL: explorers that take part in the transfer under way.
+        on_change: called after each change that ends a wait, or may.
     """
 
     plan: SyncPlan
@@ -105,6 +107,7 @@ class State:
     newest_step: int = 0
     lost: bool = False
     transfer: tuple[ExplorerState, ...] = ()
+    on_change: Callable[[], None] = lambda: None
     _steps: dict[int, int] = field(default_factory=dict)
 
     def trainer_needs_sync(self) -> bool:

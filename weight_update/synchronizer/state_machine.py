@@ -162,7 +162,7 @@ class StateMachine(State):
             self.newest_step: int = step
             self.lost: bool = False
             remember(self._steps, version, step)
-        self.offered(step)
+            self.offered(step)
 
     def offered(self, step: int, version: int | None = None) -> None:
         """Note that the trainer gave its weights away at ``step``; which explorers take them shows later.
@@ -231,10 +231,9 @@ class StateMachine(State):
             elif self._trainer_stopped() and self._suitable(explorer) is None:
                 resolve(explorer, SyncOutcome(explorer.version, reason))
         trainer = self.trainer
-        if trainer is None or not trainer.waits or self.transfer:
-            return
-        if not self.ready() and not self.expected():
+        if trainer is not None and trainer.waits and not (self.transfer or self.ready() or self.expected()):
             resolve(trainer, SyncOutcome(self.newest, "no explorer is running that takes weights now"))
+        self.on_change()
 
     def _end_transfer(self, reason: str) -> None:
         going = self.transfer

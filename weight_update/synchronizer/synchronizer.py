@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
@@ -11,8 +10,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from weight_update.arguments import require_reachable, require_seconds
-from weight_update.errors import LifecycleError
+from weight_update.errors import LifecycleError, undo_on_error
 from weight_update.report import Observer
+from weight_update.schemes.sender_side import close_all
 from weight_update.sender.observers import Observers
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.checkpoint import CheckpointService
@@ -145,11 +145,8 @@ class Synchronizer:
         """
         require_reachable(address)
         server = Server(self.service, address, port, token)
-        try:
+        with undo_on_error(server.close):
             self.reach_by(address)
-        except BaseException:
-            server.close()
-            raise
         self._servers.append(server)
         return server
 
@@ -210,12 +207,7 @@ class Synchronizer:
         """Wake all clients that wait, and end. It may be called twice."""
         with self._making:
             self._closed = True
-        with contextlib.ExitStack() as stack:  # all of it, also where a step raises
-            stack.callback(self._observers.close)
-            for server in self._servers:
-                stack.callback(server.close)
-            if self._service is not None:
-                stack.callback(self._service.close)
+        close_all(self._service, *reversed(self._servers), self._observers)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

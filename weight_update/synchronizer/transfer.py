@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from weight_update.errors import SyncFailedError, UnknownWorkerError, WeightSyncError
+from weight_update.errors import SyncFailedError, UnknownWorkerError, undo_on_error
 from weight_update.report import Event, WorkerEvent
-from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
+from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme
 from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.state import remember
@@ -60,7 +60,8 @@ class Publisher:
             self.endpoint["port"] = self._scheme.port
         else:
             self.endpoint["address"] = self._scheme.address
-        _connect(self._scheme, timeout)
+        with undo_on_error(self._scheme.shutdown):
+            self._scheme.connect(timeout=timeout)
 
     def joined(self) -> list[int]:
         """Return the ids of the explorers that are connected."""
@@ -147,21 +148,8 @@ class Subscriber:
         self.scheme = _scheme(endpoint, strategy, timeout)
         self.scheme.group = group
         self.scheme.init_on_receiver(model=model, worker_idx=id)
-        _connect(self.scheme, timeout)
-
-    @property
-    def held(self) -> list[Any] | None:
-        """Key of the publisher and number of the update in force; None for none."""
-        version = self.scheme.version
-        return None if version is None else [key_of(self.endpoint), version]
-
-    def lives(self) -> bool:
-        """Return whether the publisher is still there."""
-        try:
-            self.scheme.receive(0)
-        except WeightSyncError:
-            return False
-        return True
+        with undo_on_error(self.scheme.shutdown):
+            self.scheme.connect(timeout=timeout)
 
     def close(self) -> None:
         """Leave; the model keeps its weights."""
@@ -193,14 +181,6 @@ def is_loopback(address: str | None) -> bool:
 def key_of(endpoint: Endpoint) -> str:
     """Return a key that tells publishers apart; it is no secret."""
     return hashlib.sha256(endpoint["token"].encode()).hexdigest()[:8]
-
-
-def _connect(scheme: WeightSyncScheme, timeout: float) -> None:
-    try:
-        scheme.connect(timeout=timeout)
-    except BaseException:
-        scheme.shutdown()
-        raise
 
 
 def require_no_pipeline(strategy: WeightStrategy) -> None:
