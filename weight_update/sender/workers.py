@@ -300,13 +300,18 @@ class WorkerTable:
 
 
 class GroupAssignment:
-    """Assigns workers to send groups. One thread at a time calls its methods.
+    """Assigns workers to send groups.
 
     A group is closed when its last worker leaves it.
+
+    Attributes:
+        lock: lock of the thread that calls its methods, and those of groups that encode or commit.
+        encoding: the encoding of updates.
     """
 
     def __init__(self, table: WorkerTable, encoding: Encoding, borrow: Borrow) -> None:
-        self._table, self._encoding, self._borrow = table, encoding, borrow
+        self.lock, self.encoding = threading.Lock(), encoding
+        self._table, self._borrow = table, borrow
 
     def all(self) -> list[SendGroup]:
         """Return the groups that have workers, or weights for those to come."""
@@ -366,10 +371,10 @@ class GroupAssignment:
         names = schema.names
         positions = None if tracked is None else [i for i, name in enumerate(names) if name in tracked]
         group: SendGroup
-        if isinstance(self._encoding, DeltaEncoding):
-            group = DeltaGroup(schema, self._borrow, self._table.lock, self._encoding, positions)
+        if isinstance(self.encoding, DeltaEncoding):
+            group = DeltaGroup(schema, self._borrow, self._table.lock, self.encoding, positions)
         else:
-            group = FullGroup(schema, self._borrow, self._table.lock, self._encoding.whole)
+            group = FullGroup(schema, self._borrow, self._table.lock, self.encoding.whole)
         group.source = source
         return group
 

@@ -14,7 +14,7 @@ import torch
 
 from weight_update.encodings import DeltaEncoding, Lend, Tracker
 from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
-from weight_update.sender.groups.base import Borrow, SendGroup, Staged, UpdateStats
+from weight_update.sender.groups.base import Borrow, Encoded, SendGroup, Staged
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.memory import digest
@@ -67,22 +67,22 @@ class DeltaGroup(SendGroup):
         with self._remembering:
             return {"keep": True, "version": self.version, "digests": self._digests_to_tell()}
 
-    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateStats:
-        elements, tensors = self.schema.elements, named.tensors
+    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> Encoded:
+        tensors = named.tensors
         if self.version is None:
             with self._remembering:
                 self._tracker.begin([tensors[name] for name in self.schema.names])
             self._put(Staged(VersionId(step.version), step, []))
-            return UpdateStats(self._encoding.whole.label, elements, elements)
+            return self._encoded_whole
         difference = self._tracker.compare([tensors.get(name) for name in self.schema.names])
         if not step.commit and any(self._changes_since(one) is None for one in bases):
             # for a worker that no known change can bring there; names that updates do not carry are known
             known = zip(self.schema.names, self._tracker.weights(), strict=True)
             values = [tensors.get(name, kept) for name, kept in known]
-            whole = self._encode_whole(step, self._encoding.whole.encoder(self.schema), values)
+            whole = self._encode_whole(step, self.whole_encoding.encoder(self.schema), values)
             self._put(Staged(whole.version_id, step, whole.slots, whole, difference))
-            return UpdateStats(self._encoding.whole.label, elements, elements)
-        payload, mostly_new = None, difference.changed > _NOT_WORTH * elements
+            return self._encoded_whole
+        payload, mostly_new = None, difference.changed > _NOT_WORTH * self.schema.elements
         if step.commit:  # else a patch is sent in any case
             self._count(mostly_new)
         with self._borrowing() as slots:
@@ -93,8 +93,8 @@ class DeltaGroup(SendGroup):
                 give_back(slots)
             payload, slots = None, []
         self._put(Staged(VersionId(step.version), step, slots, None, difference, payload))
-        used = self._encoding.whole if payload is None else self._encoding
-        return UpdateStats(used.label, difference.changed, difference.total, used.compressed_with)
+        used = self.whole_encoding if payload is None else self._encoding
+        return used.label, used.compressed_with, difference
 
     def _count(self, mostly_new: bool) -> None:
         """Log a warning, once, when several updates in a row have changed most elements."""
@@ -155,7 +155,7 @@ class DeltaGroup(SendGroup):
             if self.whole is not None or version_id is None:  # another worker's thread was first
                 return
             if self._digests_to_tell() is None:
-                encoder = self._encoding.whole.encoder(self.schema)
+                encoder = self.whole_encoding.encoder(self.schema)
                 whole = self._encode_whole(step, encoder, self._tracker.weights())
             else:
                 with self._borrowing() as slots:
