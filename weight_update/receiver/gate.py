@@ -12,7 +12,7 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import nn
@@ -47,9 +47,7 @@ class _Section:
         self.hold: weakref.ref[Hold] | None = weakref.ref(ends_with) if isinstance(ends_with, Hold) else None
         self.thread: int = threading.get_ident()
         self.wake: Callable[[], Any] | None = None
-        self.outer: _Section | None = _current.get()
-        while self.outer is not None and not self.outer.active:
-            self.outer = self.outer.outer
+        self.outer: _Section | None = next(_active(_current.get()), None)
 
     @property
     def active(self) -> bool:
@@ -57,12 +55,15 @@ class _Section:
 
     def within(self, gate: Gate) -> bool:
         """Return whether the section is nested in another section of ``gate``."""
-        outer = self.outer
-        while outer is not None:
-            if outer.gate is gate and outer.active:
-                return True
-            outer = outer.outer
-        return False
+        return any(one.gate is gate for one in _active(self.outer))
+
+
+def _active(section: _Section | None) -> Iterator[_Section]:
+    """Yield the active ones of ``section`` and the sections around it, from the inside out."""
+    while section is not None:
+        if section.active:
+            yield section
+        section = section.outer
 
 
 # Unlike a dict of threads, a context variable tells coroutines apart, and follows them into tasks and
@@ -176,10 +177,7 @@ class Gate:
 
     def _last(self, wanted: Callable[[_Section], bool]) -> _Section | None:
         """Return the active section of this gate that this context began last; None if there is none."""
-        section = _current.get()
-        while section is not None and not (section.gate is self and section.active and wanted(section)):
-            section = section.outer
-        return section
+        return next((one for one in _active(_current.get()) if one.gate is self and wanted(one)), None)
 
     # -- updates -----------------------------------------------------------------------------------
 

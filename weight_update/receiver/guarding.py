@@ -122,8 +122,8 @@ def _refuse(result: Any, source: str) -> NoReturn:
 def guard(gate: _Gate, module: nn.Module) -> Callable[[], None]:
     """Hold ``gate`` during every forward pass of ``module``; return a function that takes the hooks off."""
     handles = [
-        module.register_forward_pre_hook(_Enter(gate), prepend=True),
-        module.register_forward_hook(_Leave(gate), always_call=True),
+        module.register_forward_pre_hook(_Hook(gate, _enter), prepend=True),
+        module.register_forward_hook(_Hook(gate, _leave), always_call=True),
     ]
 
     def undo() -> None:
@@ -136,26 +136,18 @@ def guard(gate: _Gate, module: nn.Module) -> Callable[[], None]:
 class _Hook:
     """A hook that a copy of the module does not inherit, because updates do not reach the copy."""
 
-    def __init__(self, gate: _Gate | None) -> None:
-        self.gate = gate
+    def __init__(self, gate: _Gate | None, act: Callable[[_Gate], None]) -> None:
+        self.gate, self.act = gate, act
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return type(self)(None)
+        return _Hook(None, self.act)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (None,)
+        return _Hook, (None, self.act)
 
-
-class _Enter(_Hook):
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         if self.gate is not None:
-            _enter(self.gate)
-
-
-class _Leave(_Hook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.gate is not None:
-            _leave(self.gate)
+            self.act(self.gate)
             if isinstance(output, _UNFINISHED):
                 _refuse(output, f"forward() of {type(module).__name__}")
 
