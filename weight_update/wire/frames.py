@@ -152,13 +152,17 @@ class WeightChunk:
         """Return prelude and header: everything but the payload."""
         if not checksum or self.payload_bytes == 0:
             return self._head_without_checksum
-        assert self.payload is not None
-        return self._head(zlib.crc32(byte_view(self.payload)))
+        return self._head_with_checksum
 
     @functools.cached_property
     def _head_without_checksum(self) -> bytes:
         """The head, which is the same for all workers that take their payload from shared memory."""
         return self._head(None)
+
+    @functools.cached_property
+    def _head_with_checksum(self) -> bytes:
+        assert self.payload is not None
+        return self._head(zlib.crc32(byte_view(self.payload)))
 
     def _head(self, crc: int | None) -> bytes:
         header, size = compact_json(dict(self.header)).encode(), self.payload_bytes
