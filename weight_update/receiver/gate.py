@@ -15,10 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from torch import nn
-
 from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError
-from weight_update.receiver.guarding import guard, guarded
+from weight_update.receiver.guarding import CallGuard
 from weight_update.receiver.uninterrupted import run_uninterrupted
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -74,7 +72,7 @@ _current: contextvars.ContextVar[_Section | None] = contextvars.ContextVar(
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 
 
-class Gate:
+class Gate(CallGuard):
     """Lock that admits forward passes at any time, and an update only when no forward pass runs.
 
     Threads that compute call :meth:`enter` and :meth:`leave`; nested calls are fine. An update goes through
@@ -291,20 +289,6 @@ class Gate:
         with self._lock:
             self._changed.notify_all()
 
-    # -- guarded calls -----------------------------------------------------------------------------
-
-    def guard(self, module: nn.Module) -> Callable[[], None]:
-        """Hold the gate during every forward pass of ``module``; return a function that ends this."""
-        return guard(self, module)
-
-    def guarded(self, function: _F) -> _F:
-        """Return ``function``, changed to hold the gate during each call.
-
-        A coroutine function holds until its await ends; a generator or an asynchronous generator holds from
-        its first item until it ends or is closed.
-        """
-        return guarded(self, function)
-
 
 class Hold:
     """Context manager, synchronous or asynchronous, that keeps updates out of a gate; also a decorator.
@@ -326,9 +310,7 @@ class Hold:
         gate = self._gate
         section = _Section(gate, self)
         if gate._inside and asyncio._get_running_loop() is not None:
-            holding = [
-                one for one in list(gate._inside) if one.hold is not None and one.thread == section.thread
-            ]
+            holding = any(one.hold is not None and one.thread == section.thread for one in list(gate._inside))
             if holding and not section.within(gate):
                 raise LifecycleError(
                     "another coroutine of this thread is inside hold(), so this one cannot wait for an "
