@@ -19,7 +19,7 @@ from weight_update.sender.groups.base import FullGroup
 from weight_update.sender.workers import GroupAssignment, WorkerState
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.wire.frames import Kind, Step, WeightChunk, frame_of
+from weight_update.wire.frames import Kind, Step, WeightChunk, frames_of
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema
 
@@ -44,8 +44,7 @@ class PipelineSender:
         report = SyncReport(step.version, self._strategy.encoding.label)
         for states in self._groups.partition(weights, apart=not step.commit):
             named = weights[states[0].idx]
-            extra = Step.of(step.version, named.extra).extra
-            self._send(states, named, replace(step, extra=extra), report)
+            self._send(states, named, replace(step, extra=Step.of(step.version, named.extra).extra), report)
         return report
 
     def _send(self, states: list[WorkerState], named: NamedWeights, step: Step, report: SyncReport) -> None:
@@ -115,8 +114,9 @@ class Pipeline:
         count = len(encoding.payload_sizes(schema))
         try:
             with Progress("sending weights", schema.nbytes) as progress:
-                for index, payload in enumerate(group.encoder.stream(tensors, self._lend)):
-                    self._send(frame_of(self.step, schema, encoding.name, index, count, payload))
+                payloads = group.encoder.stream(tensors, self._lend)
+                for chunk in frames_of(self.step, schema, encoding.name, payloads, count):
+                    self._send(chunk)
                     if not self._active():
                         break
                     progress.advance(schema.nbytes // count)

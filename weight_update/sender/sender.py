@@ -65,9 +65,9 @@ class Sender(Outcomes):
         self._first_label = strategy.encoding.whole.label  # of the weights that a worker gets when it joins
         self._pid = os.getpid()
         first = next(iter(links.values()))
-        self._pool = BufferPool(first, table.changed, timeout)
+        self._pool = BufferPool(first, table.lock, table.changed, timeout)
         self._delivery = Delivery(table, timeout)
-        self._groups = GroupAssignment(table, strategy.encoding, self._pool.borrow)
+        self._groups = GroupAssignment(table, strategy.encoding, self._pool)
         self._pipelines = PipelineSender(self._groups, strategy, self._pool, self._delivery)
         self.admission = Admission(table, self._delivery, strategy, token, self._group_to_join)
         self._answers = AnswerThreads(table, self._delivery, self._groups, self.admission.welcome)
@@ -174,7 +174,7 @@ class Sender(Outcomes):
             worker = self.table[idx]
             if worker.group is None and (idx == NOBODY or not worker.late):
                 kept = named if self._strategy.max_in_flight is None else None
-                self._assign_first(worker, worker.schema, kept)
+                self._groups.assign_first(worker, worker.schema, self._number, kept)
         self._first_weights = {}
 
     def _group_to_join(self, worker: WorkerState, wire: WeightSchema) -> SendGroup:
@@ -183,18 +183,9 @@ class Sender(Outcomes):
             group = self._groups.join(worker, wire)
             if group is None:
                 first = next(iter(self._first_weights.values()), None) if worker.late else None
-                group = self._assign_first(worker, wire, self._first_weights.get(worker.idx, first))
+                named = self._first_weights.get(worker.idx, first)
+                group = self._groups.assign_first(worker, wire, self._number, named)
             return group
-
-    def _assign_first(self, worker: WorkerState, wire: WeightSchema, named: NamedWeights | None) -> SendGroup:
-        group = self._groups.assign_first(worker, wire, self._number, named)
-        self._trim_to([group])
-        return group
-
-    def _trim_to(self, groups: Iterable[SendGroup]) -> None:
-        """Free buffers beyond the size of the largest update that carries all weights of a group."""
-        with self.table.lock:
-            self._pool.trim(max(group.whole_bytes for group in groups))
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -269,7 +260,9 @@ class Sender(Outcomes):
                 bases = [worker.has for worker in states if worker.has is not None]
                 staged.append(groups[-1].stage(step, named, bases))
         except BaseException:
-            self._groups.discard(groups)
+            for group in groups:
+                group.discard()
+            self._groups.close_unused(groups)
             raise
         for states, group in zip(parts, groups, strict=True):
             group.source = (self._number, id(weights[states[0].idx]))
@@ -278,7 +271,7 @@ class Sender(Outcomes):
                 group.commit()
         if groups:  # else no worker has joined, and forked ones still hold the memory that would be freed
             _enter(report, groups, staged)
-            self._trim_to(groups)
+            self._pool.trim(max(group.whole_bytes for group in groups))
         else:
             report.encoding = self._first_label
         report.seconds["encode"] = time.perf_counter() - start
@@ -349,11 +342,8 @@ class Sender(Outcomes):
 
     def _recall(self) -> None:
         """Wait until workers have copied their weights out of memory that ends with this process."""
-        borrowers = [
-            worker
-            for worker in self.table
-            if worker.joined and worker.link.capabilities.payloads_die_with_sender
-        ]
+        joined = [worker for worker in self.table if worker.joined]
+        borrowers = [one for one in joined if one.link.capabilities.payloads_die_with_sender]
         self._delivery.tell(borrowers, WeightChunk(Kind.GOODBYE, {}))
         with self.table.lock:
             self.table.changed.wait_for(lambda: not any(one.joined for one in borrowers), _PARTING_SECONDS)

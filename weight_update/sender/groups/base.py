@@ -5,23 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from weight_update.encodings import Difference, Encoder, Lend, WholeEncoding
-from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
+from weight_update.encodings import Difference, Encoder, WholeEncoding
+from weight_update.sender.buffers import BufferPool, EncodedUpdate, Slot, VersionId, give_back
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.schema import WeightSchema
-
-Borrow = Callable[[list[Slot]], Lend]
-"""Returns a ``lend`` function that appends each slot it lends to the list, and counts one user for it."""
-
 
 Encoded = tuple[str, str, Difference]
 """Labels of the encoding and compression of a staged update, and the numbers of elements sent and of all."""
@@ -54,7 +49,7 @@ class SendGroup(ABC):
 
     Args:
         schema: the tensors as they travel, in the receivers' dtypes.
-        lock: the sender's lock; it guards versions and the number of users of each slot.
+        pool: memory for payloads; its lock guards versions, too.
 
     Attributes:
         whole_encoding: encoding of updates that carry all weights.
@@ -64,9 +59,7 @@ class SendGroup(ABC):
         source: key of the weights that the group was last given; equal for groups that were given the same.
     """
 
-    def __init__(
-        self, schema: WeightSchema, borrow: Borrow, lock: threading.RLock, whole: WholeEncoding
-    ) -> None:
+    def __init__(self, schema: WeightSchema, pool: BufferPool, whole: WholeEncoding) -> None:
         self.schema = schema
         self.whole_bytes = max(schema.nbytes, sum(whole.payload_sizes(schema)))
         self.version_id: VersionId | None = None
@@ -74,7 +67,7 @@ class SendGroup(ABC):
         self.source: Hashable = None
         self._staged: Staged | None = None
         self.whole_encoding = whole
-        self._borrow, self._lock = borrow, lock
+        self._borrow, self._lock = pool.borrow, pool.lock
         everything = Difference(schema.elements, schema.elements)
         self._encoded_whole: Encoded = whole.label, whole.compressed_with, everything
 
@@ -153,7 +146,7 @@ class SendGroup(ABC):
 
     def _drop_whole(self) -> None:
         if self.whole is not None:
-            self.whole.release()
+            give_back(self.whole.slots)
             self.whole = None
 
     @contextlib.contextmanager
@@ -171,7 +164,7 @@ class SendGroup(ABC):
         """Return the update that carries all weights, given in schema order."""
         with self._borrowing() as slots:
             payloads = encoder.encode(values, self._borrow(slots))
-            chunks = frames_of(step, self.schema, self.whole_encoding.name, payloads)
+            chunks = [*frames_of(step, self.schema, self.whole_encoding.name, payloads, len(payloads))]
         return EncodedUpdate(VersionId(step.version), chunks, slots)
 
 
@@ -202,7 +195,7 @@ class FullGroup(SendGroup):
             if not staged.step.commit:
                 payloads = [chunk.payload for chunk in update.chunks if chunk.payload is not None]
                 step = staged.step.committed()
-                chunks = frames_of(step, self.schema, self.whole_encoding.name, payloads)
+                chunks = [*frames_of(step, self.schema, self.whole_encoding.name, payloads, len(payloads))]
                 update = EncodedUpdate(update.version_id, chunks, update.slots)
             self._drop_whole()
             self.whole, self.version_id = update, update.version_id

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from weight_update.encodings import DeltaEncoding, Lend, Tracker
-from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
-from weight_update.sender.groups.base import Borrow, Encoded, SendGroup, Staged
+from weight_update.sender.buffers import BufferPool, EncodedUpdate, Slot, VersionId, give_back
+from weight_update.sender.groups.base import Encoded, SendGroup, Staged
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.memory import digest
@@ -41,14 +41,9 @@ class DeltaGroup(SendGroup):
     """
 
     def __init__(
-        self,
-        schema: WeightSchema,
-        borrow: Borrow,
-        lock: threading.RLock,
-        encoding: DeltaEncoding,
-        tracked: Sequence[int] | None = None,
+        self, schema: WeightSchema, pool: BufferPool, encoding: DeltaEncoding, tracked: Sequence[int] | None
     ) -> None:
-        super().__init__(schema, borrow, lock, encoding.whole)
+        super().__init__(schema, pool, encoding.whole)
         self._encoding = encoding
         self._tracker: Tracker[Any] = encoding.tracker(schema, tracked)
         self._remembering = threading.Lock()  # held while the tracker is read or changed
@@ -146,7 +141,7 @@ class DeltaGroup(SendGroup):
             step, version_id = staged.step, staged.version_id
         if not payloads:
             return self.whole
-        chunks = frames_of(step, self.schema, self._encoding.name, payloads, has.version)
+        chunks = [*frames_of(step, self.schema, self._encoding.name, payloads, len(payloads), has.version)]
         return EncodedUpdate(version_id, chunks, slots)
 
     def prepare(self) -> None:
@@ -160,14 +155,14 @@ class DeltaGroup(SendGroup):
             else:
                 with self._borrowing() as slots:
                     payload = self._tracker.bootstrap(step.version, self._lend(slots))
-                    chunks = frames_of(step, self.schema, self._encoding.name, [payload], step.version)
+                    chunks = [*frames_of(step, self.schema, self._encoding.name, [payload], 1, step.version)]
                 whole = EncodedUpdate(version_id, chunks, slots)
             whole.version_id = version_id
             with self._lock:
                 if self._goal()[0] is version_id:
                     self.whole = whole
                 else:  # it was closed or dropped meanwhile
-                    whole.release()
+                    give_back(whole.slots)
 
     def fork(self) -> SendGroup:
         """Return another group that starts with a copy of the remembered weights and changes."""
