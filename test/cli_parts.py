@@ -15,7 +15,7 @@ from torch import nn
 from weight_update import PatchEncoding, WeightChunk, WeightSchema
 from weight_update.encodings.base import Tracker
 from weight_update.synchronizer import CheckpointStore
-from weight_update.wire.frames import Kind, Step, frame_of
+from weight_update.wire.frames import Kind, Step, frames_of
 
 pytest.importorskip("click", reason="the extra cli is not installed")
 pytest.importorskip("rich", reason="the extra cli is not installed")
@@ -99,7 +99,7 @@ def welcome() -> WeightChunk:
 def full(version: int) -> WeightChunk:
     flat = torch.zeros(SCHEMA.nbytes, dtype=torch.uint8)
     torch._foreach_copy_(SCHEMA.views(flat), list(TENSORS.values()))
-    return frame_of(Step(version), SCHEMA, "dense/1", 0, 1, flat)
+    return next(frames_of(Step(version), SCHEMA, "dense/1", [flat], 1))
 
 
 def patches(first: int, *versions: int, base: int | None = None) -> list[WeightChunk]:
@@ -119,10 +119,7 @@ def patches(first: int, *versions: int, base: int | None = None) -> list[WeightC
         payloads.append(payload.clone())
         before = version
     step, start = Step(versions[-1]), first if base is None else base
-    return [
-        frame_of(step, SCHEMA, "patch/1", index, len(payloads), payload, start)
-        for index, payload in enumerate(payloads)
-    ]
+    return list(frames_of(step, SCHEMA, "patch/1", payloads, len(payloads), start))
 
 
 def dump(path: Path, *chunks: WeightChunk) -> Path:

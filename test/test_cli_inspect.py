@@ -15,7 +15,7 @@ from weight_update import WeightChunk
 from weight_update.cli.contents.checkpoints import read_directory
 from weight_update.cli.contents.frames import read_frames
 from weight_update.synchronizer import CheckpointStore
-from weight_update.wire.frames import Step, frame_of
+from weight_update.wire.frames import Step, frames_of
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_every_flipped_byte_of_a_frame_is_found(tmp_path: Path, step: int) -> No
         (patches(3, 4, 5)[1:], "chunk 2 follows chunk 0"),
         (patches(4, 5, base=3), "a delta applies to version 4, the one before makes 3"),
         (
-            [frame_of(Step(7), SCHEMA, "patch/1", 0, 1, patches(3, 4)[0].payload, 3)],
+            list(frames_of(Step(7), SCHEMA, "patch/1", [patches(3, 4)[0].payload], 1, 3)),
             "the deltas end at version 4",
         ),
     ],
@@ -219,7 +219,7 @@ def test_inspect_finds_a_broken_chain(
 
 
 def test_inspect_decodes_payloads_if_it_knows_the_schema(tmp_path: Path) -> None:
-    short = frame_of(Step(3), SCHEMA, "dense/1", 0, 1, torch.zeros(64, dtype=torch.uint8))
+    short = next(frames_of(Step(3), SCHEMA, "dense/1", [torch.zeros(64, dtype=torch.uint8)], 1))
     assert read_frames(dump(tmp_path / "one", short))["good"]
     assert not read_frames(dump(tmp_path / "two", welcome(), short))["good"]
 

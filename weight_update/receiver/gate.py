@@ -12,13 +12,11 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from torch import nn
-
 from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError
-from weight_update.receiver.guarding import guard, guarded
+from weight_update.receiver.guarding import CallGuard
 from weight_update.receiver.uninterrupted import run_uninterrupted
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -47,9 +45,7 @@ class _Section:
         self.hold: weakref.ref[Hold] | None = weakref.ref(ends_with) if isinstance(ends_with, Hold) else None
         self.thread: int = threading.get_ident()
         self.wake: Callable[[], Any] | None = None
-        self.outer: _Section | None = _current.get()
-        while self.outer is not None and not self.outer.active:
-            self.outer = self.outer.outer
+        self.outer: _Section | None = next(_active(_current.get()), None)
 
     @property
     def active(self) -> bool:
@@ -57,12 +53,15 @@ class _Section:
 
     def within(self, gate: Gate) -> bool:
         """Return whether the section is nested in another section of ``gate``."""
-        outer = self.outer
-        while outer is not None:
-            if outer.gate is gate and outer.active:
-                return True
-            outer = outer.outer
-        return False
+        return any(one.gate is gate for one in _active(self.outer))
+
+
+def _active(section: _Section | None) -> Iterator[_Section]:
+    """Yield the active ones of ``section`` and the sections around it, from the inside out."""
+    while section is not None:
+        if section.active:
+            yield section
+        section = section.outer
 
 
 # Unlike a dict of threads, a context variable tells coroutines apart, and follows them into tasks and
@@ -73,7 +72,7 @@ _current: contextvars.ContextVar[_Section | None] = contextvars.ContextVar(
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 
 
-class Gate:
+class Gate(CallGuard):
     """Lock that admits forward passes at any time, and an update only when no forward pass runs.
 
     Threads that compute call :meth:`enter` and :meth:`leave`; nested calls are fine. An update goes through
@@ -176,10 +175,7 @@ class Gate:
 
     def _last(self, wanted: Callable[[_Section], bool]) -> _Section | None:
         """Return the active section of this gate that this context began last; None if there is none."""
-        section = _current.get()
-        while section is not None and not (section.gate is self and section.active and wanted(section)):
-            section = section.outer
-        return section
+        return next((one for one in _active(_current.get()) if one.gate is self and wanted(one)), None)
 
     # -- updates -----------------------------------------------------------------------------------
 
@@ -293,20 +289,6 @@ class Gate:
         with self._lock:
             self._changed.notify_all()
 
-    # -- guarded calls -----------------------------------------------------------------------------
-
-    def guard(self, module: nn.Module) -> Callable[[], None]:
-        """Hold the gate during every forward pass of ``module``; return a function that ends this."""
-        return guard(self, module)
-
-    def guarded(self, function: _F) -> _F:
-        """Return ``function``, changed to hold the gate during each call.
-
-        A coroutine function holds until its await ends; a generator or an asynchronous generator holds from
-        its first item until it ends or is closed.
-        """
-        return guarded(self, function)
-
 
 class Hold:
     """Context manager, synchronous or asynchronous, that keeps updates out of a gate; also a decorator.
@@ -328,9 +310,7 @@ class Hold:
         gate = self._gate
         section = _Section(gate, self)
         if gate._inside and asyncio._get_running_loop() is not None:
-            holding = [
-                one for one in list(gate._inside) if one.hold is not None and one.thread == section.thread
-            ]
+            holding = any(one.hold is not None and one.thread == section.thread for one in list(gate._inside))
             if holding and not section.within(gate):
                 raise LifecycleError(
                     "another coroutine of this thread is inside hold(), so this one cannot wait for an "

@@ -27,8 +27,8 @@ _UNFINISHED = (
 )
 
 
-class _Gate(Protocol):
-    """The methods of :class:`~weight_update.Gate` that are used here."""
+class CallGuard(Protocol):
+    """The part of a gate that holds it during calls; see :class:`~weight_update.Gate`."""
 
     def enter(self, frame: types.FrameType | None = None) -> Any: ...
 
@@ -38,28 +38,44 @@ class _Gate(Protocol):
 
     def hold(self) -> Any: ...
 
+    def guard(self, module: nn.Module) -> Callable[[], None]:
+        """Hold the gate during every forward pass of ``module``; return a function that ends this."""
+        handles = [
+            module.register_forward_pre_hook(_Hook(self, _enter), prepend=True),
+            module.register_forward_hook(_Hook(self, _leave), always_call=True),
+        ]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
+    def guarded(self, function: _F) -> _F:
+        """Return ``function``, changed to hold the gate during each call.
+
+        A coroutine function holds until its await ends; a generator or an asynchronous generator holds from
+        its first item until it ends or is closed.
+        """
+        body: Any = function
+        while isinstance(body, functools.partial):
+            body = body.func
+        body = body.forward if isinstance(body, nn.Module) else body
+        kinds = {
+            inspect.iscoroutinefunction: _guarded_coroutine,
+            inspect.isgeneratorfunction: _guarded_generator,
+            inspect.isasyncgenfunction: _guarded_async_generator,
+        }
+        own: Any = getattr(body, "__call__", None)  # noqa: B004 - an instance's own
+        wrap = next((make for kind, make in kinds.items() if kind(body) or kind(own)), _guarded_call)
+        copied = functools.WRAPPER_UPDATES if inspect.isroutine(function) else ()
+        return functools.wraps(function, updated=copied)(wrap(self, function))  # type: ignore[return-value]
+
 
 # -- functions -----------------------------------------------------------------------------------------
 
 
-def guarded(gate: _Gate, function: _F) -> _F:
-    """Return ``function`` so that it holds ``gate`` during each call; see :meth:`Gate.guarded`."""
-    body: Any = function
-    while isinstance(body, functools.partial):
-        body = body.func
-    body = body.forward if isinstance(body, nn.Module) else body
-    kinds = {
-        inspect.iscoroutinefunction: _guarded_coroutine,
-        inspect.isgeneratorfunction: _guarded_generator,
-        inspect.isasyncgenfunction: _guarded_async_generator,
-    }
-    own: Any = getattr(body, "__call__", None)  # noqa: B004 - an instance's own
-    wrap = next((make for kind, make in kinds.items() if kind(body) or kind(own)), _guarded_call)
-    copied = functools.WRAPPER_UPDATES if inspect.isroutine(function) else ()
-    return functools.wraps(function, updated=copied)(wrap(gate, function))  # type: ignore[return-value]
-
-
-def _guarded_call(gate: _Gate, function: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded_call(gate: CallGuard, function: Callable[..., Any]) -> Callable[..., Any]:
     def held(*args: Any, **kwargs: Any) -> Any:
         section = gate.enter(sys._getframe())
         try:
@@ -74,7 +90,7 @@ def _guarded_call(gate: _Gate, function: Callable[..., Any]) -> Callable[..., An
     return held
 
 
-def _guarded_coroutine(gate: _Gate, function: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded_coroutine(gate: CallGuard, function: Callable[..., Any]) -> Callable[..., Any]:
     async def held(*args: Any, **kwargs: Any) -> Any:
         async with gate.hold():
             return await function(*args, **kwargs)
@@ -82,7 +98,7 @@ def _guarded_coroutine(gate: _Gate, function: Callable[..., Any]) -> Callable[..
     return held
 
 
-def _guarded_generator(gate: _Gate, function: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded_generator(gate: CallGuard, function: Callable[..., Any]) -> Callable[..., Any]:
     def held(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         with gate.hold():
             return (yield from function(*args, **kwargs))
@@ -90,7 +106,7 @@ def _guarded_generator(gate: _Gate, function: Callable[..., Any]) -> Callable[..
     return held
 
 
-def _guarded_async_generator(gate: _Gate, function: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded_async_generator(gate: CallGuard, function: Callable[..., Any]) -> Callable[..., Any]:
     async def held(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         async with gate.hold(), contextlib.aclosing(function(*args, **kwargs)) as source:
             step = source.asend(None)
@@ -119,49 +135,27 @@ def _refuse(result: Any, source: str) -> NoReturn:
 # -- modules -------------------------------------------------------------------------------------------
 
 
-def guard(gate: _Gate, module: nn.Module) -> Callable[[], None]:
-    """Hold ``gate`` during every forward pass of ``module``; return a function that takes the hooks off."""
-    handles = [
-        module.register_forward_pre_hook(_Enter(gate), prepend=True),
-        module.register_forward_hook(_Leave(gate), always_call=True),
-    ]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
-
-
 class _Hook:
     """A hook that a copy of the module does not inherit, because updates do not reach the copy."""
 
-    def __init__(self, gate: _Gate | None) -> None:
-        self.gate = gate
+    def __init__(self, gate: CallGuard | None, act: Callable[[CallGuard], None]) -> None:
+        self.gate, self.act = gate, act
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return type(self)(None)
+        return _Hook(None, self.act)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (None,)
+        return _Hook, (None, self.act)
 
-
-class _Enter(_Hook):
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         if self.gate is not None:
-            _enter(self.gate)
-
-
-class _Leave(_Hook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.gate is not None:
-            _leave(self.gate)
+            self.act(self.gate)
             if isinstance(output, _UNFINISHED):
                 _refuse(output, f"forward() of {type(module).__name__}")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _enter(gate: _Gate) -> None:
+def _enter(gate: CallGuard) -> None:
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename in _HOOK_FILES:
         frame = frame.f_back
@@ -169,7 +163,7 @@ def _enter(gate: _Gate) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _leave(gate: _Gate) -> None:
+def _leave(gate: CallGuard) -> None:
     gate._leave_call()
 
 

@@ -43,11 +43,11 @@ class Target:
         Raises:
             UnsupportedSourceError: the target has weights that cannot be synchronized.
         """
-        return None
+        return None if self.binding is None else self.binding.schema()
 
     def read(self) -> NamedWeights | None:
         """Return the weights of the target, live; None if only the receiver's memory has them."""
-        return None
+        return None if self.binding is None else self.binding.read()
 
     def device_for(self, payload: torch.Tensor) -> torch.device:
         """Return the device of the memory that weights are copied to out of ``payload``."""
@@ -63,14 +63,16 @@ class Target:
 
     def check_extra(self, extra: Mapping[str, Any]) -> None:
         """Raise SchemaMismatchError unless the target takes this extra state."""
+        if self.binding is not None:
+            self.binding.check_extra(extra)
 
     def exchange_extra(self, extra: Mapping[str, Any]) -> Callable[[], None]:
         """Set all extra state, or raise an error and set none; return a function that reverts it."""
-        return lambda: None
+        return (lambda: None) if self.binding is None else self.binding.exchange_extra(extra)
 
     def prepare(self, names: tuple[str, ...], values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return ``values`` converted to what :meth:`write` takes."""
-        return values
+        return values if self.binding is None else self.binding.prepare(names, values)
 
     def write(self, names: tuple[str, ...], values: list[torch.Tensor], version: int) -> None:
         """Make the target have ``values``, which :meth:`prepare` returned; nobody may compute meanwhile."""
@@ -91,12 +93,6 @@ class ModelTarget(Target):
         self._strategy, self._stable = strategy, stable
         self.binding = strategy.bind(model)
 
-    def schema(self) -> WeightSchema:
-        return self.binding.schema()
-
-    def read(self) -> NamedWeights:
-        return self.binding.read()
-
     def device_for(self, payload: torch.Tensor) -> torch.device:
         return self.binding.home if payload.is_cuda else super().device_for(payload)
 
@@ -107,15 +103,6 @@ class ModelTarget(Target):
         schema.require_same(fresh.schema(), "the model, a part of which was replaced,", more=True)
         self.binding = fresh
         return True
-
-    def check_extra(self, extra: Mapping[str, Any]) -> None:
-        self.binding.check_extra(extra)
-
-    def exchange_extra(self, extra: Mapping[str, Any]) -> Callable[[], None]:
-        return self.binding.exchange_extra(extra)
-
-    def prepare(self, names: tuple[str, ...], values: list[torch.Tensor]) -> list[torch.Tensor]:
-        return self.binding.prepare(names, values)
 
     def write(self, names: tuple[str, ...], values: list[torch.Tensor], version: int) -> None:
         self.binding.write(names, values, stay=self._stable)

@@ -67,10 +67,6 @@ class EncodedUpdate:
             slot.users += 1
         return self
 
-    def release(self) -> None:
-        """Count one user less of its memory."""
-        give_back(self.slots)
-
 
 def give_back(slots: list[Slot]) -> None:
     """Count one user less of each slot."""
@@ -79,9 +75,16 @@ def give_back(slots: list[Slot]) -> None:
 
 
 class BufferPool:
-    """Buffers for payloads, reused as soon as no worker reads them."""
+    """Buffers for payloads, reused as soon as no worker reads them.
 
-    def __init__(self, link: TransportBackend, changed: threading.Condition, timeout: float) -> None:
+    Attributes:
+        lock: the sender's lock; it guards the number of users of each slot.
+    """
+
+    def __init__(
+        self, link: TransportBackend, lock: threading.RLock, changed: threading.Condition, timeout: float
+    ) -> None:
+        self.lock = lock
         self._link, self._changed, self._timeout = link, changed, timeout
         self._slots: list[Slot] = []
         self._reserved: dict[int, int] = {}
@@ -94,7 +97,7 @@ class BufferPool:
             self._slots.append(Slot(self._link.allocate(nbytes)))
 
     def borrow(self, slots: list[Slot]) -> Lend:
-        """Return a ``lend`` function that takes slots and appends them to ``slots``."""
+        """Return a ``lend`` function that takes slots, with one user each, and appends them to ``slots``."""
 
         def lend(nbytes: int) -> torch.Tensor:
             slot = self.take(nbytes)
@@ -145,20 +148,21 @@ class BufferPool:
     def trim(self, keep: int) -> None:
         """Free unused buffers beyond ``keep`` bytes, and those that the last few updates did not need.
 
-        Call it once for each update, with the sender's lock held.
+        Call it once for each update.
         """
-        self._updates += 1
-        idle = [one for one in self._slots if one.users == 0 and self._updates - one.taken > _IDLE_UPDATES]
-        for slot in idle:
-            nbytes = slot.buffer.tensor.numel()
-            same = sum(one.buffer.tensor.numel() == nbytes for one in self._slots)
-            if same > self._reserved.get(nbytes, 0):
-                self._drop([slot])
-        spare = 0
-        for slot in reversed([slot for slot in self._slots if slot.users == 0]):
-            spare += slot.buffer.tensor.numel()
-            if spare > keep:
-                self._drop([slot])
+        with self.lock:
+            self._updates += 1
+            idle = [one for one in self._slots if not one.users and self._updates - one.taken > _IDLE_UPDATES]
+            for slot in idle:
+                nbytes = slot.buffer.tensor.numel()
+                same = sum(one.buffer.tensor.numel() == nbytes for one in self._slots)
+                if same > self._reserved.get(nbytes, 0):
+                    self._drop([slot])
+            spare = 0
+            for slot in reversed([slot for slot in self._slots if slot.users == 0]):
+                spare += slot.buffer.tensor.numel()
+                if spare > keep:
+                    self._drop([slot])
 
     def _drop(self, slots: list[Slot]) -> None:
         for slot in slots:

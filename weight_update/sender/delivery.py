@@ -24,7 +24,8 @@ from weight_update.progress import Progress
 from weight_update.report import SyncReport, WorkerEvent
 from weight_update.sender.buffers import MIXED, EncodedUpdate
 from weight_update.sender.groups.delta import DeltaGroup
-from weight_update.sender.workers import NOBODY, Outbox, WorkerState, WorkerTable
+from weight_update.sender.workers import NOBODY, GroupAssignment, Outbox, WorkerState, WorkerTable
+from weight_update.threads import start_thread
 from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import Kind, WeightChunk, require_chunk
 
@@ -219,26 +220,18 @@ class AnswerThreads:
         self,
         table: WorkerTable,
         delivery: Delivery,
+        groups: GroupAssignment,
         welcome: Callable[[WorkerState, WeightChunk], None],
-        leave: Callable[[WorkerState], None],
-        publishing: threading.Lock,
-        *,
-        copies: bool,
     ) -> None:
-        self._table, self._delivery, self._welcome, self._leave = table, delivery, welcome, leave
-        self._publishing, self._copies = publishing, copies
+        self._table, self._delivery, self._groups, self._welcome = table, delivery, groups, welcome
+        self._copies = groups.encoding.receiver_copies
 
     def start(self, worker: WorkerState) -> None:
         """Start the thread of a worker, unless it runs."""
         with self._table.lock:
             if worker.thread is None and worker.idx != NOBODY:
-                name = f"weight_update-worker-{worker.idx}"
-                worker.thread = threading.Thread(target=self._run, args=(worker,), name=name, daemon=True)
-                try:
-                    worker.thread.start()
-                except BaseException:
-                    worker.thread = None  # the worker's next attempt to join tries it again
-                    raise
+                # If this raises, the worker's next attempt to join tries it again.
+                worker.thread = start_thread(f"weight_update-worker-{worker.idx}", self._run, worker)
 
     def join(self) -> None:
         """Wait until all threads have ended. Their links are closed."""
@@ -274,10 +267,10 @@ class AnswerThreads:
         """Forget a late joiner, unless it is connected or about to be; return whether it is forgotten."""
         if worker.joined or not worker.late or self._table.closed:
             return False
-        with self._publishing, self._table.lock:
+        with self._groups.lock, self._table.lock:
             if worker.joined or time.monotonic() < worker.admitted_until:
                 return False
-            self._leave(worker)
+            self._groups.move([worker], None)
             self._table.remove(worker)
             worker.thread = None
             worker.close_outbox()

@@ -262,10 +262,8 @@ def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str],
         problems = tuple(line for error in mismatches for line in error.problems)
         raise SchemaMismatchError(str(mismatches[0]).partition("\n")[0], problems)
     if failures:
-        silent = {
-            idx: SyncTimeoutError(f"did not connect within {format_seconds(timeout)}") for idx in overdue
-        }
-        failures = {**failures, **silent}
+        absence = f"did not connect within {format_seconds(timeout)}"
+        failures |= {idx: SyncTimeoutError(absence) for idx in overdue}
         lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
         raise SyncFailedError(f"workers could not connect:{lines}{refused}", failures)
     if overdue:
@@ -296,11 +294,7 @@ def liveness(workers: WorkerAlive | None) -> Callable[[int], bool] | None:
     processes = dict(workers if isinstance(workers, Mapping) else enumerate(workers))
     for process in processes.values():
         _lives(process)
-
-    def lives(worker_idx: int) -> bool:
-        return worker_idx not in processes or _lives(processes[worker_idx])
-
-    return lives
+    return lambda worker_idx: worker_idx not in processes or _lives(processes[worker_idx])
 
 
 def _lives(process: Any) -> bool:

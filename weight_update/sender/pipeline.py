@@ -10,16 +10,16 @@ from functools import partial
 
 import torch
 
-from weight_update.encodings import Encoder, WholeEncoding
 from weight_update.errors import SchemaMismatchError, SyncTimeoutError
 from weight_update.progress import Progress
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import BufferPool, ChunkWindow, EncodedUpdate, Slot, VersionId
 from weight_update.sender.delivery import Delivery
+from weight_update.sender.groups.base import FullGroup
 from weight_update.sender.workers import GroupAssignment, WorkerState
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.wire.frames import Kind, Step, WeightChunk, frame_of
+from weight_update.wire.frames import Kind, Step, WeightChunk, frames_of
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema
 
@@ -34,7 +34,6 @@ class PipelineSender:
         self, groups: GroupAssignment, strategy: WeightStrategy, pool: BufferPool, delivery: Delivery
     ) -> None:
         self._groups, self._strategy, self._pool, self._delivery = groups, strategy, pool, delivery
-        self._encoders: dict[str, Encoder] = {}
 
     def send(self, weights: Mapping[int, NamedWeights], step: Step) -> SyncReport:
         """Convert, encode and send a version.
@@ -45,25 +44,20 @@ class PipelineSender:
         report = SyncReport(step.version, self._strategy.encoding.label)
         for states in self._groups.partition(weights, apart=not step.commit):
             named = weights[states[0].idx]
-            extra = Step.of(step.version, named.extra).extra
-            self._send(states, named, replace(step, extra=extra), report)
+            self._send(states, named, replace(step, extra=Step.of(step.version, named.extra).extra), report)
         return report
 
     def _send(self, states: list[WorkerState], named: NamedWeights, step: Step, report: SyncReport) -> None:
         """Send a version to workers that take the same bytes."""
-        group, encoding, limit = states[0].group, self._strategy.encoding.whole, self._strategy.max_in_flight
-        assert group is not None
+        group, limit = states[0].group, self._strategy.max_in_flight
+        assert isinstance(group, FullGroup)
         assert limit is not None
-        largest = max(encoding.payload_sizes(group.schema))
-        digest = group.schema.digest
-        if digest not in self._encoders:
-            self._encoders[digest] = encoding.encoder(group.schema)
+        largest = max(group.whole_encoding.payload_sizes(group.schema))
         with self._delivery.changed:
             ready = self._ready(states, step)
             pipeline = Pipeline(step, ready, limit, lambda: self._pool.take(largest), self._delivery)
         with contextlib.closing(named.items()) as items:
-            tensors = pipeline.checked(states[0].schema, items)
-            pipeline.run(self._encoders[digest], group.schema, encoding, tensors)
+            pipeline.run(group, pipeline.checked(states[0].schema, items))
         for stage, seconds in pipeline.seconds.items():
             report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
         report.dense_bytes += group.schema.dense_bytes
@@ -110,19 +104,19 @@ class Pipeline:
             worker.window, worker.sent_at = self._window, time.monotonic()
             worker.set_update("inflight", EncodedUpdate(version_id, [], []))
 
-    def run(
-        self, encoder: Encoder, schema: WeightSchema, encoding: WholeEncoding, tensors: Iterator[torch.Tensor]
-    ) -> None:
+    def run(self, group: FullGroup, tensors: Iterator[torch.Tensor]) -> None:
         """Send the whole version; return when the last chunk was handed over.
 
         Ends early if no worker is left. An error of ``tensors`` (see :meth:`checked`) reaches the caller
         after the workers were told to forget this version.
         """
-        start, count = time.perf_counter(), len(encoding.payload_sizes(schema))
+        start, schema, encoding = time.perf_counter(), group.schema, group.whole_encoding
+        count = len(encoding.payload_sizes(schema))
         try:
             with Progress("sending weights", schema.nbytes) as progress:
-                for index, payload in enumerate(encoder.stream(tensors, self._lend)):
-                    self._send(frame_of(self.step, schema, encoding.name, index, count, payload))
+                payloads = group.encoder.stream(tensors, self._lend)
+                for chunk in frames_of(self.step, schema, encoding.name, payloads, count):
+                    self._send(chunk)
                     if not self._active():
                         break
                     progress.advance(schema.nbytes // count)

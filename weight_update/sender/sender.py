@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from weight_update.errors import JoinRefusedError
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import BufferPool
 from weight_update.sender.delivery import AnswerThreads, Delivery
-from weight_update.sender.groups.base import SendGroup, UpdateStats
+from weight_update.sender.groups.base import Encoded, SendGroup
 from weight_update.sender.handle import AnswerReader, Outcomes
 from weight_update.sender.joining import Admission, absent, require_weights, wait_for_none, without_weights
 from weight_update.sender.observed import ObservedUpdate
@@ -64,22 +63,14 @@ class Sender(Outcomes):
         self._least = 0  # number of the next version, at least
         self._first_weights: Mapping[int, NamedWeights] = {}  # for workers that join while connect() waits
         self._first_label = strategy.encoding.whole.label  # of the weights that a worker gets when it joins
-        self._publishing = threading.Lock()
         self._pid = os.getpid()
         first = next(iter(links.values()))
-        self._pool = BufferPool(first, table.changed, timeout)
+        self._pool = BufferPool(first, table.lock, table.changed, timeout)
         self._delivery = Delivery(table, timeout)
-        self._groups = GroupAssignment(table, strategy.encoding, self._pool.borrow)
+        self._groups = GroupAssignment(table, strategy.encoding, self._pool)
         self._pipelines = PipelineSender(self._groups, strategy, self._pool, self._delivery)
         self.admission = Admission(table, self._delivery, strategy, token, self._group_to_join)
-        self._answers = AnswerThreads(
-            table,
-            self._delivery,
-            self.admission.welcome,
-            lambda worker: self._groups.move([worker], None),
-            self._publishing,
-            copies=strategy.encoding.receiver_copies,
-        )
+        self._answers = AnswerThreads(table, self._delivery, self._groups, self.admission.welcome)
         self._reader = AnswerReader(table, self._answers.record_result)
         for worker in table:
             self.admission.watch(worker)
@@ -156,10 +147,10 @@ class Sender(Outcomes):
             for worker in self.table:
                 self._answers.start(worker)
             wait_for_none(self.table, absent, deadline, alive)
-            with self._publishing:
+            with self._groups.lock:
                 report = self._pipelines.send(self._of_known(weights), Step(self._next_number()))
         else:
-            with self._publishing:
+            with self._groups.lock:
                 weights = self._of_known(weights)
                 report = self._stage(weights)
                 self._first_weights = weights
@@ -170,7 +161,7 @@ class Sender(Outcomes):
             wait_for_none(self.table, without_weights, deadline, alive)
             require_weights(self.table, timeout, self.refusals, watched=alive is not None)
         finally:
-            with self._publishing:
+            with self._groups.lock:
                 self._end_connect(weights)
             report.dense_bytes = sum(group.schema.dense_bytes for group in self._groups.all())
         self.fill(report, self.table.known(weights))
@@ -183,27 +174,18 @@ class Sender(Outcomes):
             worker = self.table[idx]
             if worker.group is None and (idx == NOBODY or not worker.late):
                 kept = named if self._strategy.max_in_flight is None else None
-                self._assign_first(worker, worker.schema, kept)
+                self._groups.assign_first(worker, worker.schema, self._number, kept)
         self._first_weights = {}
 
     def _group_to_join(self, worker: WorkerState, wire: WeightSchema) -> SendGroup:
         """Return the send group for a joining worker whose weights travel best as ``wire``."""
-        with self._publishing:
+        with self._groups.lock:
             group = self._groups.join(worker, wire)
             if group is None:
                 first = next(iter(self._first_weights.values()), None) if worker.late else None
-                group = self._assign_first(worker, wire, self._first_weights.get(worker.idx, first))
+                named = self._first_weights.get(worker.idx, first)
+                group = self._groups.assign_first(worker, wire, self._number, named)
             return group
-
-    def _assign_first(self, worker: WorkerState, wire: WeightSchema, named: NamedWeights | None) -> SendGroup:
-        group = self._groups.assign_first(worker, wire, self._number, named)
-        self._trim_to([group])
-        return group
-
-    def _trim_to(self, groups: Iterable[SendGroup]) -> None:
-        """Free buffers beyond the size of the largest update that carries all weights of a group."""
-        with self.table.lock:
-            self._pool.trim(max(group.whole_bytes for group in groups))
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -219,7 +201,7 @@ class Sender(Outcomes):
         Raises:
             SchemaMismatchError: the weights are not those of the schema; nothing was sent.
         """
-        with self._publishing:
+        with self._groups.lock:
             self._groups.release_departed()
             weights = self._of_known(weights)
             with self.table.lock:
@@ -246,7 +228,7 @@ class Sender(Outcomes):
 
     def continue_from(self, version: int) -> None:
         """Give the next update a number above ``version``, or the first weights the number ``version``."""
-        with self._publishing:
+        with self._groups.lock:
             self._least = max(self._least, version if self._number < 0 else version + 1)
 
     def _next_number(self) -> int:
@@ -268,7 +250,7 @@ class Sender(Outcomes):
         # an update that may be aborted does not unite groups
         parts = self._groups.partition(weights, apart=not commit)
         groups: list[SendGroup] = []
-        staged: list[UpdateStats] = []
+        staged: list[Encoded] = []
         try:
             for states in parts:
                 self._groups.await_room(self.timeout)
@@ -278,7 +260,9 @@ class Sender(Outcomes):
                 bases = [worker.has for worker in states if worker.has is not None]
                 staged.append(groups[-1].stage(step, named, bases))
         except BaseException:
-            self._groups.discard(groups)
+            for group in groups:
+                group.discard()
+            self._groups.close_unused(groups)
             raise
         for states, group in zip(parts, groups, strict=True):
             group.source = (self._number, id(weights[states[0].idx]))
@@ -287,7 +271,7 @@ class Sender(Outcomes):
                 group.commit()
         if groups:  # else no worker has joined, and forked ones still hold the memory that would be freed
             _enter(report, groups, staged)
-            self._trim_to(groups)
+            self._pool.trim(max(group.whole_bytes for group in groups))
         else:
             report.encoding = self._first_label
         report.seconds["encode"] = time.perf_counter() - start
@@ -317,7 +301,7 @@ class Sender(Outcomes):
 
     def commit(self, version: int, workers: Iterable[int]) -> None:
         """Have workers apply the version that they staged."""
-        with self._publishing:
+        with self._groups.lock:
             for group in self._groups.all():
                 if group.pending == version:
                     group.commit()
@@ -330,7 +314,7 @@ class Sender(Outcomes):
     def abort(self, version: int, workers: Iterable[int]) -> None:
         """Have workers forget the version that they staged, and go back to the one before."""
         states = self.table.known(workers)
-        with self._publishing:
+        with self._groups.lock:
             for group in self._groups.all():
                 if group.pending == version:
                     group.discard()
@@ -358,11 +342,8 @@ class Sender(Outcomes):
 
     def _recall(self) -> None:
         """Wait until workers have copied their weights out of memory that ends with this process."""
-        borrowers = [
-            worker
-            for worker in self.table
-            if worker.joined and worker.link.capabilities.payloads_die_with_sender
-        ]
+        joined = [worker for worker in self.table if worker.joined]
+        borrowers = [one for one in joined if one.link.capabilities.payloads_die_with_sender]
         self._delivery.tell(borrowers, WeightChunk(Kind.GOODBYE, {}))
         with self.table.lock:
             self.table.changed.wait_for(lambda: not any(one.joined for one in borrowers), _PARTING_SECONDS)
@@ -394,10 +375,11 @@ class Sender(Outcomes):
         self._pool.close()
 
 
-def _enter(report: SyncReport, groups: list[SendGroup], staged: list[UpdateStats]) -> None:
+def _enter(report: SyncReport, groups: list[SendGroup], staged: list[Encoded]) -> None:
     """Enter the facts about the staged updates into ``report``."""
-    total = sum(one.total for one in staged)
+    total = sum(difference.total for _, _, difference in staged)
     report.dense_bytes = sum(group.schema.dense_bytes for group in groups)
-    report.encoding = "+".join(sorted({one.label for one in staged}))
-    report.compression = "+".join(sorted({one.compression for one in staged} - {""}))
-    report.changed_fraction = sum(one.changed for one in staged) / total if total else 0.0
+    report.encoding = "+".join(sorted({label for label, _, _ in staged}))
+    report.compression = "+".join(sorted({compression for _, compression, _ in staged} - {""}))
+    changed = sum(difference.changed for _, _, difference in staged)
+    report.changed_fraction = changed / total if total else 0.0

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from weight_update.encodings import DeltaEncoding, Encoding
 from weight_update.report import WorkerEvent
-from weight_update.sender.buffers import MIXED, ChunkWindow, EncodedUpdate, VersionId
-from weight_update.sender.groups.base import Borrow, FullGroup, SendGroup
+from weight_update.sender.buffers import MIXED, BufferPool, ChunkWindow, EncodedUpdate, VersionId, give_back
+from weight_update.sender.groups.base import FullGroup, SendGroup
 from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.observers import Observers, PendingUpdate
 from weight_update.strategy.named_weights import NamedWeights
@@ -198,7 +198,7 @@ class WorkerState:
         old: EncodedUpdate | None = self.__dict__[role]
         self.__dict__[role] = update.retain() if update is not None else None
         if old is not None:
-            old.release()
+            give_back(old.slots)
 
     def close_outbox(self) -> None:
         """End the thread that writes to it, if there is one."""
@@ -300,13 +300,18 @@ class WorkerTable:
 
 
 class GroupAssignment:
-    """Assigns workers to send groups. One thread at a time calls its methods.
+    """Assigns workers to send groups.
 
     A group is closed when its last worker leaves it.
+
+    Attributes:
+        lock: lock of the thread that calls its methods, and those of groups that encode or commit.
+        encoding: the encoding of updates.
     """
 
-    def __init__(self, table: WorkerTable, encoding: Encoding, borrow: Borrow) -> None:
-        self._table, self._encoding, self._borrow = table, encoding, borrow
+    def __init__(self, table: WorkerTable, encoding: Encoding, pool: BufferPool) -> None:
+        self.lock, self.encoding = threading.Lock(), encoding
+        self._table, self._pool = table, pool
 
     def all(self) -> list[SendGroup]:
         """Return the groups that have workers, or weights for those to come."""
@@ -318,9 +323,10 @@ class GroupAssignment:
             left = {worker.group for worker in states} - {group}
             for worker in states:
                 worker.group = group
-            self._close_unused(left)
+            self.close_unused(left)
 
-    def _close_unused(self, left: Iterable[SendGroup | None]) -> None:
+    def close_unused(self, left: Iterable[SendGroup | None]) -> None:
+        """Close those of the groups that have no workers."""
         for group in left:
             if group is not None and group not in self.all():
                 group.close()
@@ -356,6 +362,7 @@ class GroupAssignment:
                 group.stage(Step.of(version, named.extra), named)
                 group.commit()
         self.move([worker], group)
+        self._pool.trim(group.whole_bytes)
         return group
 
     def _find(self, source: Hashable, wire: WeightSchema) -> SendGroup | None:
@@ -366,10 +373,10 @@ class GroupAssignment:
         names = schema.names
         positions = None if tracked is None else [i for i, name in enumerate(names) if name in tracked]
         group: SendGroup
-        if isinstance(self._encoding, DeltaEncoding):
-            group = DeltaGroup(schema, self._borrow, self._table.lock, self._encoding, positions)
+        if isinstance(self.encoding, DeltaEncoding):
+            group = DeltaGroup(schema, self._pool, self.encoding, positions)
         else:
-            group = FullGroup(schema, self._borrow, self._table.lock, self._encoding.whole)
+            group = FullGroup(schema, self._pool, self.encoding.whole)
         group.source = source
         return group
 
@@ -422,12 +429,6 @@ class GroupAssignment:
         outside = {worker.group for worker in self._table if worker not in states}
         own = [group for group in groups if group not in outside]
         return max(own, key=_version) if own else next(iter(groups)).fork()
-
-    def discard(self, groups: Iterable[SendGroup]) -> None:
-        """Discard what is staged in ``groups``, and close those that have no workers."""
-        for group in groups:
-            group.discard()
-            self._close_unused([group])
 
 
 def _version(group: SendGroup) -> int:

@@ -260,7 +260,7 @@ class TransportBackend(ABC):
         hello: dict[str, Any] = {"schema": schema.to_header(), "strategy": strategy.extract_as}
         hello |= {"keep": False, "version": None, "digests": None}
         self.send_chunk(WeightChunk(Kind.WELCOME, hello), timeout)
-        for chunk in frames_of(Step.of(0, named.extra), schema, encoding.name, payloads):
+        for chunk in frames_of(Step.of(0, named.extra), schema, encoding.name, payloads, len(payloads)):
             self.send_chunk(chunk, timeout)
 
     def receive_weights(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.threads import start_thread
 from weight_update.transports.handshake import Challenge, require_same_user
 from weight_update.transports.rate_limit import Refusals
 from weight_update.transports.shared_memory.unix_stream import (
@@ -142,9 +143,8 @@ class Listener:
             if pending.read():
                 self._remove(pending)
                 served = (pending.stream, *pending.verify(), pending.deadline)
-                name = "weight_update-join"
-                thread = threading.Thread(target=self._serve_one, args=served, name=name, daemon=True)
-                thread.start()  # it raises if there are too many: the other end gets no answer and may retry
+                # It raises if there are too many: the other end gets no answer and may retry.
+                start_thread("weight_update-join", self._serve_one, *served)
         except Exception as error:  # noqa: BLE001 - it ends this connection only
             self._refuse(pending, error)
 

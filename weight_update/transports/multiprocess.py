@@ -172,14 +172,12 @@ class MPTransport(TransportBackend):
     ) -> WeightChunk | None:
         deadline = deadline_of(self._timeout if timeout is None else timeout)
         while True:
-            left = seconds_left(deadline)
+            ended = self._closed or self._other_is_dead()  # first: it may have sent chunks before it died
+            left = 0.0 if ended else seconds_left(deadline)
             item = self._get(_CHECK_SECONDS if left is None else min(left, _CHECK_SECONDS))
             if item is not None:
                 return self._read(item)
-            if self._closed or self._other_is_dead():
-                item = self._get(0.0)  # it may have sent chunks before it died
-                if item is not None:
-                    return self._read(item)
+            if ended:
                 if self._end == "sender":
                     self._other = None  # another worker may take its place; a sender has no successor
                 raise LinkClosedError("the other process is gone")

@@ -8,6 +8,7 @@ from concurrent import futures
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch.distributed import rpc
 
 from weight_update.errors import LinkClosedError
@@ -95,31 +96,28 @@ def _call(rref: Any, model_id: str, applied: WeightChunk, timeout: float) -> fut
 
     def end(future: Any) -> None:  # in a thread of RPC
         try:
-            finish(future.value())
+            failure = future.value()
         except RuntimeError as error:
-            fail(error)
-
-    def fail(error: RuntimeError) -> None:
-        reason = str(error).partition("\n")[0]
-        problem = (
-            f"the update is in force, but the worker's _receive_weights_scheme() could not be called through "
-            f"RPC, or did not return within {timeout:g} s ({reason})"
-        )
-        finish((problem, ""))
-
-    def finish(failure: tuple[str, str] | None) -> None:
+            reason = str(error).partition("\n")[0]
+            problem = (
+                f"the update is in force, but the worker's _receive_weights_scheme() could not be called "
+                f"through RPC, or did not return within {timeout:g} s ({reason})"
+            )
+            failure = problem, ""
         chunk = applied
         if failure is not None:
-            error, text = failure
-            header = {"version": applied.header["version"], "error": error, "traceback": text, "kept": True}
+            problem, text = failure
+            header = {"version": applied.header["version"], "error": problem, "traceback": text, "kept": True}
             chunk = WeightChunk(Kind.FAILED, header)
         with contextlib.suppress(futures.InvalidStateError):  # the link was closed meanwhile
             outcome.set_result(chunk)
 
     try:
-        rpc.rpc_async(rref.owner(), _receive, args=(rref, model_id), timeout=timeout).then(end)
+        call = rpc.rpc_async(rref.owner(), _receive, args=(rref, model_id), timeout=timeout)
     except RuntimeError as error:
-        fail(error)
+        call = torch.futures.Future()
+        call.set_exception(error)
+    call.then(end)
     return outcome
 
 

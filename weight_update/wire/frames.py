@@ -12,7 +12,7 @@ import hmac
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -152,13 +152,17 @@ class WeightChunk:
         """Return prelude and header: everything but the payload."""
         if not checksum or self.payload_bytes == 0:
             return self._head_without_checksum
-        assert self.payload is not None
-        return self._head(zlib.crc32(byte_view(self.payload)))
+        return self._head_with_checksum
 
     @functools.cached_property
     def _head_without_checksum(self) -> bytes:
         """The head, which is the same for all workers that take their payload from shared memory."""
         return self._head(None)
+
+    @functools.cached_property
+    def _head_with_checksum(self) -> bytes:
+        assert self.payload is not None
+        return self._head(zlib.crc32(byte_view(self.payload)))
 
     def _head(self, crc: int | None) -> bytes:
         header, size = compact_json(dict(self.header)).encode(), self.payload_bytes
@@ -205,11 +209,10 @@ class Prelude(NamedTuple):
 
     raw: bytes
     kind: Kind
-    flags: int
     header_bytes: int
     payload_bytes: int
     head_crc: int
-    payload_crc: int
+    payload_crc: int | None
 
     @classmethod
     def decode(cls, raw: bytes | memoryview, max_payload: int = MAX_PAYLOAD_BYTES) -> Prelude:
@@ -230,7 +233,7 @@ class Prelude(NamedTuple):
             raise FormatError("the frame has a payload checksum, but its flags say that there is none")
         if header > MAX_HEADER_BYTES or payload > max_payload:
             raise FormatError(f"frame announces {header} + {payload} bytes, more than is allowed")
-        return cls(raw, _KINDS[kind], flags, header, payload, head_crc, crc)
+        return cls(raw, _KINDS[kind], header, payload, head_crc, crc if flags else None)
 
     def complete(self, header: bytes, payload_of: Callable[[int], torch.Tensor]) -> WeightChunk:
         """Build the chunk as :meth:`assemble` does; ``payload_of`` returns the payload of the given size.
@@ -240,7 +243,7 @@ class Prelude(NamedTuple):
         try:
             payload = payload_of(self.payload_bytes) if self.payload_bytes else None
         except (NotEnoughMemoryError, UnreachableMemoryError) as error:
-            error.version = self._replace(flags=0).assemble(header, None).header.get("version")
+            error.version = self._replace(payload_crc=None).assemble(header, None).header.get("version")
             raise
         return self.assemble(header, payload)
 
@@ -248,7 +251,7 @@ class Prelude(NamedTuple):
         """Build the chunk; FormatError if a checksum does not hold or the header is not valid."""
         if zlib.crc32(header, zlib.crc32(self.raw[:20])) != self.head_crc:
             raise FormatError("the header's checksum is wrong")
-        if self.flags & _HAS_CHECKSUM:
+        if self.payload_crc is not None:
             data = byte_view(payload) if payload is not None else b""
             if zlib.crc32(data) != self.payload_crc:
                 raise FormatError("the payload's checksum is wrong")
@@ -294,38 +297,30 @@ class Step:
 
 
 def frames_of(
-    step: Step, schema: WeightSchema, encoding: str, payloads: Sequence[torch.Tensor], base: int | None = None
-) -> list[WeightChunk]:
-    """Return one frame for each payload; the first carries the extra state.
-
-    ``encoding`` is a wire name, and ``base`` the version that the payloads change; None if they are whole.
-    """
-    count = len(payloads)
-    return [frame_of(step, schema, encoding, i, count, payload, base) for i, payload in enumerate(payloads)]
-
-
-def frame_of(
     step: Step,
     schema: WeightSchema,
     encoding: str,
-    index: int,
+    payloads: Iterable[torch.Tensor],
     count: int,
-    payload: torch.Tensor,
     base: int | None = None,
-) -> WeightChunk:
-    """Return one of the ``count`` frames of :func:`frames_of`."""
-    header = {
-        "version": step.version,
-        "base": base,
-        "schema": schema.digest,
-        "encoding": encoding,
-        "index": index,
-        "count": count,
-        "commit": step.commit,
-        "group": step.group_commit,
-        "extra": step.extra if index == 0 else {},
-    }
-    return WeightChunk(Kind.UPDATE, header, payload)
+) -> Iterator[WeightChunk]:
+    """Yield one frame for each of ``count`` payloads; the first carries the extra state.
+
+    ``encoding`` is a wire name, and ``base`` the version that the payloads change; None if they are whole.
+    """
+    for index, payload in enumerate(payloads):
+        header = {
+            "version": step.version,
+            "base": base,
+            "schema": schema.digest,
+            "encoding": encoding,
+            "index": index,
+            "count": count,
+            "commit": step.commit,
+            "group": step.group_commit,
+            "extra": step.extra if index == 0 else {},
+        }
+        yield WeightChunk(Kind.UPDATE, header, payload)
 
 
 def require_chunk(found: object, link: object) -> WeightChunk | None:

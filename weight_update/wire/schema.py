@@ -109,9 +109,8 @@ class WeightSchema:
                     f"synchronized, such as the result of {plain}()"
                 )
             dtype_name(tensor.dtype)
-        return cls._laid_out(
-            (name, tuple(one.shape), one.dtype, memory_identity(one)) for name, one in named.items()
-        )
+        rows = ((name, tuple(one.shape), one.dtype, memory_identity(one)) for name, one in named.items())
+        return cls._laid_out(rows)
 
     @classmethod
     def _laid_out(cls, rows: Iterable[tuple[str, tuple[int, ...], torch.dtype, Any]]) -> WeightSchema:
@@ -193,9 +192,8 @@ class WeightSchema:
 
     def with_dtype(self, dtype: torch.dtype) -> WeightSchema:
         """Return this schema with its floating tensors in ``dtype`` and with new offsets."""
-        return self._with_dtypes(
-            [dtype if meta.dtype.is_floating_point else meta.dtype for meta in self.tensors]
-        )
+        dtypes = [dtype if meta.dtype.is_floating_point else meta.dtype for meta in self.tensors]
+        return self._with_dtypes(dtypes)
 
     def _with_dtypes(self, dtypes: Sequence[torch.dtype]) -> WeightSchema:
         rows = zip(self.tensors, dtypes, strict=True)

@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from weight_update.encodings import Difference, Encoder, Lend, WholeEncoding
-from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
+from weight_update.encodings import Difference, Encoder, WholeEncoding
+from weight_update.sender.buffers import BufferPool, EncodedUpdate, Slot, VersionId, give_back
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.schema import WeightSchema
 
-Borrow = Callable[[list[Slot]], Lend]
-"""Returns a ``lend`` function that appends each slot it lends to the list, and counts one user for it."""
-
-
-@dataclass(frozen=True)
-class UpdateStats:
-    """Facts about a staged update, for reports.
-
-    Attributes:
-        label: name of the encoding that it travels in.
-        changed: number of elements that are sent.
-        total: number of elements of all weights.
-        compression: label of the compression of the payload; empty for none.
-    """
-
-    label: str
-    changed: int
-    total: int
-    compression: str = ""
+Encoded = tuple[str, str, Difference]
+"""Labels of the encoding and compression of a staged update, and the numbers of elements sent and of all."""
 
 
 @dataclass(frozen=True)
@@ -66,25 +49,27 @@ class SendGroup(ABC):
 
     Args:
         schema: the tensors as they travel, in the receivers' dtypes.
-        lock: the sender's lock; it guards versions and the number of users of each slot.
+        pool: memory for payloads; its lock guards versions, too.
 
     Attributes:
+        whole_encoding: encoding of updates that carry all weights.
         whole_bytes: size of all payloads of an update that carries all weights.
         version_id: the weights that were committed last.
         whole: the update that carries all of them, if there is one in memory.
         source: key of the weights that the group was last given; equal for groups that were given the same.
     """
 
-    def __init__(
-        self, schema: WeightSchema, borrow: Borrow, lock: threading.RLock, whole: WholeEncoding
-    ) -> None:
+    def __init__(self, schema: WeightSchema, pool: BufferPool, whole: WholeEncoding) -> None:
         self.schema = schema
         self.whole_bytes = max(schema.nbytes, sum(whole.payload_sizes(schema)))
         self.version_id: VersionId | None = None
         self.whole: EncodedUpdate | None = None
         self.source: Hashable = None
         self._staged: Staged | None = None
-        self._borrow, self._lock, self._whole_encoding = borrow, lock, whole
+        self.whole_encoding = whole
+        self._borrow, self._lock = pool.borrow, pool.lock
+        everything = Difference(schema.elements, schema.elements)
+        self._encoded_whole: Encoded = whole.label, whole.compressed_with, everything
 
     @property
     def version(self) -> int | None:
@@ -111,7 +96,7 @@ class SendGroup(ABC):
         return {"keep": False, "version": self.version, "digests": None}
 
     @abstractmethod
-    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateStats:
+    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> Encoded:
         """Encode an update. One thread at a time calls this, :meth:`commit` or :meth:`discard`.
 
         ``bases`` are the weights that the workers of this group have now, as far as they are known.
@@ -161,7 +146,7 @@ class SendGroup(ABC):
 
     def _drop_whole(self) -> None:
         if self.whole is not None:
-            self.whole.release()
+            give_back(self.whole.slots)
             self.whole = None
 
     @contextlib.contextmanager
@@ -179,29 +164,27 @@ class SendGroup(ABC):
         """Return the update that carries all weights, given in schema order."""
         with self._borrowing() as slots:
             payloads = encoder.encode(values, self._borrow(slots))
-            chunks = frames_of(step, self.schema, self._whole_encoding.name, payloads)
+            chunks = [*frames_of(step, self.schema, self.whole_encoding.name, payloads, len(payloads))]
         return EncodedUpdate(VersionId(step.version), chunks, slots)
 
 
 class FullGroup(SendGroup):
     """A send group whose updates carry all weights."""
 
-    def __init__(
-        self, schema: WeightSchema, borrow: Borrow, lock: threading.RLock, whole: WholeEncoding
-    ) -> None:
-        super().__init__(schema, borrow, lock, whole)
-        self._stats = UpdateStats(whole.label, schema.elements, schema.elements)
-        self._encoder = whole.encoder(schema)
+    @functools.cached_property
+    def encoder(self) -> Encoder:
+        """The encoder of all updates; one thread at a time uses it."""
+        return self.whole_encoding.encoder(self.schema)
 
     def target(self, has: VersionId | None) -> int | None:
         if self._staged is not None and (has is not None or self.version_id is None):
             return self._staged.step.version
         return self.version
 
-    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateStats:
-        update = self._encode_whole(step, self._encoder, named.in_order(self.schema.names))
+    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> Encoded:
+        update = self._encode_whole(step, self.encoder, named.in_order(self.schema.names))
         self._put(Staged(update.version_id, step, update.slots, update))
-        return self._stats
+        return self._encoded_whole
 
     def commit(self) -> None:
         with self._lock:
@@ -212,7 +195,7 @@ class FullGroup(SendGroup):
             if not staged.step.commit:
                 payloads = [chunk.payload for chunk in update.chunks if chunk.payload is not None]
                 step = staged.step.committed()
-                chunks = frames_of(step, self.schema, self._whole_encoding.name, payloads)
+                chunks = [*frames_of(step, self.schema, self.whole_encoding.name, payloads, len(payloads))]
                 update = EncodedUpdate(update.version_id, chunks, update.slots)
             self._drop_whole()
             self.whole, self.version_id = update, update.version_id

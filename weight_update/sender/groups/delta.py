@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from weight_update.encodings import DeltaEncoding, Lend, Tracker
-from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
-from weight_update.sender.groups.base import Borrow, SendGroup, Staged, UpdateStats
+from weight_update.sender.buffers import BufferPool, EncodedUpdate, Slot, VersionId, give_back
+from weight_update.sender.groups.base import Encoded, SendGroup, Staged
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.memory import digest
@@ -41,14 +41,9 @@ class DeltaGroup(SendGroup):
     """
 
     def __init__(
-        self,
-        schema: WeightSchema,
-        borrow: Borrow,
-        lock: threading.RLock,
-        encoding: DeltaEncoding,
-        tracked: Sequence[int] | None = None,
+        self, schema: WeightSchema, pool: BufferPool, encoding: DeltaEncoding, tracked: Sequence[int] | None
     ) -> None:
-        super().__init__(schema, borrow, lock, encoding.whole)
+        super().__init__(schema, pool, encoding.whole)
         self._encoding = encoding
         self._tracker: Tracker[Any] = encoding.tracker(schema, tracked)
         self._remembering = threading.Lock()  # held while the tracker is read or changed
@@ -67,22 +62,22 @@ class DeltaGroup(SendGroup):
         with self._remembering:
             return {"keep": True, "version": self.version, "digests": self._digests_to_tell()}
 
-    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateStats:
-        elements, tensors = self.schema.elements, named.tensors
+    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> Encoded:
+        tensors = named.tensors
         if self.version is None:
             with self._remembering:
                 self._tracker.begin([tensors[name] for name in self.schema.names])
             self._put(Staged(VersionId(step.version), step, []))
-            return UpdateStats(self._encoding.whole.label, elements, elements)
+            return self._encoded_whole
         difference = self._tracker.compare([tensors.get(name) for name in self.schema.names])
         if not step.commit and any(self._changes_since(one) is None for one in bases):
             # for a worker that no known change can bring there; names that updates do not carry are known
             known = zip(self.schema.names, self._tracker.weights(), strict=True)
             values = [tensors.get(name, kept) for name, kept in known]
-            whole = self._encode_whole(step, self._encoding.whole.encoder(self.schema), values)
+            whole = self._encode_whole(step, self.whole_encoding.encoder(self.schema), values)
             self._put(Staged(whole.version_id, step, whole.slots, whole, difference))
-            return UpdateStats(self._encoding.whole.label, elements, elements)
-        payload, mostly_new = None, difference.changed > _NOT_WORTH * elements
+            return self._encoded_whole
+        payload, mostly_new = None, difference.changed > _NOT_WORTH * self.schema.elements
         if step.commit:  # else a patch is sent in any case
             self._count(mostly_new)
         with self._borrowing() as slots:
@@ -93,8 +88,8 @@ class DeltaGroup(SendGroup):
                 give_back(slots)
             payload, slots = None, []
         self._put(Staged(VersionId(step.version), step, slots, None, difference, payload))
-        used = self._encoding.whole if payload is None else self._encoding
-        return UpdateStats(used.label, difference.changed, difference.total, used.compressed_with)
+        used = self.whole_encoding if payload is None else self._encoding
+        return used.label, used.compressed_with, difference
 
     def _count(self, mostly_new: bool) -> None:
         """Log a warning, once, when several updates in a row have changed most elements."""
@@ -146,7 +141,7 @@ class DeltaGroup(SendGroup):
             step, version_id = staged.step, staged.version_id
         if not payloads:
             return self.whole
-        chunks = frames_of(step, self.schema, self._encoding.name, payloads, has.version)
+        chunks = [*frames_of(step, self.schema, self._encoding.name, payloads, len(payloads), has.version)]
         return EncodedUpdate(version_id, chunks, slots)
 
     def prepare(self) -> None:
@@ -155,19 +150,19 @@ class DeltaGroup(SendGroup):
             if self.whole is not None or version_id is None:  # another worker's thread was first
                 return
             if self._digests_to_tell() is None:
-                encoder = self._encoding.whole.encoder(self.schema)
+                encoder = self.whole_encoding.encoder(self.schema)
                 whole = self._encode_whole(step, encoder, self._tracker.weights())
             else:
                 with self._borrowing() as slots:
                     payload = self._tracker.bootstrap(step.version, self._lend(slots))
-                    chunks = frames_of(step, self.schema, self._encoding.name, [payload], step.version)
+                    chunks = [*frames_of(step, self.schema, self._encoding.name, [payload], 1, step.version)]
                 whole = EncodedUpdate(version_id, chunks, slots)
             whole.version_id = version_id
             with self._lock:
                 if self._goal()[0] is version_id:
                     self.whole = whole
                 else:  # it was closed or dropped meanwhile
-                    whole.release()
+                    give_back(whole.slots)
 
     def fork(self) -> SendGroup:
         """Return another group that starts with a copy of the remembered weights and changes."""

@@ -67,7 +67,7 @@ class RayConnection(LinkConnection):
             hello = (running_ray().get_runtime_context().get_node_id(), chunk.encode())
             ask(self._actor.request_join.remote(self._name, hello, [self._liveness]), _FETCH_SECONDS)
             return
-        head = self.object_store.head(chunk, checksum=not self._local)
+        head = chunk.encode_head(checksum=not self._local)
         message, refs = _PREFIX.pack(_FRAME, len(head)) + head, []
         if chunk.payload_bytes > _INLINE_BYTES:
             refs = [self.object_store.put(chunk)]

@@ -19,7 +19,6 @@ class ObjectStore:
 
     def __init__(self) -> None:
         self._refs: WeakKeyDictionary[WeightChunk, Any] = WeakKeyDictionary()
-        self._heads: WeakKeyDictionary[WeightChunk, bytes] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def put(self, chunk: WeightChunk) -> Any:
@@ -48,15 +47,6 @@ class ObjectStore:
         version = new.header["version"]
         for chunk in [chunk for chunk in self._refs if chunk.header["version"] < version]:
             del self._refs[chunk]
-
-    def head(self, chunk: WeightChunk, *, checksum: bool) -> bytes:
-        """Return the frame of ``chunk`` without its payload; compute the checksum only once."""
-        if not checksum:
-            return chunk.encode_head(checksum=False)
-        with self._lock:
-            if chunk not in self._heads:
-                self._heads[chunk] = chunk.encode_head()
-            return self._heads[chunk]
 
     def forget(self) -> None:
         """Put every payload again from now on, because Ray lost an object."""
