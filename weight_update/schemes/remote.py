@@ -136,7 +136,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         return self.listener.router.sent if isinstance(self.listener, DistributedListener) else 0
 
     def sender_options(self) -> dict[str, Any]:
-        """Return the arguments of the sender's end of any link."""
+        """Return the arguments of both ends of a link."""
         return {
             "token": self.token,
             "host": self.host_name(),

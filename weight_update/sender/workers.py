@@ -207,7 +207,7 @@ class WorkerState:
             self.outbox = None
 
     def leave_window(self, version: int | None = None, *, reading: bool) -> None:
-        """Take no more chunks of ``version``, or of any; see :meth:`ChunkWindow.leave`."""
+        """Take no more chunks of ``version``, where None is any version; see :meth:`ChunkWindow.leave`."""
         if self.window is not None and version in (None, self.window.version):
             self.window.leave(self.idx, reading=reading)
             self.window = None

@@ -27,7 +27,7 @@ Reply = dict[str, Any]
 """The answer to a call: plain values."""
 
 Held = list[Any] | None
-"""The update in force in an explorer: key of its publisher, and number by its scheme; None for none."""
+"""The update that an explorer has in force: its publisher's key and its number. None if it has none."""
 
 _log = logging.getLogger(__name__)
 

@@ -61,7 +61,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
     capabilities: Capabilities = Capabilities(allows_rejoin=True)
 
     explain: Callable[[Exception], Exception] | None = None
-    """Set on a sender's end to say more of its errors: returns the one to raise for an error of the link."""
+    """Function that takes an error of the link and returns the one to raise; set it at a sender's end."""
 
     def __init__(self, *, joins: bool) -> None:
         self._joins = joins

@@ -166,7 +166,7 @@ class SocketStream:
                 except BlockingIOError:
                     wait(deadline)
                 except OSError as error:
-                    self.vanished = not isinstance(error, ConnectionError)
+                    self.vanished = self.vanished or not isinstance(error, ConnectionError)
                     raise LinkClosedError(f"the other end is gone ({error})") from None
 
     def _await_room(self, deadline: float | None) -> None:
