@@ -10,6 +10,7 @@ import stat
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,14 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
     assert data_files(store) == 2
     assert not list(tmp_path.glob("*.lease"))
     with pytest.raises(FileNotFoundError), store.reading(0):
+        pass
+
+
+@pytest.mark.parametrize("version", [1.0, "1", True, None, -1])
+def test_a_version_to_read_is_an_integer(tmp_path: Path, version: Any) -> None:
+    store = CheckpointStore(tmp_path)
+    store.publish(1, weights(1), step=1)
+    with pytest.raises(ValueError, match="version is an integer"), store.reading(version):
         pass
 
 

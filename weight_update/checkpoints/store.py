@@ -206,7 +206,9 @@ class CheckpointStore:
             FileNotFoundError: there is no such version (any more).
             CorruptCheckpointError: the file or its manifest is broken; :meth:`latest` will skip it.
             OSError: the file cannot be read, or the directory cannot be written.
+            ValueError: the version is no integer.
         """
+        version = whole_number(version, "version", least=0)
         weights = self._read(version)  # kept until the end of the block
         yield weights
 

@@ -94,8 +94,8 @@ class NvcompAnsCompression(NvcompCompression):
 def _nvcomp() -> Any:
     if not torch.cuda.is_available():
         raise RuntimeError(
-            "compression by nvCOMP needs a CUDA device, and torch sees none here; "
-            'it also needs pip install "weight-update[nvcomp]"'
+            "compression by nvCOMP needs a CUDA device, and torch sees none here: use compression='ans' and "
+            "transport_device='cpu'. With a device, it also needs pip install \"weight-update[nvcomp]\""
         )
     return optional("nvidia.nvcomp", "nvcomp")
 
