@@ -26,6 +26,10 @@ class TestNvcompLz4Compression(CompressionContract):
         pytest.importorskip("nvidia.nvcomp", reason="needs the extra nvcomp")
         return self.compression()
 
+    def few_values(self, size: int) -> torch.Tensor:
+        """Runs, which are all that LZ4 finds on a GPU for certain."""
+        return super().few_values(size).repeat_interleave(8)[:size]
+
     def test_work_before_and_after_on_another_stream(self) -> None:
         compression = self.make_compression()
         with torch.cuda.stream(torch.cuda.Stream()):
