@@ -9,8 +9,9 @@ import functools
 import inspect
 import sys
 import types
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -27,16 +28,23 @@ _UNFINISHED = (
 )
 
 
-class CallGuard(Protocol):
+class CallGuard(ABC):
     """The part of a gate that holds it during calls; see :class:`~weight_update.Gate`."""
 
-    def enter(self, frame: types.FrameType | None = None) -> Any: ...
+    @abstractmethod
+    def enter(self, frame: types.FrameType | None = None) -> Any:
+        """Keep updates out until :meth:`leave`; return what it takes."""
 
-    def leave(self, section: Any = None) -> None: ...
+    @abstractmethod
+    def leave(self, section: Any = None) -> None:
+        """Let updates in again."""
 
+    @abstractmethod
     def _leave_call(self) -> None: ...
 
-    def hold(self) -> Any: ...
+    @abstractmethod
+    def hold(self) -> Any:
+        """Return a context manager, synchronous or asynchronous, that keeps updates out."""
 
     def guard(self, module: nn.Module) -> Callable[[], None]:
         """Hold the gate during every forward pass of ``module``; return a function that ends this."""

@@ -377,9 +377,9 @@ class Sender(Outcomes):
 
 def _enter(report: SyncReport, groups: list[SendGroup], staged: list[Encoded]) -> None:
     """Enter the facts about the staged updates into ``report``."""
-    total = sum(difference.total for _, _, difference in staged)
+    total = sum(one.difference.total for one in staged)
     report.dense_bytes = sum(group.schema.dense_bytes for group in groups)
-    report.encoding = "+".join(sorted({label for label, _, _ in staged}))
-    report.compression = "+".join(sorted({compression for _, compression, _ in staged} - {""}))
-    changed = sum(difference.changed for _, _, difference in staged)
+    report.encoding = "+".join(sorted({one.encoding for one in staged}))
+    report.compression = "+".join(sorted({one.compression for one in staged} - {""}))
+    changed = sum(one.difference.changed for one in staged)
     report.changed_fraction = changed / total if total else 0.0

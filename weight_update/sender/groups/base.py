@@ -8,7 +8,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +18,13 @@ from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.schema import WeightSchema
 
-Encoded = tuple[str, str, Difference]
-"""Labels of the encoding and compression of a staged update, and the numbers of elements sent and of all."""
+
+class Encoded(NamedTuple):
+    """Facts about a staged update, for reports: labels, and the numbers of elements sent and of all."""
+
+    encoding: str
+    compression: str
+    difference: Difference
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class SendGroup(ABC):
         self.whole_encoding = whole
         self._borrow, self._lock = pool.borrow, pool.lock
         everything = Difference(schema.elements, schema.elements)
-        self._encoded_whole: Encoded = whole.label, whole.compressed_with, everything
+        self._encoded_whole = Encoded(whole.label, whole.compressed_with, everything)
 
     @property
     def version(self) -> int | None:

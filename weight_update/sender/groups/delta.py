@@ -89,7 +89,7 @@ class DeltaGroup(SendGroup):
             payload, slots = None, []
         self._put(Staged(VersionId(step.version), step, slots, None, difference, payload))
         used = self.whole_encoding if payload is None else self._encoding
-        return used.label, used.compressed_with, difference
+        return Encoded(used.label, used.compressed_with, difference)
 
     def _count(self, mostly_new: bool) -> None:
         """Log a warning, once, when several updates in a row have changed most elements."""
