@@ -39,7 +39,8 @@ from weight_update.compression import resolve_compression
 from weight_update.encodings import DenseEncoding, Difference
 from weight_update.encodings.dense import copy_together
 from weight_update.encodings.patch.format import decode_patch
-from weight_update.transports.shared_memory.slots import SharedBuffer
+from weight_update.transports.shared_memory.slots import HostSlotMapping, SharedBuffer
+from weight_update.wire.memory import pin
 from weight_update.wire.schema import WeightSchema
 
 QUICK = "20 MB, 2 turns, 1 %% changed only"
@@ -80,6 +81,9 @@ class _Memory:
         self.pinned = torch.zeros(self.schema.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         copy_together(self.schema.views(self.there), self.live)
         self.slot = SharedBuffer(self.schema.nbytes)
+        pin(self.slot.tensor)
+        self.pageable = torch.zeros(self.schema.nbytes, dtype=torch.uint8)
+        self.mapping = HostSlotMapping(self.slot.fd)
 
 
 def measure_dense(weights: dict[str, torch.Tensor], device: torch.device, turns: int) -> Times:
@@ -87,9 +91,8 @@ def measure_dense(weights: dict[str, torch.Tensor], device: torch.device, turns:
     memory, times = _Memory(weights, device), _times(device)
     times.nbytes["model"] = memory.schema.nbytes
     encoder = DenseEncoding().encoder(memory.schema)
-    slot, there, pinned = memory.slot.tensor, memory.there, memory.pinned
-    pinned_views, slot_views = memory.schema.views(pinned), memory.schema.views(slot)
-    own_views = memory.schema.views(there)
+    slot, there, pinned, pageable = memory.slot.tensor, memory.there, memory.pinned, memory.pageable
+    pinned_views, opened = memory.schema.views(pinned), memory.mapping.first(memory.schema.nbytes)
     for _ in range(1 + turns):
         times.add("dense: encode into a shared slot", lambda: encoder.encode(memory.live, lambda _: slot))
         times.add(
@@ -97,9 +100,10 @@ def measure_dense(weights: dict[str, torch.Tensor], device: torch.device, turns:
             lambda: torch._foreach_copy_(pinned_views, memory.live, non_blocking=True),
         )
         times.add("plain: one buffer to pinned memory", lambda: pinned.copy_(there, non_blocking=True))
-        times.add("plain: one buffer to a shared slot", lambda: slot.copy_(there))
-        times.add("dense: apply from a shared slot", lambda: copy_together(own_views, slot_views))
+        times.add("plain: one buffer to pageable memory", lambda: pageable.copy_(there))
+        times.add("dense: receive from a shared slot", lambda: there.copy_(memory.mapping.pinned(opened)))
         times.add("plain: one buffer from pinned memory", lambda: there.copy_(pinned, non_blocking=True))
+        times.add("plain: one buffer from pageable memory", lambda: there.copy_(pageable))
     memory.slot.close()
     return times
 
@@ -113,7 +117,7 @@ def dense_table(megabytes: float, times: Times) -> Table:
         speed = times.nbytes["model"] / (figure.median or 1.0) / 1e9
         shown = figure.show(1e3, 2) if what.startswith("plain") else figure.cell(1e3, 2)
         rows.append([what, shown, f"{speed:.1f}", f"{ratio(figure, plain) or 0.0:.2f}"])
-    note = "Milliseconds, median (min .. max). Weights on the GPU; shared slots are not pinned."
+    note = "Milliseconds, median (min .. max). Weights on the GPU, slots in host memory."
     return Table(f"Dense, {megabytes:.0f} MB", note, ["copy", "ms", "GB/s", "of a pinned copy"], rows)
 
 
@@ -140,12 +144,13 @@ class _Build:
         return payload
 
     def _apply(self, payload: torch.Tensor, receiver: torch.Tensor) -> None:
-        decode_patch(payload, self._schema).write(receiver)
+        decode_patch(payload, self._schema, receiver.device).write(receiver)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Return the same shared slot in every turn, as an update over shared memory does."""
         if self._slot is None:
             self._slot = SharedBuffer(nbytes + nbytes // 8)
+            pin(self._slot.tensor)
         return self._slot.tensor[:nbytes]
 
     def close(self) -> None:

@@ -53,6 +53,10 @@ shapes = st.one_of(
 )
 
 
+AS_ON_A_GPU = torch.device("cpu:0")
+"""The CPU, where the operators for a GPU run, too; it does not equal ``torch.device("cpu")``."""
+
+
 @dataclasses.dataclass
 class Case:
     schema: WeightSchema
@@ -80,6 +84,10 @@ class Case:
         flat = self.old.clone()
         patch.write(flat)
         assert torch.equal(flat, self.new)
+        for one in (patch, decode_patch(payload, self.schema, AS_ON_A_GPU)):
+            there = self.old.clone()
+            one._write_on_device(there)
+            assert torch.equal(there, self.new)
         return patch
 
 

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from weight_update import MemoryWeightSyncScheme, WeightSyncScheme
+from weight_update import (
+    BucketEncoding,
+    Encoding,
+    MemoryWeightSyncScheme,
+    PatchEncoding,
+    SharedMemWeightSyncScheme,
+    WeightStrategy,
+    WeightSyncScheme,
+)
+from weight_update.encodings import DenseEncoding
 from weight_update.encodings.dense import copy_tensors
 from weight_update.testing import random_bits
+from weight_update.wire.memory import pin
 from weight_update.wire.schema import DTYPES
 
 pytestmark = [
@@ -29,9 +41,12 @@ def make(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 @contextmanager
 def connected(
-    source: nn.Module, target: nn.Module, **options: bool
+    source: nn.Module,
+    target: nn.Module,
+    kind: type[WeightSyncScheme] = MemoryWeightSyncScheme,
+    **options: Any,
 ) -> Iterator[tuple[WeightSyncScheme, WeightSyncScheme]]:
-    sender = MemoryWeightSyncScheme(**options)
+    sender = kind(**options)
     sender.init_on_sender(model=source, num_workers=1)
     receiver = copy.copy(sender)
     receiver.init_on_receiver(model=target, worker_idx=0)
@@ -65,6 +80,78 @@ def test_weights_are_equal(devices: tuple[str, str], dtype: torch.dtype) -> None
             sender.send()
             assert_same(source, target)
             assert next(target.parameters()).device.type == devices[1]
+
+
+def large(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """8 MB in float32."""
+    return nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).to(device=device, dtype=dtype)
+
+
+@torch.no_grad()
+def change_some(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.view(-1)[::50] += 0.25
+
+
+ENCODINGS: dict[str, Callable[[], Encoding]] = {
+    "dense": DenseEncoding,
+    "buckets": partial(BucketEncoding, bucket_size=3 << 20),
+    "buckets, kept": partial(BucketEncoding, bucket_size=3 << 20, load_instant=False),
+    "patch": PatchEncoding,
+    "patch, snapshot on the GPU": partial(PatchEncoding, snapshot_device="cuda"),
+    "patch, compressed": partial(PatchEncoding, compression="zstd"),
+    "patch, compressed by nvCOMP": partial(PatchEncoding, transport_device="cuda", compression="nvcomp_ans"),
+    "patch, rows and columns": partial(PatchEncoding, layout="coo", values="relative"),
+}
+
+
+@pytest.mark.parametrize("stable", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [MemoryWeightSyncScheme, SharedMemWeightSyncScheme])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_every_encoding_through_host_memory(
+    encoding: str, kind: type[WeightSyncScheme], dtype: torch.dtype, stable: bool
+) -> None:
+    if "nvCOMP" in encoding:
+        pytest.importorskip("nvidia.nvcomp", reason="needs pip install 'weight-update[nvcomp]'")
+    source, target = large("cuda"), large("cuda", dtype)
+    strategy = WeightStrategy("state_dict", encoding=ENCODINGS[encoding]())
+    with connected(source, target, kind, strategy=strategy, stable_addresses=stable) as (sender, _):
+        for _ in range(4):
+            change_some(source)
+            sender.send()
+            assert_same(source, target)
+        change(source)
+        sender.send()
+        assert_same(source, target)
+
+
+def test_shared_slots_are_pinned_on_both_sides() -> None:
+    source, target = large("cuda"), large("cuda")
+    with connected(source, target, SharedMemWeightSyncScheme) as (sender, receiver):
+        for _ in range(3):
+            change(source)
+            sender.send()
+        assert all(slot.buffer.tensor.is_pinned() for slot in sender._sender._pool._slots)
+        slots = receiver._receiver.link._slots._slots.values()
+        assert slots
+        assert all(slot._read_only.is_pinned() for slot in slots)
+
+
+def test_memory_that_cannot_be_pinned_changes_nothing() -> None:
+    torch.zeros(1, device="cuda")
+    memory = torch.arange(4 << 20, dtype=torch.uint8)
+    middle = memory[1 << 20 : 2 << 20].clone()
+    assert int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr() + (1 << 20), 1 << 20, 0)) == 0
+    pin(memory)  # a part of it is pinned already
+    assert torch.equal(memory.cuda().cpu()[1 << 20 : 2 << 20], middle)
+    assert int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr() + (1 << 20))) == 0
+    pin(memory)
+    assert memory.is_pinned()
+    address = memory.data_ptr()
+    del memory
+    again = torch.empty(4 << 20, dtype=torch.uint8)
+    assert again.data_ptr() != address or not again.is_pinned()
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

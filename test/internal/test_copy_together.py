@@ -13,6 +13,7 @@ from weight_update.wire.schema import DTYPES
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "_IS_CUDA", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -20,9 +21,9 @@ def test_every_bit_is_copied(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     copied: set[torch.dtype] = set()
     copy = torch._foreach_copy_
 
-    def note(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def note(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool) -> None:
         copied.update(one.dtype for one in (*targets, *sources))
-        copy(targets, sources)
+        copy(targets, sources, non_blocking=non_blocking)
 
     monkeypatch.setattr(torch, "_foreach_copy_", note)
     sources = [random_bits((5, 7), dtype, 1), random_bits((8, 6), dtype, 2)[:, ::2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from fuzz import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from patch_cases import Case, any_options, cases, lend, options
+from patch_cases import AS_ON_A_GPU, Case, any_options, cases, lend, options
 
 from weight_update.encodings.patch.changes import ByteRange, Changes, Sparse
 from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
@@ -26,8 +27,15 @@ def decodes_or_refuses(payload: torch.Tensor, schema: WeightSchema) -> bool:
     """Whether a damaged payload is refused; if it is not, it must stay inside the buffer."""
     try:
         patch = decode_patch(payload, schema)
-    except FormatError:
+    except FormatError as error:
+        message = re.escape(str(error))
+        with pytest.raises(FormatError, match=f"^{message}$"):
+            decode_patch(payload, schema, AS_ON_A_GPU)
         return True
+    there = decode_patch(payload, schema, AS_ON_A_GPU)
+    for ours, theirs in zip(patch.sparse, there.sparse, strict=True):
+        assert torch.equal(ours.positions, theirs.positions)
+        assert torch.equal(ours.values, theirs.values)
     for part in patch.sparse:
         positions = part.positions.numpy()
         assert positions[0] >= 0

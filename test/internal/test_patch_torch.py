@@ -7,11 +7,22 @@ import pytest
 import torch
 from fuzz import examples
 from hypothesis import given
-from patch_cases import ALL_OPTIONS, Case, any_options, bf16_case, cases, lend, make_case, options
+from patch_cases import (
+    ALL_OPTIONS,
+    AS_ON_A_GPU,
+    Case,
+    any_options,
+    bf16_case,
+    cases,
+    lend,
+    make_case,
+    options,
+)
 
+from weight_update.encodings.patch import gaps_cuda
 from weight_update.encodings.patch.changes import Changes, Sparse
 from weight_update.encodings.patch.encode_cuda import add_on_device
-from weight_update.encodings.patch.format import PatchOptions, encode_patch
+from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
 from weight_update.wire.schema import WeightSchema
 
 on_gpu = [
@@ -73,3 +84,22 @@ def test_coordinates_need_a_tensor_of_the_width(names: tuple[str, ...], device: 
     changes = Changes((Sparse.of(2, outside, torch.ones(1, dtype=torch.int16)),))
     with pytest.raises(ValueError, match="outside the tensors of its width"):
         encode_patch(changes.to(device), schema, 0, 1, options("coo"), lend, add_on_device)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_positions_are_decoded_part_by_part(
+    dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(gaps_cuda, "_PART", size)
+    there = AS_ON_A_GPU if device.type == "cpu" else device
+    schema = WeightSchema.of({"a": torch.empty(100_000, dtype=dtype)})
+    for seed in range(5):
+        case = make_case(schema, np.random.default_rng(seed), 0.0005 * seed, 3)
+        payload = case.encode(options(values="relative"))
+        patch = decode_patch(payload, schema, there)
+        for part, expected in zip(patch.sparse, case.changes.sparse, strict=True):
+            assert torch.equal(part.positions.cpu(), expected.positions)
+        flat = case.old.to(device)
+        patch._write_on_device(flat)
+        assert torch.equal(flat.cpu(), case.new)

@@ -12,6 +12,8 @@ import torch
 from weight_update.errors import FormatError
 from weight_update.wire.schema import TensorMeta, WeightSchema
 
+CPU = torch.device("cpu")
+
 Lend = Callable[[int], torch.Tensor]
 """Returns a 1-D uint8 tensor of the given size, which the transport can send without a copy.
 
@@ -246,8 +248,8 @@ class DeltaEncoding(Encoding):
 
     @classmethod
     @abstractmethod
-    def read(cls, payload: torch.Tensor, schema: WeightSchema) -> Delta:
-        """Return the delta in ``payload``.
+    def read(cls, payload: torch.Tensor, schema: WeightSchema, device: torch.device = CPU) -> Delta:
+        """Return the delta in ``payload``, which is on the CPU, for weights on ``device``.
 
         Raises:
             FormatError: the payload is not a delta, or does not fit the schema.
@@ -292,9 +294,15 @@ def decoder_for(wire_name: str, schema: WeightSchema) -> Decoder:
     return _registered(wire_name, WholeEncoding).decoder(schema)  # type: ignore[type-abstract]
 
 
-def read_delta(wire_name: str, payload: torch.Tensor, schema: WeightSchema) -> Delta:
-    """Return the delta in a payload; raise FormatError if its encoding is unknown or it is not valid."""
-    return _registered(wire_name, DeltaEncoding).read(payload, schema)  # type: ignore[type-abstract]
+def read_delta(
+    wire_name: str, payload: torch.Tensor, schema: WeightSchema, device: torch.device = CPU
+) -> Delta:
+    """Return the delta in a payload, for weights on ``device``.
+
+    Raises:
+        FormatError: the encoding is unknown, or the payload is not valid.
+    """
+    return _registered(wire_name, DeltaEncoding).read(payload, schema, device)  # type: ignore[type-abstract]
 
 
 def _registered(wire_name: str, kind: type[_K]) -> type[_K]:

@@ -212,10 +212,23 @@ def copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 
     Between GPU tensors, torch changes the bits of 16-bit NaNs. It does not support float8, complex32 and
     unsigned integers of more than 8 bits, nor several dtypes at once.
+
+    Copies between a GPU and the CPU are done on return, those between GPUs are queued.
     """
-    if not any(map(_IS_CUDA, sources)):
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch._foreach_copy_(list(targets), list(sources))
         return
+    on_gpu = [one.device for one in (*targets, *sources) if _IS_CUDA(one)]
+    if any(map(_IS_CUDA, sources)):
+        _copy_from_gpu(targets, sources)
+    else:
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=bool(on_gpu))
+    if len(on_gpu) < len(targets) + len(sources):
+        for device in set(on_gpu):
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _copy_from_gpu(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         group = groups.setdefault((target.dtype, source.dtype), ([], []))
@@ -226,10 +239,10 @@ def copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
             integers = _INTEGERS[of.itemsize]
             ours, theirs = ([one.view(integers) for one in part] for part in (ours, theirs))
         if to is of or {to, of} <= _CONVERTED_TOGETHER:
-            torch._foreach_copy_(ours, theirs)
+            torch._foreach_copy_(ours, theirs, non_blocking=True)
         else:
             for target, source in zip(ours, theirs, strict=True):
-                target.copy_(source)
+                target.copy_(source, non_blocking=True)
 
 
 def _split(target: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

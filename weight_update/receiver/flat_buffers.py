@@ -132,7 +132,7 @@ class OwnCopy(Storage):
             return
         payloads, nbytes = update.payloads, self.schema.nbytes
         whole = next((one for one in payloads if one.numel() == nbytes and self._owns(one)), None)
-        if whole is None or self._device.type != "cpu":
+        if whole is None or whole.device != self.device:
             flat = self._allocate()
             views = self.schema.views(flat)
             copy_tensors(views, update.values, "applying weights", serial=True)
@@ -250,11 +250,12 @@ class OwnCopy(Storage):
         self._version = version
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """Device of the buffer."""
         return torch.device("cpu") if self._binding is None else self._binding.home
 
     def _allocate(self) -> torch.Tensor:
-        return torch.empty(self.schema.nbytes, dtype=torch.uint8, device=self._device)
+        return torch.empty(self.schema.nbytes, dtype=torch.uint8, device=self.device)
 
     def _find_copies(self) -> None:
         """Find out which of the model's tensors do not lie in the buffer, and how writes are counted."""

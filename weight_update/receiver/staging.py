@@ -21,7 +21,7 @@ from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import WeightChunk, extra_of, payloads_of
-from weight_update.wire.memory import await_stream, memory_identity
+from weight_update.wire.memory import await_stream, memory_identity, pin
 from weight_update.wire.schema import WeightSchema
 
 _CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ class Staging:
         self.staged: StagedUpdate | None = None
         self.parts: list[WeightChunk] = []
         self._strategy, self._gate, self._stable = options.strategy, options.gate, options.stable_addresses
-        self._release = options.link.release
+        self._link = options.link
         self._schema: WeightSchema | None = None
         self.target = Target()
         self._own: OwnCopy | None = None
@@ -197,15 +197,23 @@ class Staging:
         return update
 
     def _fed(self, chunk: WeightChunk) -> WeightChunk:
-        """Return a chunk whose payload the decoder has read on arrival, unless it is flat."""
+        """Return a chunk whose payload was read on arrival; a flat one is read only to bring it to a GPU."""
         header, payload = chunk.header, chunk.payload
-        if payload is None or (decoder := self._decoder(header["encoding"])).is_flat:
+        if payload is None:
             return chunk
-        allocate = functools.partial(self.allocate, device=self.target.device_for(payload))
-        fed = decoder.feed(header["index"], payload, allocate)
-        if fed is payload:
+        decoder, device = self._decoder(header["encoding"]), self.target.device_for(payload)
+        source = self._link.pinned(payload) if device.type == "cuda" else payload
+        if not decoder.is_flat:
+            fed = decoder.feed(header["index"], source, functools.partial(self.allocate, device=device))
+        elif payload.is_cpu and device.type == "cuda":
+            fed = self.allocate(payload.numel(), device)
+            fed.copy_(source)
+            await_stream(fed)
+        else:
+            fed = source
+        if fed is source:
             return chunk
-        self._release(payload)
+        self._link.release(payload)
         return replace(chunk, payload=fed)
 
     def forget(self, version: int | None = None) -> bool:
@@ -233,6 +241,7 @@ class Staging:
             if (memory.numel(), memory.device) == (nbytes, device) and id(memory) not in taken:
                 return memory
         fresh = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        pin(fresh)
         self._memory = [memory for memory in self._memory if id(memory) in taken] + [fresh]
         return fresh
 
@@ -283,7 +292,9 @@ class Staging:
         header, payloads = parts[0].header, payloads_of(parts)
         if self._own is None:
             raise FormatError("got a delta, but this receiver keeps no weights to apply it to")
-        deltas = [read_delta(header["encoding"], payload, schema) for payload in payloads]
+        device = self._own.device
+        sources = map(self._link.pinned, payloads) if device.type == "cuda" else payloads
+        deltas = [read_delta(header["encoding"], source, schema, device) for source in sources]
         chain = [header["base"], *(delta.version for delta in deltas)]
         if chain[:-1] != [delta.base for delta in deltas] or chain[-1] != header["version"]:
             raise FormatError(f"the deltas do not lead from version {header['base']} to {header['version']}")
@@ -326,7 +337,7 @@ class Staging:
         header = chunk.header
         engine.load_chunk(chunk, self._decoder(header["encoding"]), schema)
         if chunk.payload is not None:
-            self._release(chunk.payload)
+            self._link.release(chunk.payload)
         self.parts.append(replace(chunk, payload=None))
         if len(self.parts) < header["count"]:
             return None

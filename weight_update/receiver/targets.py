@@ -94,7 +94,7 @@ class ModelTarget(Target):
         self.binding = strategy.bind(model)
 
     def device_for(self, payload: torch.Tensor) -> torch.device:
-        return self.binding.home if payload.is_cuda else super().device_for(payload)
+        return self.binding.home
 
     def follow(self, schema: WeightSchema) -> bool:
         if not self.binding.is_stale():

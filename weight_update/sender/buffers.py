@@ -13,6 +13,7 @@ from weight_update.encodings import Lend
 from weight_update.errors import NotEnoughMemoryError
 from weight_update.transports.base import Buffer, TransportBackend
 from weight_update.wire.frames import WeightChunk
+from weight_update.wire.memory import pin
 
 _IDLE_UPDATES = 8
 _CHECK_SECONDS = 0.2
@@ -94,7 +95,7 @@ class BufferPool:
         """Allocate buffers until there are ``count`` of this size; :meth:`trim` keeps that many."""
         self._reserved[nbytes] = max(count, self._reserved.get(nbytes, 0))
         while sum(slot.buffer.tensor.numel() == nbytes for slot in self._slots) < count:
-            self._slots.append(Slot(self._link.allocate(nbytes)))
+            self._slots.append(self._allocate(nbytes))
 
     def borrow(self, slots: list[Slot]) -> Lend:
         """Return a ``lend`` function that takes slots, with one user each, and appends them to ``slots``."""
@@ -135,7 +136,7 @@ class BufferPool:
                 slot.taken = self._updates
                 return slot
         try:
-            self._slots.append(Slot(self._link.allocate(nbytes), self._updates))
+            self._slots.append(self._allocate(nbytes))
         except NotEnoughMemoryError:
             if free:
                 self._drop(free)  # of other sizes
@@ -144,6 +145,11 @@ class BufferPool:
                 raise
             return None
         return self._slots[-1]
+
+    def _allocate(self, nbytes: int) -> Slot:
+        buffer = self._link.allocate(nbytes)
+        pin(buffer.tensor)
+        return Slot(buffer, self._updates)
 
     def trim(self, keep: int) -> None:
         """Free unused buffers beyond ``keep`` bytes, and those that the last few updates did not need.

@@ -132,7 +132,7 @@ class TransportBackend(ABC):
     ``send_chunk`` or ``recv_chunk`` that waits in another thread raise LinkClosedError. After ``disconnect``,
     the sender's ``recv_chunk`` may also go on waiting, for the worker's next connection. The receiver calls
     ``restart`` while no other thread sends or receives. Any thread may read ``capabilities`` and call
-    ``screen``, ``allocate``, ``expect`` and ``release``.
+    ``screen``, ``allocate``, ``expect``, ``release`` and ``pinned``.
     """
 
     capabilities: Capabilities = Capabilities()
@@ -229,6 +229,13 @@ class TransportBackend(ABC):
 
     def release(self, payload: torch.Tensor) -> None:  # noqa: B027 - it need not be overridden
         """Note, at the receiver's end, that the weights in ``payload`` are no longer in use."""
+
+    def pinned(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a received ``payload`` in memory from which a GPU copies fast, if there is any.
+
+        They lie there until :meth:`release`, and can only be read. By default this is ``payload``.
+        """
+        return payload
 
     # -- whole sets of weights, without a scheme -----------------------------------------------------
 

@@ -1,17 +1,47 @@
-"""The memory of tensors: byte views, identity, digest, and waiting for GPU work that writes it."""
+"""The memory of tensors: byte views, identity, digest, pinning, and waiting for GPU work that writes it."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import weakref
 from typing import Any
 
 import torch
+
+_WORTH_PINNING = 1 << 20  # bytes; smaller memory is copied about as fast without
+_READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 def await_stream(tensor: torch.Tensor) -> None:
     """Wait for all work that this thread has queued on the GPU of ``tensor``, if it is on one."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def pin(memory: torch.Tensor, *, read_only: bool = False) -> None:
+    """Pin the memory that a tensor lies in until it is freed, if this process uses a GPU.
+
+    A GPU copies from and to it 3 to 6 times faster. Small memory stays as it is, and so does memory that the
+    system refuses to pin. ``read_only`` says that this process may not write to it.
+    """
+    storage = memory.untyped_storage()
+    if not torch.cuda.is_initialized() or memory.is_cuda:  # type: ignore[no-untyped-call]
+        return
+    if storage.nbytes() < _WORTH_PINNING or memory.is_pinned():
+        return
+    cuda, address = torch.cuda.cudart(), storage.data_ptr()  # type: ignore[no-untyped-call]
+    if int(cuda.cudaHostRegister(address, storage.nbytes(), _READ_ONLY if read_only else 0)) == 0:
+        weakref.finalize(storage, _unpin, address, os.getpid()).atexit = False
+        return
+    with contextlib.suppress(RuntimeError):  # CUDA remembers the refusal, and the next kernel would raise it
+        torch.zeros(1, device="cuda")
+
+
+def _unpin(address: int, owner: int) -> None:
+    if os.getpid() == owner:  # a forked process has no CUDA
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def digest(tensor: torch.Tensor) -> str:

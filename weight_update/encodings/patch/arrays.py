@@ -98,8 +98,8 @@ def _gather(buffers: Sequence[torch.Tensor], out: Array) -> None:
     """Copy the buffers into ``out``, in order; if any is on a GPU, copy from it in one transfer."""
     gpu = next((one.device for one in buffers if one.is_cuda), None)
     if gpu is not None:
-        together = torch.cat([one.to(gpu) for one in buffers])
-        buffers = [torch.empty(together.shape, dtype=torch.uint8, pin_memory=True).copy_(together)]
+        torch.from_numpy(out).copy_(torch.cat([one.to(gpu) for one in buffers]))
+        return
     ends = list(itertools.accumulate(one.numel() for one in buffers))
 
     def copy(buffer_and_end: tuple[torch.Tensor, int]) -> None:

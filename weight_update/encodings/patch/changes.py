@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.arrays import Array
 from weight_update.encodings.patch.gaps import Gaps
+from weight_update.encodings.patch.gaps_cuda import DeviceGaps
 from weight_update.errors import FormatError
 from weight_update.threads import in_threads, threads_for
 from weight_update.wire.schema import TensorMeta, WeightSchema
@@ -50,6 +51,10 @@ class Segment:
         """Return a copy of what may be views into a payload: offsets are decoded, so they are no views."""
         return replace(self, values=self.values.clone())
 
+    def pieces(self, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield positions, int64, and values on a GPU."""
+        yield self.offsets.to(device).to(torch.int64) + self.first, self.values.to(device)
+
 
 @dataclass(frozen=True, eq=False)
 class GapSegment:
@@ -72,6 +77,34 @@ class GapSegment:
         """Return a copy of what may be views into a payload."""
         return GapSegment(replace(self.gaps, units=self.gaps.units.copy()), self.values.clone())
 
+    def pieces(self, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield positions, int64, and values on a GPU, part by part."""
+        return DeviceSegment(DeviceGaps.of(self.gaps, device), self.values.to(device)).pieces(device)
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSegment:
+    """A segment whose positions are gaps on a GPU."""
+
+    gaps: DeviceGaps
+    values: torch.Tensor = field(repr=False)
+    first = 0
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """The offsets of a :class:`Segment`."""
+        return self.gaps.all()
+
+    def kept(self) -> DeviceSegment:
+        """Return the segment itself, which has no views into a payload."""
+        return self
+
+    def pieces(self, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield positions, int64, and values on a GPU, part by part."""
+        return zip(
+            self.gaps.positions(), torch.split(self.values, [n for _, n in self.gaps.parts]), strict=True
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Sparse:
@@ -85,7 +118,7 @@ class Sparse:
     """
 
     width: int
-    segments: tuple[Segment | GapSegment, ...]
+    segments: tuple[Segment | GapSegment | DeviceSegment, ...]
     relative: bool = False
 
     @classmethod
@@ -132,20 +165,23 @@ class Changes:
 
     def write(self, flat: torch.Tensor) -> None:
         """Change ``flat`` (1-D uint8, 8-byte aligned) from old to new; positions are trusted."""
+        if not flat.is_cpu:
+            self._write_on_device(flat)
+            return
         here = self.to(flat.device)
         for part in here.sparse:
-            words = flat.view(BITS[part.width])
-            if words.is_cuda:
-                positions, values = part.positions, part.values
-                words[positions] = words[positions] + values if part.relative else values
-            else:
-                _write_sparse(words.numpy(), part)
+            _write_sparse(flat.view(BITS[part.width]).numpy(), part)
         for one in here.ranges:
-            place = flat[one.start : one.start + one.data.numel()]
-            if place.is_cuda:
-                place.copy_(one.data)
-            else:
-                place.numpy()[:] = one.data.numpy()
+            flat.numpy()[one.start : one.start + one.data.numel()] = one.data.numpy()
+
+    def _write_on_device(self, flat: torch.Tensor) -> None:
+        for part in self.sparse:
+            words = flat.view(BITS[part.width])
+            for segment in part.segments:
+                for positions, values in segment.pieces(flat.device):
+                    words[positions] = words[positions] + values if part.relative else values
+        for one in self.ranges:
+            flat[one.start : one.start + one.data.numel()].copy_(one.data)
 
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Changes:
         """Return these changes with every tensor replaced by ``move(tensor)``."""

@@ -4,7 +4,7 @@ The steps for tile ``i`` of a snapshot on the CPU, and the queue of each::
 
     fetch    snapshot i+1 -> device, while i is compared
     compute  wait for fetch i; compare, nonzero, gather
-    store    after the last tile: positions and values -> pinned memory
+    store    gaps and values -> pinned memory, while the next tile is compared
     later    the caller writes the changes into the snapshot, in a thread of its own; changes that stayed
              on the device are copied to pinned memory first, in queue store
 
@@ -19,8 +19,10 @@ from typing import Literal
 import torch
 
 from weight_update.encodings.dense import copy_together
-from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Sparse
+from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, GapSegment, Segment, Sparse
 from weight_update.encodings.patch.diff_cpu import Scan, check_sizes
+from weight_update.encodings.patch.gaps import Gaps
+from weight_update.encodings.patch.gaps_cuda import units_needed, units_of
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.wire.schema import WeightSchema
 
@@ -107,7 +109,9 @@ class CudaScanner:
         """Compare as :meth:`Scanner.scan <weight_update.encodings.patch.diff_cpu.Scanner.scan>` does."""
         check_sizes(self._schema, tensors, snapshot)
         live = flattened(tensors, self._tiles)
-        found, ranges, changed = [], [], 0
+        found: dict[int, list[Segment | GapSegment]] = {}
+        ranges: list[ByteRange] = []
+        changed = 0
         for index, old in enumerate(self._arriving(snapshot)):
             tile, new = self._tiles[index], self._new[: len(old)]
             new.copy_(old)  # so that nothing differs between the tensors
@@ -121,9 +125,10 @@ class CudaScanner:
             for width, at, values in here:
                 if self._relative:
                     values = values - old.view(BITS[width])[at]
-                found.append((width, at + tile.start // width, values))
-        changes = Changes(self._merge(found), tuple(ranges))
+                found.setdefault(width, []).append(self._segment(tile.start // width, at, values))
         self._queues.finish()
+        sparse = (Sparse(width, tuple(found[width]), self._relative) for width in sorted(found))
+        changes = Changes(tuple(sparse), tuple(ranges))
         return Scan(changed, sum(tile.elements for tile in self._tiles), changes)
 
     def _arriving(self, snapshot: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -140,15 +145,14 @@ class CudaScanner:
             self._queues.fetched(coming[i])
             yield target
 
-    def _merge(self, found: Sequence[ElementDiff]) -> tuple[Sparse, ...]:
-        """Join the differences into one set of changes for each width."""
-        sparse = []
-        for width in sorted({width for width, _, _ in found}):
-            positions = torch.cat([positions for w, positions, _ in found if w == width])
-            values = torch.cat([values for w, _, values in found if w == width])
-            positions, values = self._store(positions), self._store(values)
-            sparse.append(Sparse.of(width, positions, values, self._relative))
-        return tuple(sparse)
+    def _segment(self, first: int, offsets: torch.Tensor, values: torch.Tensor) -> Segment | GapSegment:
+        """Return changes of one tile; gaps are for the CPU, which they reach in an eighth of the bytes."""
+        if not self._stores:
+            return Segment(first, offsets, values)
+        gaps = offsets.diff(prepend=offsets.new_full((1,), -1)) - 1
+        needed, last = torch.stack([units_needed(gaps, 1), offsets[-1]]).tolist()
+        units = self._store(units_of(gaps, 1, needed).view(torch.uint8)).numpy()
+        return GapSegment(Gaps(first, first + last, units, len(offsets)), self._store(values))
 
     def _store(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._queues.store(tensor) if self._stores else tensor

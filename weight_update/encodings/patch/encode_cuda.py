@@ -14,13 +14,12 @@ import torch
 from weight_update.encodings.patch.arrays import ArrayWriter, narrowest
 from weight_update.encodings.patch.changes import Sparse
 from weight_update.encodings.patch.format import PatchOptions
-from weight_update.encodings.patch.gaps import UNITS, escape_of
+from weight_update.encodings.patch.gaps import UNITS
+from weight_update.encodings.patch.gaps_cuda import SIGNED, units_needed, units_of
 from weight_update.encodings.patch.positions_coo import Grid
 from weight_update.wire.schema import WeightSchema
 
 Tensor = torch.Tensor
-
-_SIGNED: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
@@ -33,14 +32,14 @@ def add_on_device(out: ArrayWriter, part: Sparse, schema: WeightSchema, options:
     else:
         _add_integers(out, [part.positions])
     if part.relative:
-        _add_byte_planes(out, part.values.view(_SIGNED[part.width]))
+        _add_byte_planes(out, part.values.view(SIGNED[part.width]))
     else:
         out.put(part.values.contiguous().view(torch.uint8), part.width)
 
 
 def _add(out: ArrayWriter, numbers: Tensor, width: int) -> None:
     """Add integers that fit ``width`` bytes, unsigned."""
-    out.put(numbers.to(_SIGNED[width]).view(torch.uint8), width)  # modulo: the bits of the unsigned one
+    out.put(numbers.to(SIGNED[width]).view(torch.uint8), width)  # modulo: the bits of the unsigned one
 
 
 def _add_integers(out: ArrayWriter, arrays: Sequence[Tensor]) -> None:
@@ -52,14 +51,9 @@ def _add_integers(out: ArrayWriter, arrays: Sequence[Tensor]) -> None:
 def _add_gaps(out: ArrayWriter, positions: Tensor) -> None:
     """Add gaps as :func:`~weight_update.encodings.patch.gaps.merge_gaps` returns them."""
     gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
-    more = torch.stack([(gaps // escape_of(size)).sum() for size in UNITS]).tolist()
-    needed = {size: gaps.numel() + escapes for size, escapes in zip(UNITS, more, strict=True)}
-    size = min(UNITS, key=lambda size: size * needed[size])
-    escapes = gaps // escape_of(size)
-    units = torch.full((needed[size],), -1, dtype=_SIGNED[size], device=gaps.device)
-    ends = (escapes + 1).cumsum(0) - 1
-    units[ends] = (gaps - escapes * escape_of(size)).to(units.dtype)
-    _add(out, units, size)
+    needed = torch.stack([units_needed(gaps, size) for size in UNITS]).tolist()
+    size, count = min(zip(UNITS, needed, strict=True), key=lambda one: one[0] * one[1])
+    _add(out, units_of(gaps, size, count), size)
 
 
 def _add_byte_planes(out: ArrayWriter, steps: Tensor) -> None:

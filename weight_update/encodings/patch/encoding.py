@@ -15,7 +15,15 @@ import torch
 
 from weight_update.arguments import require_bool
 from weight_update.compression import Compression, resolve_compression
-from weight_update.encodings.base import Delta, DeltaEncoding, Lend, Tracker, WholeEncoding, register_encoding
+from weight_update.encodings.base import (
+    CPU,
+    Delta,
+    DeltaEncoding,
+    Lend,
+    Tracker,
+    WholeEncoding,
+    register_encoding,
+)
 from weight_update.encodings.bucket import BucketEncoding, require_size
 from weight_update.encodings.dense import copy_tensors
 from weight_update.encodings.patch.changes import ByteRange, Changes
@@ -27,7 +35,6 @@ from weight_update.wire.memory import await_stream
 from weight_update.wire.schema import WeightSchema, matching
 
 _NOTHING = torch.empty(0)
-_CPU = torch.device("cpu")
 _FEW = 100_000
 """Changes below which the snapshot is written at once: starting a thread would take longer."""
 
@@ -129,8 +136,8 @@ class PatchEncoding(DeltaEncoding):
         return PatchTracker(self, schema, tracked)
 
     @classmethod
-    def read(cls, payload: torch.Tensor, schema: WeightSchema) -> Delta:
-        return decode_patch(payload, schema)
+    def read(cls, payload: torch.Tensor, schema: WeightSchema, device: torch.device = CPU) -> Delta:
+        return decode_patch(payload, schema, device)
 
 
 class PatchTracker(Tracker[Scan]):
@@ -194,7 +201,7 @@ class PatchTracker(Tracker[Scan]):
         metas = [self._schema.tensors[i] for i in self._schema.distinct if i in chosen]
         ranges = [ByteRange(m.offset, self._flat[m.offset : m.offset + m.nbytes]) for m in metas if m.nbytes]
         ranges.sort(key=lambda one: one.start)
-        changes = Changes(ranges=tuple(ranges)).to(_CPU)
+        changes = Changes(ranges=tuple(ranges)).to(CPU)
         return encode_patch(changes, self._schema, version, version, self._options.options, lend)
 
     def advance(self, difference: Scan) -> None:

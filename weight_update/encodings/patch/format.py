@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from weight_update.compression import Compression
-from weight_update.encodings.base import Lend
+from weight_update.encodings.base import CPU, Lend
 from weight_update.encodings.patch.arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
 from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, GapSegment, Segment, Sparse
-from weight_update.encodings.patch.gaps import UNITS, Gaps, cut_units, merge_gaps, most_units
+from weight_update.encodings.patch.decode_cuda import read_segment
+from weight_update.encodings.patch.gaps import UNITS, cut_units, merge_gaps, most_units
 from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode_coo, require_increasing
 from weight_update.encodings.patch.values import decode_steps, encode_steps
 from weight_update.errors import FormatError
@@ -161,8 +162,10 @@ def encode_patch(
     return out.write(head + b"".join(_SECTION.pack(part.width, len(part)) for part in changes.sparse), lend)
 
 
-def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:
-    """Read a payload (1-D uint8, CPU), which must outlive the patch and must not change.
+def decode_patch(payload: torch.Tensor, schema: WeightSchema, device: torch.device = CPU) -> Patch:
+    """Read a payload (1-D uint8, CPU), for weights on ``device``.
+
+    On the CPU, the payload must outlive the patch and must not change.
 
     Raises:
         FormatError: the payload is not valid: its head, a length or a count is wrong; a position is out of
@@ -177,9 +180,11 @@ def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:
                 f"a patch changes {items} of {schema.nbytes // width} elements of {width} bytes"
             )
     reader = ArrayReader(payload, head.nbytes, head.arrays)
-    sparse = tuple(_decode_sparse(reader, *section, schema, head) for section in head.sections)
+    sparse = tuple(_decode_sparse(reader, *section, schema, head, device) for section in head.sections)
     ranges = _decode_ranges(reader, head.ranges, schema.nbytes)
     reader.finish()
+    if device != CPU:
+        ranges = tuple(replace(one, data=one.data.to(device)) for one in ranges)
     return Patch(sparse, ranges, head.base, head.version)
 
 
@@ -194,22 +199,29 @@ def _read_sections(raw: Array, count: int) -> tuple[tuple[int, int], ...]:
 
 
 def _decode_sparse(
-    arrays: ArrayReader, width: int, count: int, schema: WeightSchema, head: PatchHead
+    arrays: ArrayReader,
+    width: int,
+    count: int,
+    schema: WeightSchema,
+    head: PatchHead,
+    device: torch.device,
 ) -> Sparse:
-    limit = schema.nbytes // width
-    positions: Array | list[Gaps]
-    if head.layout == "coo":
+    limit, gaps = schema.nbytes // width, head.layout == "flat" and head.delta
+    if gaps and device != CPU:
+        there = read_segment(arrays, count, limit, width, head.relative, device)
+        return Sparse(width, (there,), head.relative)
+    if gaps:
+        units = cut_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
+    elif head.layout == "coo":
         positions = decode_coo(arrays, count, schema, width, head.delta)
-    elif head.delta:
-        positions = cut_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
     else:
         positions = _decode_positions(arrays, count, limit)
     values = decode_steps(arrays, count, width) if head.relative else arrays.exactly(count, (width,))
     bits = torch.from_numpy(values).view(BITS[width])
-    if not isinstance(positions, list):
-        return Sparse.of(width, torch.from_numpy(positions), bits, head.relative)
-    each = torch.split(bits, [gaps.count for gaps in positions])
-    return Sparse(width, tuple(map(GapSegment, positions, each)), head.relative)
+    if not gaps:
+        return Sparse.of(width, torch.from_numpy(positions).to(device), bits.to(device), head.relative)
+    each = torch.split(bits, [one.count for one in units])
+    return Sparse(width, tuple(map(GapSegment, units, each)), head.relative)
 
 
 def _decode_positions(arrays: ArrayReader, count: int, limit: int) -> Array:

@@ -62,6 +62,11 @@ def _decode_plane(arrays: ArrayReader, count: int) -> Array | None:
         plane = np.zeros(count, np.uint8)
         plane[join_units(where, part.size, count)] = part
         return plane
+    require_plane(part, count)
+    return part if part.size else None
+
+
+def require_plane(part: Array, count: int) -> None:
+    """Raise FormatError unless ``part`` can be a plane of ``count`` steps that is written as a whole."""
     if part.size not in (0, count):
         raise FormatError(f"a plane of a patch has {part.size} bytes, not {count}")
-    return part if part.size else None

@@ -8,6 +8,7 @@ and are dropped before the slot is used again.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -20,6 +21,7 @@ import uuid
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ from weight_update.errors import (
 )
 from weight_update.transports.base import Buffer
 from weight_update.transports.memory_limits import available_memory
+from weight_update.wire.memory import pin
 from weight_update.wire.schema import aligned
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; mmap has no constant for it
@@ -216,9 +219,19 @@ class SlotMapping:
     def release(self) -> None:
         """Allow the sender to write the slot again: its weights are no longer in use here."""
 
+    def pinned(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of ``payload``, which lies in this slot, where a GPU reads them fast.
+
+        Nobody may write them.
+        """
+        return payload
+
 
 class HostSlotMapping(SlotMapping):
-    """A slot in host memory, mapped copy-on-write."""
+    """A slot in host memory, mapped copy-on-write.
+
+    Pinning such a mapping would copy it. A process that uses a GPU has a second one, which can only be read.
+    """
 
     def __init__(self, fd: int) -> None:
         size = os.fstat(fd).st_size
@@ -230,6 +243,8 @@ class HostSlotMapping(SlotMapping):
             self._map.madvise(_MADV_POPULATE_READ)  # otherwise the first forward pass takes the page faults
         super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:-1])
         self._faults = _page_faults()
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._read_only = _mapped_read_only(fd, size) if on_gpu else None
 
     @property
     def released(self) -> bool:
@@ -248,6 +263,12 @@ class HostSlotMapping(SlotMapping):
         if self._has_own_pages():
             self._map.madvise(mmap.MADV_DONTNEED)
 
+    def pinned(self, payload: torch.Tensor) -> torch.Tensor:
+        if self._read_only is None:
+            return payload
+        pin(self._read_only, read_only=True)
+        return self._read_only[: payload.numel()]
+
     def _has_own_pages(self) -> bool:
         pages = -(-self._whole.numel() // _PAGE)
         try:
@@ -259,6 +280,15 @@ class HostSlotMapping(SlotMapping):
         entries = np.frombuffer(raw, dtype=np.uint64)  # not torch: its threads hang in forked processes
         there = (entries & np.uint64(_PRESENT_OR_SWAPPED)) != 0
         return bool((there & ((entries & np.uint64(_FILE_OR_SHARED)) == 0)).any())
+
+
+def _mapped_read_only(fd: int, size: int) -> torch.Tensor:
+    """Return the bytes of a file, which may change but not be written; writing them ends the process."""
+    mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    address = np.frombuffer(mapped, np.uint8).ctypes.data
+    memory: Any = (ctypes.c_uint8 * size).from_address(address)  # torch warns of a buffer that is read-only
+    memory.mapped = mapped  # the mapping lives as long as the tensor
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _page_faults() -> int:
@@ -315,9 +345,16 @@ class SlotTable:
     def release(self, payload: torch.Tensor) -> None:
         """Note that the weights in ``payload`` are no longer in use here."""
         with self._lock:
-            for opened in self._slots.values():
-                if opened._whole.data_ptr() == payload.data_ptr():
-                    opened.release()
+            for opened in self._of(payload):
+                opened.release()
+
+    def pinned(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of ``payload`` as :meth:`SlotMapping.pinned` does."""
+        with self._lock:
+            return next((opened.pinned(payload) for opened in self._of(payload)), payload)
+
+    def _of(self, payload: torch.Tensor) -> list[SlotMapping]:
+        return [slot for slot in self._slots.values() if slot._whole.data_ptr() == payload.data_ptr()]
 
     def clear(self) -> None:
         """Close all slots that no tensor uses any more."""

@@ -245,6 +245,9 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
     def release(self, payload: torch.Tensor) -> None:
         self._slots.release(payload)
 
+    def pinned(self, payload: torch.Tensor) -> torch.Tensor:
+        return self._slots.pinned(payload)
+
     @property
     def arrivals(self) -> Arrivals | None:
         connection = self._connection

@@ -1,0 +1,127 @@
+"""Memory that is pinned for copies from and to a GPU, with a CUDA runtime that only takes notes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from weight_update import SharedMemWeightSyncScheme
+from weight_update.sender.buffers import BufferPool
+from weight_update.transports.shared_memory.slots import HostSlotMapping, SharedBuffer, SlotTable
+from weight_update.wire.memory import pin
+
+LARGE = 1 << 20
+
+
+class Runtime:
+    """CUDA's functions that pin memory; ``pinned`` has the number of bytes and the flags by address."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, tuple[int, int]] = {}
+        self.refuses = False
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert address not in self.pinned
+        if self.refuses:
+            return 2
+        self.pinned[address] = nbytes, flags
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(
+        torch.Tensor, "is_pinned", lambda self: self.untyped_storage().data_ptr() in runtime.pinned
+    )
+    return runtime
+
+
+def test_memory_is_pinned_until_it_is_freed(runtime: Runtime) -> None:
+    memory = torch.empty(LARGE + 10, dtype=torch.uint8)
+    view = memory[10:]
+    pin(view)
+    pin(memory)
+    assert runtime.pinned == {memory.data_ptr(): (LARGE + 10, 0)}
+    del memory
+    assert runtime.pinned
+    del view
+    assert not runtime.pinned
+
+
+def test_small_memory_is_not_pinned(runtime: Runtime) -> None:
+    pin(torch.empty(LARGE - 1, dtype=torch.uint8))
+    assert not runtime.pinned
+
+
+def test_nothing_is_pinned_in_a_process_without_a_gpu(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    memory = torch.empty(LARGE, dtype=torch.uint8)
+    pin(memory)
+    assert not runtime.pinned
+
+
+def test_a_refusal_changes_nothing(runtime: Runtime) -> None:
+    runtime.refuses = True
+    memory = torch.empty(LARGE, dtype=torch.uint8)
+    pin(memory)
+    assert not runtime.pinned
+    memory.fill_(1)
+
+
+def test_a_forked_process_leaves_the_memory_of_its_parent_pinned(runtime: Runtime) -> None:
+    memory = torch.empty(LARGE, dtype=torch.uint8)
+    pin(memory)
+    child = os.fork()
+    if child == 0:
+        del memory
+        os._exit(len(runtime.pinned))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_a_sender_pins_its_buffers(runtime: Runtime) -> None:
+    pool: BufferPool
+    with SharedMemWeightSyncScheme() as sender:
+        sender.init_on_sender(model=torch.nn.Linear(512, 1024), num_workers=1)
+        pool = sender._sender._pool
+        tensors = [slot.buffer.tensor for slot in pool._slots]
+        assert tensors
+        assert {one.data_ptr() for one in tensors} == runtime.pinned.keys()
+        del tensors
+    assert not runtime.pinned
+
+
+def test_a_worker_pins_a_second_mapping_that_shows_the_writes_of_the_sender(runtime: Runtime) -> None:
+    slot = SharedBuffer(LARGE)
+    table = SlotTable()
+    payload = table.payload(slot.key, LARGE, lambda: HostSlotMapping(slot.fd))
+    pinned = table.pinned(payload)
+    assert runtime.pinned[pinned.data_ptr()] == (pinned.untyped_storage().nbytes(), 8)
+    assert pinned.data_ptr() != payload.data_ptr()
+    assert len(pinned) == len(payload)
+    payload[5] = 3  # stays in this process, and in this mapping
+    slot.tensor[:7] = 2
+    assert pinned[:8].tolist() == [2] * 7 + [0]
+    assert table.pinned(payload).data_ptr() == pinned.data_ptr()
+    slot.close()
+    del pinned, payload
+    table.clear()
+    assert not runtime.pinned
+
+
+def test_a_worker_without_a_gpu_maps_a_slot_once() -> None:
+    slot = SharedBuffer(LARGE)
+    table = SlotTable()
+    payload = table.payload(slot.key, LARGE, lambda: HostSlotMapping(slot.fd))
+    assert table.pinned(payload) is payload
+    slot.close()
