@@ -241,7 +241,7 @@ SCHEMES = {"SharedMem": SharedMemWeightSyncScheme, "Distributed": DistributedWei
 def _encodings(device: torch.device) -> dict[str, str | Encoding]:
     found: dict[str, str | Encoding] = {"dense": "dense", "patch": PatchEncoding()}
     if device.type == "cuda":
-        found["patch, made on the GPU"] = PatchEncoding(snapshot_device="cuda", transport_device="cuda")
+        found["patch, snapshot on the GPU"] = PatchEncoding(snapshot_device="cuda")
     return found
 
 
@@ -341,12 +341,10 @@ class Plan:
 def plan(megabytes: float | None, quick: bool, compressions: tuple[str, ...]) -> Plan:
     """Return the plan for these options; nvCOMP goes with ``transport_device="cuda"`` only."""
     variants = [
-        Variant(snapshot, transport, compression, values)
+        Variant(snapshot, "cpu" if compression == "none" else "cuda", compression, values)
         for values in ("raw", "relative")
         for compression in compressions
         for snapshot in ("cpu", "cuda")
-        for transport in ("cpu", "cuda")
-        if transport == "cuda" or compression == "none"
     ]
     fractions = _FRACTIONS[1:2] if quick else _FRACTIONS
     return Plan(megabytes or (20.0 if quick else 500.0), 2 if quick else 9, fractions, tuple(variants))

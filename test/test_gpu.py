@@ -83,8 +83,8 @@ def test_weights_are_equal(devices: tuple[str, str], dtype: torch.dtype) -> None
 
 
 def large(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """8 MB in float32."""
-    return nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).to(device=device, dtype=dtype)
+    """32 MB in float32."""
+    return nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)).to(device=device, dtype=dtype)
 
 
 @torch.no_grad()
@@ -95,8 +95,8 @@ def change_some(model: nn.Module) -> None:
 
 ENCODINGS: dict[str, Callable[[], Encoding]] = {
     "dense": DenseEncoding,
-    "buckets": partial(BucketEncoding, bucket_size=3 << 20),
-    "buckets, kept": partial(BucketEncoding, bucket_size=3 << 20, load_instant=False),
+    "buckets": partial(BucketEncoding, bucket_size=17 << 20),
+    "buckets, kept": partial(BucketEncoding, bucket_size=17 << 20, load_instant=False),
     "patch": PatchEncoding,
     "patch, snapshot on the GPU": partial(PatchEncoding, snapshot_device="cuda"),
     "patch, compressed": partial(PatchEncoding, compression="zstd"),
@@ -140,7 +140,7 @@ def test_shared_slots_are_pinned_on_both_sides() -> None:
 
 def test_memory_that_cannot_be_pinned_changes_nothing() -> None:
     torch.zeros(1, device="cuda")
-    memory = torch.arange(4 << 20, dtype=torch.uint8)
+    memory = torch.arange(32 << 20, dtype=torch.uint8)
     middle = memory[1 << 20 : 2 << 20].clone()
     assert int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr() + (1 << 20), 1 << 20, 0)) == 0
     pin(memory)  # a part of it is pinned already
@@ -150,7 +150,7 @@ def test_memory_that_cannot_be_pinned_changes_nothing() -> None:
     assert memory.is_pinned()
     address = memory.data_ptr()
     del memory
-    again = torch.empty(4 << 20, dtype=torch.uint8)
+    again = torch.empty(32 << 20, dtype=torch.uint8)
     assert again.data_ptr() != address or not again.is_pinned()
 
 

@@ -91,7 +91,7 @@ def test_coordinates_need_a_tensor_of_the_width(names: tuple[str, ...], device: 
 def test_positions_are_decoded_part_by_part(
     dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    monkeypatch.setattr(gaps_cuda, "_PART", size)
+    monkeypatch.setattr(gaps_cuda, "PART", size)
     there = AS_ON_A_GPU if device.type == "cpu" else device
     schema = WeightSchema.of({"a": torch.empty(100_000, dtype=dtype)})
     for seed in range(5):

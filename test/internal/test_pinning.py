@@ -12,7 +12,7 @@ from weight_update.sender.buffers import BufferPool
 from weight_update.transports.shared_memory.slots import HostSlotMapping, SharedBuffer, SlotTable
 from weight_update.wire.memory import pin
 
-LARGE = 1 << 20
+LARGE = 16 << 20
 
 
 class Runtime:
@@ -92,7 +92,7 @@ def test_a_forked_process_leaves_the_memory_of_its_parent_pinned(runtime: Runtim
 def test_a_sender_pins_its_buffers(runtime: Runtime) -> None:
     pool: BufferPool
     with SharedMemWeightSyncScheme() as sender:
-        sender.init_on_sender(model=torch.nn.Linear(512, 1024), num_workers=1)
+        sender.init_on_sender(model=torch.nn.Linear(4096, 1024), num_workers=1)
         pool = sender._sender._pool
         tensors = [slot.buffer.tensor for slot in pool._slots]
         assert tensors

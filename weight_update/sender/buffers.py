@@ -95,7 +95,8 @@ class BufferPool:
         """Allocate buffers until there are ``count`` of this size; :meth:`trim` keeps that many."""
         self._reserved[nbytes] = max(count, self._reserved.get(nbytes, 0))
         while sum(slot.buffer.tensor.numel() == nbytes for slot in self._slots) < count:
-            self._slots.append(self._allocate(nbytes))
+            self._slots.append(Slot(self._link.allocate(nbytes)))
+            pin(self._slots[-1].buffer.tensor)
 
     def borrow(self, slots: list[Slot]) -> Lend:
         """Return a ``lend`` function that takes slots, with one user each, and appends them to ``slots``."""
@@ -134,9 +135,11 @@ class BufferPool:
             if slot.buffer.tensor.numel() == nbytes:
                 slot.buffer.use += 1
                 slot.taken = self._updates
+                if slot.buffer.use == 1:  # not before: memory of some sizes is used only once
+                    pin(slot.buffer.tensor)
                 return slot
         try:
-            self._slots.append(self._allocate(nbytes))
+            self._slots.append(Slot(self._link.allocate(nbytes), self._updates))
         except NotEnoughMemoryError:
             if free:
                 self._drop(free)  # of other sizes
@@ -145,11 +148,6 @@ class BufferPool:
                 raise
             return None
         return self._slots[-1]
-
-    def _allocate(self, nbytes: int) -> Slot:
-        buffer = self._link.allocate(nbytes)
-        pin(buffer.tensor)
-        return Slot(buffer, self._updates)
 
     def trim(self, keep: int) -> None:
         """Free unused buffers beyond ``keep`` bytes, and those that the last few updates did not need.

@@ -58,12 +58,11 @@ class ArrayWriter:
 
     def add(self, array: Array) -> None:
         """Add a 1-D array of unsigned integers as it is."""
-        data = torch.from_numpy(array.view(np.uint8))
-        self.put(_on_device(data, self._compression.device), array.itemsize)
+        self.put(torch.from_numpy(array.view(np.uint8)), array.itemsize)
 
     def put(self, data: torch.Tensor, width: int) -> None:
-        """Add the bytes (1-D uint8, on a device that the compression works on) of integers of ``width``."""
-        codec, packed = pack(self._compression, data)
+        """Add the bytes (1-D uint8) of integers of ``width``."""
+        codec, packed = pack(self._compression, _on_device(data, self._compression.device))
         self._enter(width, codec, data.numel() // width, [packed])
 
     def join(self, arrays: Sequence[Array]) -> None:
@@ -163,4 +162,5 @@ class ArrayReader:
 
 
 def _on_device(data: torch.Tensor, device: str) -> torch.Tensor:
-    return data.cuda() if device == "cuda" else data
+    """Return ``data`` on a device that a compression works on; ``"any"`` is where it is."""
+    return data if device == "any" else data.to(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,6 +19,8 @@ from weight_update.wire.schema import TensorMeta, WeightSchema
 
 BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype for the bits of an element, by width in bytes; 16-byte elements count as two of 8."""
+
+Move = Callable[[torch.Tensor], torch.Tensor]
 
 _SHARE = 1 << 17  # elements that one thread writes at a time
 
@@ -51,9 +53,9 @@ class Segment:
         """Return a copy of what may be views into a payload: offsets are decoded, so they are no views."""
         return replace(self, values=self.values.clone())
 
-    def pieces(self, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield positions, int64, and values on a GPU."""
-        yield self.offsets.to(device).to(torch.int64) + self.first, self.values.to(device)
+    def moved(self, move: Move) -> Segment:
+        """Return the segment with every tensor replaced by ``move(tensor)``."""
+        return Segment(self.first, move(self.offsets), move(self.values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,33 +79,38 @@ class GapSegment:
         """Return a copy of what may be views into a payload."""
         return GapSegment(replace(self.gaps, units=self.gaps.units.copy()), self.values.clone())
 
-    def pieces(self, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield positions, int64, and values on a GPU, part by part."""
-        return DeviceSegment(DeviceGaps.of(self.gaps, device), self.values.to(device)).pieces(device)
+    def moved(self, move: Move) -> Segment:
+        """Return the segment with every tensor replaced by ``move(tensor)``."""
+        return Segment(self.first, move(self.offsets), move(self.values))
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceSegment:
-    """A segment whose positions are gaps on a GPU."""
+    """A segment on a GPU, whose positions are gaps."""
 
     gaps: DeviceGaps
     values: torch.Tensor = field(repr=False)
-    first = 0
+
+    @property
+    def first(self) -> int:
+        """The element that :attr:`offsets` count from."""
+        return self.gaps.first
 
     @property
     def offsets(self) -> torch.Tensor:
         """The offsets of a :class:`Segment`."""
-        return self.gaps.all()
+        return self.gaps.offsets
 
     def kept(self) -> DeviceSegment:
         """Return the segment itself, which has no views into a payload."""
         return self
 
-    def pieces(self, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield positions, int64, and values on a GPU, part by part."""
-        return zip(
-            self.gaps.positions(), torch.split(self.values, [n for _, n in self.gaps.parts]), strict=True
-        )
+    def moved(self, move: Move) -> DeviceSegment | GapSegment:
+        """Return the segment with every tensor replaced by ``move(tensor)``."""
+        values = move(self.values)
+        if values.is_cuda:
+            return DeviceSegment(replace(self.gaps, units=move(self.gaps.units)), values)
+        return GapSegment(self.gaps.moved(move), values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +152,8 @@ class Sparse:
         for one in self.segments:
             if isinstance(one, GapSegment):
                 found.append(one)
+            elif isinstance(one, DeviceSegment):
+                found.append(GapSegment(one.gaps.moved(torch.Tensor.cpu), one.values.cpu()))
             else:
                 parts = zip(torch.split(one.offsets, _SHARE), torch.split(one.values, _SHARE), strict=True)
                 found += [Segment(one.first, *part) for part in parts]
@@ -178,17 +187,17 @@ class Changes:
         for part in self.sparse:
             words = flat.view(BITS[part.width])
             for segment in part.segments:
-                for positions, values in segment.pieces(flat.device):
-                    words[positions] = words[positions] + values if part.relative else values
+                positions = segment.offsets.to(flat.device).to(torch.int64) + segment.first
+                values = segment.values.to(flat.device)
+                words[positions] = words[positions] + values if part.relative else values
         for one in self.ranges:
             flat[one.start : one.start + one.data.numel()].copy_(one.data)
 
-    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Changes:
+    def map(self, move: Move) -> Changes:
         """Return these changes with every tensor replaced by ``move(tensor)``."""
-        sparse = []
-        for part in self.sparse:
-            segments = (Segment(s.first, move(s.offsets), move(s.values)) for s in part.segments)
-            sparse.append(replace(part, segments=tuple(segments)))
+        sparse = (
+            replace(part, segments=tuple(one.moved(move) for one in part.segments)) for part in self.sparse
+        )
         return Changes(tuple(sparse), tuple(replace(one, data=move(one.data)) for one in self.ranges))
 
     def to(self, device: torch.device) -> Changes:
@@ -199,7 +208,7 @@ class Changes:
         return self.map(lambda tensor: tensor.to(device))
 
     def touched(self, schema: WeightSchema) -> list[int]:
-        """Return the positions of the entries of ``schema`` that change, in ascending order; CPU only."""
+        """Return the positions of the entries of ``schema`` that change, in ascending order."""
         metas = schema.tensors
         order = sorted((i for i in range(len(metas)) if metas[i].nbytes), key=lambda i: metas[i].offset)
         starts = np.array([metas[i].offset for i in order])
@@ -207,7 +216,7 @@ class Changes:
         hit = np.zeros(len(order), dtype=bool)
         for part in self.sparse:
             bounds = -(-np.stack([starts, ends]) // part.width)  # the first element there or later
-            first, last = np.searchsorted(part.positions.numpy(), bounds)
+            first, last = np.searchsorted(part.positions.cpu().numpy(), bounds)
             hit |= first < last
         for one in self.ranges:
             hit |= (starts < one.start + one.data.numel()) & (one.start < ends)

@@ -5,37 +5,39 @@ from __future__ import annotations
 import torch
 
 from weight_update.encodings.patch.arrays import ArrayReader
-from weight_update.encodings.patch.changes import BITS, DeviceSegment
+from weight_update.encodings.patch.changes import BITS, DeviceSegment, Sparse
 from weight_update.encodings.patch.gaps import UNITS, most_units
-from weight_update.encodings.patch.gaps_cuda import SIGNED, DeviceGaps
+from weight_update.encodings.patch.gaps_cuda import SIGNED, read_units
 from weight_update.encodings.patch.values import require_plane
 
 
-def read_segment(
-    arrays: ArrayReader, count: int, limit: int, width: int, relative: bool, device: torch.device
-) -> DeviceSegment:
+def read_sparse(
+    arrays: ArrayReader, width: int, count: int, limit: int, relative: bool, device: torch.device
+) -> Sparse:
     """Read ``count`` changes of elements below ``limit``, whose positions are gaps.
 
     Raises:
         FormatError: the arrays are not valid.
     """
-    gaps = DeviceGaps.read(arrays.at_most(most_units(count, limit), UNITS), count, limit, device)
-    return DeviceSegment(gaps, read_values(arrays, count, width, relative, device))
+    parts = read_units(arrays.at_most(most_units(count, limit), UNITS), count, limit, device)
+    if relative:
+        values = _read_steps(arrays, count, width, device)
+    else:
+        values = torch.from_numpy(arrays.exactly(count, (width,))).view(BITS[width]).to(device)
+    each = torch.split(values, [one.count for one in parts])
+    return Sparse(width, tuple(map(DeviceSegment, parts, each)), relative)
 
 
-def read_values(
-    arrays: ArrayReader, count: int, width: int, relative: bool, device: torch.device
-) -> torch.Tensor:
-    """Read ``count`` values or steps of ``width`` bytes; FormatError if their arrays are not valid."""
-    if not relative:
-        return torch.from_numpy(arrays.exactly(count, (width,))).view(BITS[width]).to(device)
+def _read_steps(arrays: ArrayReader, count: int, width: int, device: torch.device) -> torch.Tensor:
+    """Read steps as :func:`~weight_update.encodings.patch.values.decode_steps` does."""
     zigzag = torch.zeros(count, width, dtype=torch.uint8, device=device)
     for plane in zigzag.unbind(1):
         where = arrays.at_most(most_units(count, count), UNITS)
         part = arrays.at_most(count, (1,))
         there = torch.from_numpy(part).to(device)
         if where.size:
-            plane[DeviceGaps.read(where, part.size, count, device).all()] = there
+            parts = read_units(where, part.size, count, device)
+            plane[torch.cat([one.offsets + one.first for one in parts])] = there
         elif part.size:
             require_plane(part, count)
             plane.copy_(there)

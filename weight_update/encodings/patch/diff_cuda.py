@@ -3,10 +3,10 @@
 The steps for tile ``i`` of a snapshot on the CPU, and the queue of each::
 
     fetch    snapshot i+1 -> device, while i is compared
-    compute  wait for fetch i; compare, nonzero, gather
-    store    gaps and values -> pinned memory, while the next tile is compared
-    later    the caller writes the changes into the snapshot, in a thread of its own; changes that stayed
-             on the device are copied to pinned memory first, in queue store
+    compute  wait for fetch i; compare, nonzero, gather; code positions as gaps
+    store    a tile that changed in most elements -> pinned memory
+    later    the caller writes the changes into the snapshot, in a thread of its own; for a snapshot on the
+             CPU they are copied to pinned memory first, in queue store
 
 Method: the "CPU Snapshot Optimization Path" in the documentation of RLinf's weight syncer.
 """
@@ -19,10 +19,9 @@ from typing import Literal
 import torch
 
 from weight_update.encodings.dense import copy_together
-from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, GapSegment, Segment, Sparse
+from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, DeviceSegment, Segment, Sparse
 from weight_update.encodings.patch.diff_cpu import Scan, check_sizes
-from weight_update.encodings.patch.gaps import Gaps
-from weight_update.encodings.patch.gaps_cuda import units_needed, units_of
+from weight_update.encodings.patch.gaps_cuda import PART, DeviceGaps
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.wire.schema import WeightSchema
 
@@ -80,8 +79,8 @@ class Queues:
 class CudaScanner:
     """A :class:`~weight_update.encodings.patch.diff_cpu.Scanner` for tensors on the device of ``queues``.
 
-    They are read on the caller's current stream. A snapshot on the CPU is best pinned. Results come
-    to lie on ``transport_device``; ``"cpu"`` is pinned memory.
+    They are read on the caller's current stream. A snapshot on the CPU is best pinned. Changed elements stay
+    on the device; changed ranges come to lie in pinned memory.
     """
 
     def __init__(
@@ -92,11 +91,10 @@ class CudaScanner:
         dense_above: float = 0.5,
         relative: bool = False,
         snapshot_device: Literal["cpu", "cuda"] = "cpu",
-        transport_device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
         self._schema, self._queues, self._dense_above = schema, queues, dense_above
         self._relative = relative
-        self._fetches, self._stores = snapshot_device == "cpu", transport_device == "cpu"
+        self._fetches = snapshot_device == "cpu"
         self._tiles = list(cut(schema, tracked, TILE, TILE))
         size = max((tile.nbytes for tile in self._tiles), default=0)
         count = 3 if self._fetches else 1
@@ -109,7 +107,7 @@ class CudaScanner:
         """Compare as :meth:`Scanner.scan <weight_update.encodings.patch.diff_cpu.Scanner.scan>` does."""
         check_sizes(self._schema, tensors, snapshot)
         live = flattened(tensors, self._tiles)
-        found: dict[int, list[Segment | GapSegment]] = {}
+        found = _Found()
         ranges: list[ByteRange] = []
         changed = 0
         for index, old in enumerate(self._arriving(snapshot)):
@@ -120,15 +118,16 @@ class CudaScanner:
             count = sum(len(positions) for _, positions, _ in here)
             changed += count
             if count > self._dense_above * tile.elements:
-                ranges += [ByteRange(tile.start + a, self._store(new[a:b].clone())) for a, b in tile.filled]
+                ranges += [
+                    ByteRange(tile.start + a, self._queues.store(new[a:b].clone())) for a, b in tile.filled
+                ]
                 continue
             for width, at, values in here:
                 if self._relative:
                     values = values - old.view(BITS[width])[at]
-                found.setdefault(width, []).append(self._segment(tile.start // width, at, values))
+                found.add(width, Segment(tile.start // width, at, values))
+        changes = Changes(found.sparse(self._relative), tuple(ranges))
         self._queues.finish()
-        sparse = (Sparse(width, tuple(found[width]), self._relative) for width in sorted(found))
-        changes = Changes(tuple(sparse), tuple(ranges))
         return Scan(changed, sum(tile.elements for tile in self._tiles), changes)
 
     def _arriving(self, snapshot: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -145,17 +144,37 @@ class CudaScanner:
             self._queues.fetched(coming[i])
             yield target
 
-    def _segment(self, first: int, offsets: torch.Tensor, values: torch.Tensor) -> Segment | GapSegment:
-        """Return changes of one tile; gaps are for the CPU, which they reach in an eighth of the bytes."""
-        if not self._stores:
-            return Segment(first, offsets, values)
-        gaps = offsets.diff(prepend=offsets.new_full((1,), -1)) - 1
-        needed, last = torch.stack([units_needed(gaps, 1), offsets[-1]]).tolist()
-        units = self._store(units_of(gaps, 1, needed).view(torch.uint8)).numpy()
-        return GapSegment(Gaps(first, first + last, units, len(offsets)), self._store(values))
 
-    def _store(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._queues.store(tensor) if self._stores else tensor
+class _Found:
+    """The changes that a scan has found so far, by width.
+
+    Positions are coded as gaps, an eighth of their bytes: many at a time, because each step costs a call, but
+    not all, because it takes memory.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[Segment]] = {}
+        self._coded: dict[int, list[DeviceSegment]] = {}
+
+    def add(self, width: int, segment: Segment) -> None:
+        """Add changes that follow those added before; offsets are int64."""
+        waiting = self._waiting.setdefault(width, [])
+        waiting.append(segment)
+        if sum(len(one.values) for one in waiting) >= PART:
+            self._code(width)
+
+    def sparse(self, relative: bool) -> tuple[Sparse, ...]:
+        """Return all changes."""
+        for width in list(self._waiting):
+            self._code(width)
+        return tuple(Sparse(width, tuple(self._coded[width]), relative) for width in sorted(self._coded))
+
+    def _code(self, width: int) -> None:
+        waiting, coded = self._waiting.pop(width), self._coded.setdefault(width, [])
+        first = coded[-1].gaps.last + 1 if coded else 0  # so that the units of all segments can be joined
+        offsets = torch.cat([one.offsets + (one.first - first) for one in waiting])
+        values = torch.cat([one.values for one in waiting])
+        coded.append(DeviceSegment(DeviceGaps.of(first, offsets), values))
 
 
 def _find(tile: Tile, new: torch.Tensor, old: torch.Tensor) -> list[ElementDiff]:

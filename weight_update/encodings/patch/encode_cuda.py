@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from weight_update.encodings.patch.arrays import ArrayWriter, narrowest
-from weight_update.encodings.patch.changes import Sparse
+from weight_update.encodings.patch.changes import DeviceSegment, Sparse
 from weight_update.encodings.patch.format import PatchOptions
 from weight_update.encodings.patch.gaps import UNITS
-from weight_update.encodings.patch.gaps_cuda import SIGNED, units_needed, units_of
+from weight_update.encodings.patch.gaps_cuda import SIGNED, gaps_of, units_needed, units_of
 from weight_update.encodings.patch.positions_coo import Grid
 from weight_update.wire.schema import WeightSchema
 
@@ -28,7 +28,7 @@ def add_on_device(out: ArrayWriter, part: Sparse, schema: WeightSchema, options:
     if options.layout == "coo":
         _add_coordinates(out, part.positions, Grid.of(schema, part.width), options.delta)
     elif options.delta:
-        _add_gaps(out, part.positions)
+        _add_positions(out, part)
     else:
         _add_integers(out, [part.positions])
     if part.relative:
@@ -48,9 +48,18 @@ def _add_integers(out: ArrayWriter, arrays: Sequence[Tensor]) -> None:
         _add(out, array, narrowest(largest).itemsize)
 
 
+def _add_positions(out: ArrayWriter, part: Sparse) -> None:
+    """Add gaps; those that a scan coded already are joined, unless wider units may take fewer bytes."""
+    coded = [one.gaps.units for one in part.segments if isinstance(one, DeviceSegment)]
+    if len(coded) == len(part.segments) and sum(map(len, coded)) <= UNITS[1] * len(part):
+        _add(out, torch.cat(coded), UNITS[0])
+    else:
+        _add_gaps(out, part.positions)
+
+
 def _add_gaps(out: ArrayWriter, positions: Tensor) -> None:
     """Add gaps as :func:`~weight_update.encodings.patch.gaps.merge_gaps` returns them."""
-    gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
+    gaps = gaps_of(positions)
     needed = torch.stack([units_needed(gaps, size) for size in UNITS]).tolist()
     size, count = min(zip(UNITS, needed, strict=True), key=lambda one: one[0] * one[1])
     _add(out, units_of(gaps, size, count), size)

@@ -55,8 +55,9 @@ class PatchEncoding(DeltaEncoding):
     Args:
         snapshot_device: device of the snapshot: ``"cpu"`` (pinned if weights are on a GPU) or ``"cuda"``. The
             snapshot has the size of the model in the receivers' dtypes.
-        transport_device: device that encodes and compresses a patch: ``"cpu"``, or ``"cuda"`` for the GPU of
-            the weights. The bytes are sent from CPU memory in both cases, and are the same if not compressed.
+        transport_device: device that compresses a patch: ``"cpu"``, or ``"cuda"`` for the GPU of the weights.
+            Without compression both are the same: a patch of weights on a GPU is built there, and sent from
+            CPU memory.
         delta_encoding: whether to send distances between positions instead of positions.
         compression: compression of the patch: ``"none"``, ``"ans"`` (usually fewest bytes), ``"lz4"``,
             ``"zstd"``, ``"nvcomp_ans"``, ``"nvcomp_lz4"`` (both on the GPU) or a
@@ -180,7 +181,6 @@ class PatchTracker(Tracker[Scan]):
                 self._tracked,
                 relative=relative,
                 snapshot_device=kept,
-                transport_device=self._options.transport_device,
             )
         else:
             self._scanner = Scanner(self._schema, self._tracked, relative=relative)
@@ -191,9 +191,8 @@ class PatchTracker(Tracker[Scan]):
         return self._scanner.scan([_NOTHING if one is None else one for one in tensors], self._flat)
 
     def encode(self, difference: Scan, base: int, version: int, lend: Lend) -> torch.Tensor:
-        on_cpu = self._options.transport_device == "cpu" or self._queues is None
-        add, options = add_on_cpu if on_cpu else add_on_device, self._options.options
-        return encode_patch(difference.changes, self._schema, base, version, options, lend, add)
+        add = add_on_cpu if self._queues is None else add_on_device
+        return encode_patch(difference.changes, self._schema, base, version, self._options.options, lend, add)
 
     def bootstrap(self, version: int, lend: Lend) -> torch.Tensor:
         self._flushed()

@@ -22,7 +22,7 @@ from weight_update.compression import Compression
 from weight_update.encodings.base import CPU, Lend
 from weight_update.encodings.patch.arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
 from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, GapSegment, Segment, Sparse
-from weight_update.encodings.patch.decode_cuda import read_segment
+from weight_update.encodings.patch.decode_cuda import read_sparse
 from weight_update.encodings.patch.gaps import UNITS, cut_units, merge_gaps, most_units
 from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode_coo, require_increasing
 from weight_update.encodings.patch.values import decode_steps, encode_steps
@@ -208,8 +208,7 @@ def _decode_sparse(
 ) -> Sparse:
     limit, gaps = schema.nbytes // width, head.layout == "flat" and head.delta
     if gaps and device != CPU:
-        there = read_segment(arrays, count, limit, width, head.relative, device)
-        return Sparse(width, (there,), head.relative)
+        return read_sparse(arrays, width, count, limit, head.relative, device)
     if gaps:
         units = cut_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
     elif head.layout == "coo":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,82 +13,87 @@ from weight_update.encodings.patch.gaps import Gaps, escape_of, join_units
 SIGNED: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Signed integer dtype by size in bytes; torch computes with few unsigned ones."""
 
-_PART = 1 << 22
-"""Units that are decoded at a time, which takes about 25 bytes of memory for each."""
+PART = 1 << 22
+"""Units, or positions, that are computed with at a time: this takes up to 50 bytes of memory for each."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceGaps:
-    """Positions as gaps in units on a GPU, which are decoded part by part.
+    """One or more positions as gaps on a GPU; :class:`~weight_update.encodings.patch.gaps.Gaps` for tensors.
 
     Attributes:
-        first: position that a first gap of 0 means.
-        units: 1-D, of dtype ``SIGNED[size]``; the bits are those of unsigned units.
-        parts: for each part of the units, the elements before its first gap, from ``first``, and its number
-            of positions.
+        first: the position that a first gap of 0 means.
+        last: the last position.
+        units: 1-D, of dtype ``SIGNED[size]``, with the bits of unsigned units.
+        count: number of positions.
     """
 
     first: int
+    last: int
     units: torch.Tensor = field(repr=False)
-    parts: tuple[tuple[int, int], ...]
+    count: int
 
     @classmethod
-    def read(cls, units: Array, count: int, limit: int, device: torch.device, first: int = 0) -> DeviceGaps:
-        """Copy to ``device`` the units of ``count`` positions, which are below ``limit`` if counted from 0.
+    def of(cls, first: int, offsets: torch.Tensor) -> DeviceGaps:
+        """Return the positions ``first + offsets`` (1-D int64, not empty, increasing) in units of 1 byte."""
+        gaps = gaps_of(offsets)
+        needed, last = torch.stack([units_needed(gaps, 1), offsets[-1]]).tolist()
+        return cls(first, first + last, units_of(gaps, 1, needed), len(offsets))
 
-        Raises:
-            FormatError: they stand for no such positions.
-        """
-        size = units.itemsize
-        if not 0 < units.size <= count + limit // escape_of(size) or units.size * escape_of(size) >= 1 << 63:
-            join_units(units, count, limit)  # raises, and says what is wrong
-        there = torch.from_numpy(units.view(f"i{size}")).to(device)
-        facts = [torch.stack([u.sum(), (u != escape_of(size)).sum()]) for u in _parts(there)]
-        *found, (last, _) = torch.stack([*facts, _unsigned(there[-1:]).repeat(2)]).tolist()
-        parts, gaps, positions = [], 0, 0
-        for more, here in found:
-            parts.append((gaps + positions, here))
-            gaps, positions = gaps + more, positions + here
-        if last == escape_of(size) or positions != count or gaps + positions > limit:
-            join_units(units, count, limit)
-        return cls(first, there, tuple(parts))
+    @property
+    def offsets(self) -> torch.Tensor:
+        """The positions minus ``first``, int64."""
+        units = _unsigned(self.units)
+        sums = units.cumsum(0)
+        if self.count < len(units):
+            sums = sums[units != escape_of(self.units.itemsize)]
+        return sums.add_(torch.arange(self.count, device=sums.device))
 
-    @classmethod
-    def of(cls, gaps: Gaps, device: torch.device) -> DeviceGaps:
-        """Copy gaps to ``device``."""
-        return cls.read(gaps.units, gaps.count, gaps.last + 1 - gaps.first, device, gaps.first)
-
-    def all(self) -> torch.Tensor:
-        """Return all positions, 1-D int64."""
-        return torch.cat(list(self.positions()))
-
-    def positions(self) -> Iterator[torch.Tensor]:
-        """Yield the positions of each part, 1-D int64."""
-        escape = escape_of(self.units.itemsize)
-        for units, (before, count) in zip(_parts(self.units), self.parts, strict=True):
-            sums = units.cumsum(0)
-            if count < len(units):
-                sums = sums[units != escape]
-            yield sums.add_(torch.arange(count, device=sums.device)).add_(self.first + before)
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Gaps:
+        """Return the same positions on the CPU, to which ``move`` copies a tensor."""
+        units = move(self.units).numpy()
+        return Gaps(self.first, self.last, units.view(f"u{units.itemsize}"), self.count)
 
 
-def _parts(units: torch.Tensor) -> Iterator[torch.Tensor]:
-    return map(_unsigned, torch.split(units, _PART))
+def read_units(units: Array, count: int, limit: int, device: torch.device) -> list[DeviceGaps]:
+    """Copy to ``device`` the units of ``count`` positions below ``limit``; return the positions in parts.
+
+    Raises:
+        FormatError: they stand for no such positions.
+    """
+    size, escape = units.itemsize, escape_of(units.itemsize)
+    if not 0 < units.size <= count + limit // escape or units.size * escape >= 1 << 63:
+        join_units(units, count, limit)  # raises, and says what is wrong
+    parts = torch.split(torch.from_numpy(units.view(f"i{size}")).to(device), PART)
+    wide = map(_unsigned, parts)
+    facts = torch.stack([torch.stack([u.sum(), (u != escape).sum(), u[-1]]) for u in wide]).tolist()
+    found, first, positions = [], 0, 0
+    for part, (gaps, here, _) in zip(parts, facts, strict=True):
+        found.append(DeviceGaps(first, first + gaps + here - 1, part, here))
+        first, positions = first + gaps + here, positions + here
+    if facts[-1][-1] == escape or positions != count or first > limit:
+        join_units(units, count, limit)
+    return found
+
+
+def gaps_of(positions: torch.Tensor) -> torch.Tensor:
+    """Return the gaps of positions (1-D int64)."""
+    return positions.diff(prepend=positions.new_full((1,), -1)) - 1
+
+
+def units_needed(gaps: torch.Tensor, size: int) -> torch.Tensor:
+    """Return how many units of ``size`` bytes gaps take, as a tensor."""
+    return (gaps // escape_of(size)).sum() + gaps.numel()
+
+
+def units_of(gaps: torch.Tensor, size: int, needed: int) -> torch.Tensor:
+    """Return the ``needed`` units of gaps, of dtype ``SIGNED[size]``."""
+    escapes = gaps // escape_of(size)
+    units = torch.full((needed,), -1, dtype=SIGNED[size], device=gaps.device)
+    units[(escapes + 1).cumsum(0) - 1] = (gaps - escapes * escape_of(size)).to(units.dtype)
+    return units
 
 
 def _unsigned(units: torch.Tensor) -> torch.Tensor:
     """Return units as int64."""
     return units.to(torch.int64) & escape_of(units.itemsize)
-
-
-def units_needed(gaps: torch.Tensor, size: int) -> torch.Tensor:
-    """Return how many units of ``size`` bytes gaps (1-D int64) take, as a tensor."""
-    return (gaps // escape_of(size)).sum() + gaps.numel()
-
-
-def units_of(gaps: torch.Tensor, size: int, needed: int) -> torch.Tensor:
-    """Return the ``needed`` units of gaps (1-D int64), of dtype ``SIGNED[size]``."""
-    escapes = gaps // escape_of(size)
-    units = torch.full((needed,), -1, dtype=SIGNED[size], device=gaps.device)
-    units[(escapes + 1).cumsum(0) - 1] = (gaps - escapes * escape_of(size)).to(units.dtype)
-    return units
