@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,7 @@ from weight_update import (
     WeightStrategy,
 )
 from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
+from weight_update.threads import in_threads
 
 QUICK = "4 MB, 2 turns, small networks"
 
@@ -72,11 +74,17 @@ FEW: tuple[Variant, ...] = (
 _BUILDING = ("building", "building relative values", *["building compressed"] * 2)  # of FEW, in targets
 _APPLYING = ("applying", "applying", *["applying compressed"] * 2)
 _LINKS = (1, 10, 25, 100)  # Gbit/s
+_PIECE = 2 << 20  # bytes that a thread compares at a time
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 
 @dataclass
 class PatchTimes(Times):
-    """The seconds that one update takes, by turn: "copy", "lone copy", "obvious", or a stage and a variant.
+    """The seconds that one update takes, by turn.
+
+    The keys are "copy", "lone copy", "read", "obvious", or a stage and a variant.
 
     Attributes:
         update: name of the update.
@@ -128,6 +136,17 @@ class _Bench:
     def apply(self, payload: torch.Tensor) -> None:
         decode_patch(payload, self.schema).write(self.receiver)
 
+    def read_both(self) -> None:
+        """Read two models that are equal, with all threads: no comparison takes less."""
+        ours, theirs = self.expected.data_ptr(), self.target.data_ptr()
+
+        def compare(start: int) -> int:
+            size = min(_PIECE, self.schema.nbytes - start)
+            return _memcmp(ctypes.c_void_p(ours + start), ctypes.c_void_p(theirs + start), size)
+
+        if any(in_threads(compare, range(0, self.schema.nbytes, _PIECE), torch.get_num_threads())):
+            raise RuntimeError("a copy differs from what was copied")
+
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return self._payload[:nbytes]
 
@@ -146,6 +165,7 @@ def measure_times(update: Update, variants: Iterable[Variant], turns: int) -> Pa
     for _ in range(1 + turns):
         times.add("copy", lambda: torch._foreach_copy_(places, bench.new))
         times.add("lone copy", lambda: np.copyto(target, bench.expected.numpy()))
+        times.add("read", bench.read_both)
         times.add("obvious", lambda: obvious(bench.old, bench.new))
         for variant, options in chosen.items():
             _turn(bench, times, variant, options)
@@ -167,7 +187,8 @@ def times_table(megabytes: float, found: Iterable[PatchTimes]) -> Table:
     note = (
         "Milliseconds, median (min .. max). B: bytes per changed element. *build* is scan and encode, and\n"
         "*apply* is decode and write. *one copy* copies all tensors in the workers' dtype, with all threads\n"
-        "or one thread, whichever is faster. *pays below* is the speed of a link (MB/s). On slower\n"
+        "or one thread, whichever is faster. *one read of both models* compares equal memory with all\n"
+        "threads: no build can take less. *pays below* is the speed of a link (MB/s). On slower\n"
         "links, a patch that is built, sent and applied one after the other is faster than dense.\n"
         "*the obvious way* finds and gathers the changes of each tensor with ``(a != b).nonzero()``, "
         "without\npacking them. *build/copy* is the time of *build* divided by that of *one copy*, and so on."
@@ -180,7 +201,11 @@ def times_table(megabytes: float, found: Iterable[PatchTimes]) -> Table:
 
 def _rows(times: PatchTimes) -> Iterator[list[str | Cell]]:
     copy, plain = times.copy, times.figure("obvious")
-    for what, figure in (("one copy", copy), ("the obvious way", plain)):
+    for what, figure in (
+        ("one copy", copy),
+        ("one read of both models", times.figure("read")),
+        ("the obvious way", plain),
+    ):
         yield [times.update, what, "-", "-", "-", figure.show(1e3, 0), *["-"] * 5]
     for variant in times.nbytes:
         build, apply = times.build(variant), times.figure(("apply", variant))
