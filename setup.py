@@ -36,7 +36,7 @@ LZ4 = ["lz4>=4.0"]
 ZSTD = ["zstandard>=0.19"]
 TENSORBOARD = ["tensorboard>=2.16"]
 NVCOMP = ["nvidia-nvcomp-cu12>=5.2"]
-TRANSFORMERS = ["transformers>=5.23,<5.24; python_version >= '3.11'"]  # it uses internals of the cache
+TRANSFORMERS = ["transformers>=5.23,<5.25; python_version >= '3.11'"]  # it uses internals of the cache
 VLLM = ["vllm>=0.33,<0.34"]
 # test/engines runs with 0.5.23; sessions of weight updates are a recent part of its interface.
 SGLANG = ["sglang>=0.5.23,<0.6"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -65,10 +66,13 @@ def engine_of(model: Any, **options: Any) -> TransformersEngine:
 def continued(*phases: tuple[Any, int]) -> list[int]:
     """Return the greedy answer to PROMPT, so many tokens by each model, which share one key-value cache."""
     cache = transformers.DynamicCache(config=phases[0][0].config)
+    key = (
+        "cache" if "cache" in inspect.signature(phases[0][0].forward).parameters else "past_key_values"
+    )  # 5.23
     todo, answer = PROMPT, []
     for model, count in phases:
         for _ in range(count):
-            logits = model(torch.tensor([todo]), past_key_values=cache, use_cache=True).logits
+            logits = model(torch.tensor([todo]), use_cache=True, **{key: cache}).logits
             todo = [int(logits[0, -1].argmax())]
             answer += todo
     return answer
