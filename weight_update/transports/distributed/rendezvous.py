@@ -28,9 +28,9 @@ REPLY_SECONDS = 10.0
 """Seconds that a store may take to answer where the caller sets no limit."""
 
 _CONTEXT = "rendezvous"
-_REPEAT_SECONDS = 0.1
+_REPEAT_SECONDS = 0.05
 """Seconds after which the sender writes its announcement again."""
-_MISSING_SECONDS = 20 * _REPEAT_SECONDS
+_MISSING_SECONDS = 50 * _REPEAT_SECONDS
 """Seconds after which a store without an announcement for our token counts as the store of someone else."""
 _RETRY_SECONDS = 0.1
 _LARGEST = 8 << 20  # a TCPStore takes no larger value, though strangers may append to one
