@@ -129,7 +129,7 @@ def test_every_encoding_through_host_memory(
 def test_shared_slots_are_pinned_on_both_sides() -> None:
     source, target = large("cuda"), large("cuda")
     with connected(source, target, SharedMemWeightSyncScheme) as (sender, receiver):
-        for _ in range(3):
+        for _ in range(5):
             change(source)
             sender.send()
         assert all(slot.buffer.tensor.is_pinned() for slot in sender._sender._pool._slots)
@@ -146,6 +146,7 @@ def test_memory_that_cannot_be_pinned_changes_nothing() -> None:
     pin(memory)  # a part of it is pinned already
     assert torch.equal(memory.cuda().cpu()[1 << 20 : 2 << 20], middle)
     assert int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr() + (1 << 20))) == 0
+    memory = torch.arange(32 << 20, dtype=torch.uint8)
     pin(memory)
     assert memory.is_pinned()
     address = memory.data_ptr()

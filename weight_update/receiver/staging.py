@@ -239,9 +239,9 @@ class Staging:
                 taken.update(id(payload) for payload in update.payloads)
         for memory in self._memory:
             if (memory.numel(), memory.device) == (nbytes, device) and id(memory) not in taken:
+                pin(memory)  # not before: memory of some sizes is used only once
                 return memory
         fresh = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        pin(fresh)
         self._memory = [memory for memory in self._memory if id(memory) in taken] + [fresh]
         return fresh
 
