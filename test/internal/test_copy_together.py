@@ -48,3 +48,33 @@ def test_other_dtypes_are_converted(to: torch.dtype) -> None:
     dense.copy_together(targets, [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4, 5, 6])])
     assert targets[0].float().tolist() == [1.0, 2.0, 3.0]
     assert targets[1].tolist() == [4.0, 5.0, 6.0]
+
+
+class Stream:
+    """A stream that counts how often it was waited for."""
+
+    waits = 0
+
+    def synchronize(self) -> None:
+        Stream.waits += 1
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_copies_to_the_cpu_are_done_on_return(contiguous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch copies to a target that is not contiguous in two steps, between which only it can wait."""
+    source, target = torch.ones(4, 6), torch.zeros(4, 6) if contiguous else torch.zeros(6, 4).t()
+    queued: list[bool] = []
+    copy = torch._foreach_copy_
+
+    def note(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool) -> None:
+        queued.append(non_blocking)
+        copy(targets, sources, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", note)
+    monkeypatch.setattr(dense, "_IS_CUDA", lambda one: one is source)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(Stream, "waits", 0)
+    dense.copy_together([target], [source])
+    assert torch.equal(target, source)
+    assert queued == [contiguous]
+    assert Stream.waits == 1

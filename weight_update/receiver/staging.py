@@ -300,6 +300,8 @@ class Staging:
             raise FormatError(f"the deltas do not lead from version {header['base']} to {header['version']}")
         version, group, base = header["version"], header["group"], header["base"]
         kept, values = [] if self.current is None else self.current.payloads, self._own.values
+        if values:
+            await_stream(values[0])  # other threads apply the deltas on other streams
         extra = extra_of(parts)
         return StagedUpdate(version, group, kept, values, extra, self._own, base, deltas, used_up=payloads)
 
