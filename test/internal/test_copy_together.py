@@ -60,9 +60,13 @@ class Stream:
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_copies_to_the_cpu_are_done_on_return(contiguous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch copies to a target that is not contiguous in two steps, between which only it can wait."""
-    source, target = torch.ones(4, 6), torch.zeros(4, 6) if contiguous else torch.zeros(6, 4).t()
+@pytest.mark.parametrize("to_cpu", [True, False])
+def test_copies_to_or_from_the_cpu_are_done_on_return(
+    to_cpu: bool, contiguous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch copies in two steps if the tensor on the CPU is not contiguous; only it can wait in between."""
+    there, here = torch.zeros(4, 6), torch.ones(4, 6) if contiguous else torch.ones(6, 4).t()
+    target, source = (here, there) if to_cpu else (there, here)
     queued: list[bool] = []
     copy = torch._foreach_copy_
 
@@ -71,7 +75,7 @@ def test_copies_to_the_cpu_are_done_on_return(contiguous: bool, monkeypatch: pyt
         copy(targets, sources, non_blocking=non_blocking)
 
     monkeypatch.setattr(torch, "_foreach_copy_", note)
-    monkeypatch.setattr(dense, "_IS_CUDA", lambda one: one is source)
+    monkeypatch.setattr(dense, "_IS_CUDA", lambda one: one is there)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(Stream, "waits", 0)
     dense.copy_together([target], [source])

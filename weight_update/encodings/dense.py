@@ -220,17 +220,16 @@ def copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     if not in_use or not any(map(_IS_CUDA, itertools.chain(targets, sources))):
         torch._foreach_copy_(list(targets), list(sources))
         return
-    to_gpu = all(map(_IS_CUDA, targets))
-    # Torch copies to other targets on the CPU through memory of its own, which it would read too early.
-    queued = to_gpu or all(map(torch.Tensor.is_contiguous, targets))
+    on_cpu = list(itertools.filterfalse(_IS_CUDA, itertools.chain(targets, sources)))
+    # Torch copies others through memory of its own, and then does not wait before it reads or frees it.
+    queued = all(map(torch.Tensor.is_contiguous, on_cpu))
     if any(map(_IS_CUDA, sources)):
         _copy_from_gpu(targets, sources, queued)
     else:
         torch._foreach_copy_(list(targets), list(sources), non_blocking=queued)
-    if to_gpu and all(map(_IS_CUDA, sources)):
-        return
-    for device in {one.device for one in (*targets, *sources) if _IS_CUDA(one)}:
-        torch.cuda.current_stream(device).synchronize()
+    if on_cpu:
+        for device in {one.device for one in (*targets, *sources) if _IS_CUDA(one)}:
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _copy_from_gpu(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], queued: bool) -> None:

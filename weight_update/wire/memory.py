@@ -59,9 +59,7 @@ def _call(gpu: int, function: Callable[..., int], *arguments: int) -> bool:
     with torch.cuda.device(gpu):
         if int(function(*arguments)) == 0:
             return True
-        with contextlib.suppress(
-            RuntimeError
-        ):  # CUDA remembers the error, and the next kernel would raise it
+        with contextlib.suppress(RuntimeError):  # CUDA remembers the error, and the next kernel raises it
             torch.zeros(1, device="cuda")
     return False
 
