@@ -1,10 +1,20 @@
 """The encodings keep their contract; names that are not known."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from weight_update import BucketEncoding, DenseEncoding, PatchEncoding, WeightSchema, WeightStrategy
-from weight_update.encodings import Encoding, decoder_for, register_encoding, resolve_encoding
+from weight_update import (
+    BucketEncoding,
+    DeltaEncoding,
+    DenseEncoding,
+    PatchEncoding,
+    WeightSchema,
+    WeightStrategy,
+)
+from weight_update.encodings import Encoding, decoder_for, read_delta, register_encoding, resolve_encoding
+from weight_update.encodings.base import _registry
 from weight_update.errors import FormatError
 from weight_update.testing import EncodingContract
 
@@ -72,3 +82,16 @@ def test_tied_tensors_travel_once() -> None:
     apart = WeightSchema.of({"a": weight, "b": weight.clone()})
     assert apart.nbytes == 2 * tied.nbytes
     assert tied.dense_bytes == weight.nbytes
+
+
+def test_an_own_delta_encoding_need_not_know_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(DeltaEncoding):
+        name = "own_delta/1"
+
+        @classmethod
+        def read(cls, payload: torch.Tensor, schema: WeightSchema) -> Any:
+            return payload, schema
+
+    monkeypatch.setitem(_registry, Own.name, Own)
+    payload = torch.zeros(3, dtype=torch.uint8)
+    assert read_delta(Own.name, payload, SCHEMA, torch.device("cuda:1")) == (payload, SCHEMA)

@@ -26,7 +26,7 @@ from weight_update.encodings import DenseEncoding
 from weight_update.encodings.dense import copy_tensors
 from weight_update.testing import random_bits
 from weight_update.wire.memory import pin
-from weight_update.wire.schema import DTYPES
+from weight_update.wire.schema import DTYPES, WeightSchema
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,7 +129,7 @@ def test_every_encoding_through_host_memory(
 def test_shared_slots_are_pinned_on_both_sides() -> None:
     source, target = large("cuda"), large("cuda")
     with connected(source, target, SharedMemWeightSyncScheme) as (sender, receiver):
-        for _ in range(3):
+        for _ in range(5):
             change(source)
             sender.send()
         assert all(slot.buffer.tensor.is_pinned() for slot in sender._sender._pool._slots)
@@ -146,12 +146,57 @@ def test_memory_that_cannot_be_pinned_changes_nothing() -> None:
     pin(memory)  # a part of it is pinned already
     assert torch.equal(memory.cuda().cpu()[1 << 20 : 2 << 20], middle)
     assert int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr() + (1 << 20))) == 0
+    memory = torch.arange(32 << 20, dtype=torch.uint8)
     pin(memory)
     assert memory.is_pinned()
     address = memory.data_ptr()
     del memory
     again = torch.empty(32 << 20, dtype=torch.uint8)
     assert again.data_ptr() != address or not again.is_pinned()
+
+
+def test_a_patch_is_written_after_the_last_forward_pass_has_run() -> None:
+    strategy = WeightStrategy("state_dict", encoding="patch")
+    source, target = large("cuda"), large("cuda")
+    with connected(source, target, strategy=strategy) as (sender, _):
+        before = [one.clone() for one in target.parameters()]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(1_000_000_000)
+            seen = [one.clone() for one in target.parameters()]
+        change_some(source)
+        sender.send()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, seen, before))
+        assert_same(source, target)
+
+
+@pytest.mark.parametrize("shape", [(3000, 2000), (2000, 3000)])
+def test_a_copy_to_the_cpu_is_done_on_return(shape: tuple[int, int]) -> None:
+    source = torch.ones(3000, 2000, device="cuda")
+    target = torch.zeros(shape) if shape == source.shape else torch.zeros(shape).t()
+    torch.cuda._sleep(100_000_000)
+    copy_tensors([target], [source], "copying")
+    assert bool((target == 1).all())
+
+
+def test_bytes_that_changed_together_are_not_copied_to_the_gpu_again() -> None:
+    """Half of the weights change completely, so the scan has their bytes on the CPU."""
+    live = [torch.zeros(128 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    schema = WeightSchema.of({str(i): one for i, one in enumerate(live)})
+    tracker = PatchEncoding().tracker(schema, None)
+    tracker.begin(live)
+    live[0] += 1
+    live[1][::1000] += 1
+    difference = tracker.compare(live)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    payload = tracker.encode(difference, 0, 1, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    assert payload is not None
+    assert torch.cuda.max_memory_allocated() - before < 32 << 20
+    flat = torch.zeros(schema.nbytes, dtype=torch.uint8)
+    PatchEncoding.read(payload, schema).write(flat)
+    assert all(torch.equal(view, one.cpu()) for view, one in zip(schema.views(flat), live, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

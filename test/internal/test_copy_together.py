@@ -48,3 +48,37 @@ def test_other_dtypes_are_converted(to: torch.dtype) -> None:
     dense.copy_together(targets, [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4, 5, 6])])
     assert targets[0].float().tolist() == [1.0, 2.0, 3.0]
     assert targets[1].tolist() == [4.0, 5.0, 6.0]
+
+
+class Stream:
+    """A stream that counts how often it was waited for."""
+
+    waits = 0
+
+    def synchronize(self) -> None:
+        Stream.waits += 1
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("to_cpu", [True, False])
+def test_copies_to_or_from_the_cpu_are_done_on_return(
+    to_cpu: bool, contiguous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch copies in two steps if the tensor on the CPU is not contiguous; only it can wait in between."""
+    there, here = torch.zeros(4, 6), torch.ones(4, 6) if contiguous else torch.ones(6, 4).t()
+    target, source = (here, there) if to_cpu else (there, here)
+    queued: list[bool] = []
+    copy = torch._foreach_copy_
+
+    def note(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool) -> None:
+        queued.append(non_blocking)
+        copy(targets, sources, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", note)
+    monkeypatch.setattr(dense, "_IS_CUDA", lambda one: one is there)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(Stream, "waits", 0)
+    dense.copy_together([target], [source])
+    assert torch.equal(target, source)
+    assert queued == [contiguous]
+    assert Stream.waits == 1

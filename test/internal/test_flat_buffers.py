@@ -6,6 +6,7 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from weight_update import (
     SendHandle,
     SharedMemWeightSyncScheme,
     SyncFailedError,
+    WeightStrategy,
     WeightSyncScheme,
 )
 from weight_update.receiver import flat_buffers
+from weight_update.receiver.flat_buffers import OwnCopy
 from weight_update.receiver.targets import ModelTarget
 from weight_update.testing import Body, SchemeContract, WorkerProcesses, fingerprint, scramble
 from weight_update.testing.processes import wait_until
@@ -313,3 +316,18 @@ class TestContract(SchemeContract):
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return SharedMemWeightSyncScheme(**options)
+
+
+def test_a_patch_waits_for_kernels_before_and_after_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, a forward pass may still read after it left the gate; the next may use another stream."""
+    model = nn.Linear(2, 2)
+    binding = WeightStrategy("state_dict").bind(model)
+    own = OwnCopy(binding.schema(), binding, lambda _: False)
+    own.adopt(3, binding.read().tensors, [None, None])
+    own.require(3)
+    done: list[str] = []
+    monkeypatch.setattr(binding, "finish_kernels", lambda: done.append("finish"))
+    monkeypatch.setattr(binding, "copy", lambda *_, counted: done.append("copy"))
+    delta: Any = SimpleNamespace(write=lambda flat: done.append("write"), touched=lambda schema: [0])
+    own.apply([delta], 4)
+    assert done == ["finish", "write", "copy", "finish"]

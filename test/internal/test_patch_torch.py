@@ -20,9 +20,11 @@ from patch_cases import (
 )
 
 from weight_update.encodings.patch import gaps_cuda
+from weight_update.encodings.patch.arrays import ArrayWriter
 from weight_update.encodings.patch.changes import Changes, Sparse
 from weight_update.encodings.patch.encode_cuda import add_on_device
 from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
+from weight_update.errors import FormatError
 from weight_update.wire.schema import WeightSchema
 
 on_gpu = [
@@ -103,3 +105,48 @@ def test_positions_are_decoded_part_by_part(
         flat = case.old.to(device)
         patch._write_on_device(flat)
         assert torch.equal(flat.cpu(), case.new)
+
+
+@pytest.mark.parametrize(("gap", "size"), [(100, 1), (4000, 1), (5000, 4), (1 << 40, 4)])
+def test_positions_far_apart_take_little_memory(gap: int, size: int, device: torch.device) -> None:
+    offsets = torch.arange(1, 4, device=device) * gap
+    gaps = gaps_cuda.DeviceGaps.of(7, offsets)
+    assert gaps.units.itemsize == size
+    assert gaps.units.nbytes < 1 << 14
+    assert gaps.last == 7 + 3 * gap
+    assert torch.equal(gaps.offsets, offsets)
+    assert torch.equal(torch.from_numpy(gaps.moved(torch.Tensor.cpu).offsets.astype(np.int64)), offsets.cpu())
+
+
+def test_memory_that_is_overwritten_while_it_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units that were invalid on the GPU are valid when the CPU looks at them to say what is wrong."""
+    monkeypatch.setattr(gaps_cuda, "join_units", lambda units, count, limit: np.arange(count))
+    with pytest.raises(FormatError, match="was overwritten while the patch was read"):
+        gaps_cuda.read_units(np.array([3, 255], np.uint8), 2, 1000, AS_ON_A_GPU)
+
+
+class AsOnAGpu(torch.Tensor):
+    """A tensor on the CPU that says it is on a GPU."""
+
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+
+def test_arrays_on_the_cpu_are_not_copied_to_a_gpu_that_has_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan on a GPU leaves large ranges on the CPU."""
+    ours, theirs = torch.arange(100, dtype=torch.uint8), torch.arange(100, 180, dtype=torch.uint8)
+    expected, out = ArrayWriter(options().compression), ArrayWriter(options().compression)
+    for writer, units in ((expected, ours), (out, ours.as_subclass(AsOnAGpu))):
+        writer.put(units, 1)
+        writer.join([theirs.numpy(), theirs.numpy()])
+    before = expected.write(b"head", lend)
+    monkeypatch.delattr(torch, "cat")
+    assert torch.equal(out.write(b"head", lend), before)
+
+
+def test_touched_tensors_are_found_without_copying_positions() -> None:
+    schema = WeightSchema.of({str(i): torch.empty(50 + i, dtype=torch.bfloat16) for i in range(9)})
+    positions = torch.tensor([schema.tensors[i].offset // 2 + i for i in (1, 4, 8)])
+    for here in (positions, positions.as_subclass(AsOnAGpu)):
+        changes = Changes((Sparse.of(2, here, torch.ones(3, dtype=torch.int16)),))
+        assert changes.touched(schema) == [1, 4, 8]

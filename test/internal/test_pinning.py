@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from weight_update import SharedMemWeightSyncScheme
+from weight_update import MPTransport, SharedMemWeightSyncScheme
+from weight_update.receiver.staging import Staging
 from weight_update.sender.buffers import BufferPool
 from weight_update.transports.shared_memory.slots import HostSlotMapping, SharedBuffer, SlotTable
 from weight_update.wire.memory import pin
 
 LARGE = 16 << 20
+USED = 1  # the GPU that this process uses; the current one is 0
 
 
 class Runtime:
@@ -21,17 +26,28 @@ class Runtime:
     def __init__(self) -> None:
         self.pinned: dict[int, tuple[int, int]] = {}
         self.refuses = False
+        self.asked = 0
+        self.device = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert address not in self.pinned
+        assert self.device == USED
+        self.asked += 1
         if self.refuses:
             return 2
         self.pinned[address] = nbytes, flags
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert self.device == USED
         del self.pinned[address]
         return 0
+
+    @contextmanager
+    def current(self, device: int) -> Iterator[None]:
+        before, self.device = self.device, device
+        yield
+        self.device = before
 
 
 @pytest.fixture
@@ -39,6 +55,10 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", runtime.current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: runtime.device)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == USED, raising=False)
     monkeypatch.setattr(
         torch.Tensor, "is_pinned", lambda self: self.untyped_storage().data_ptr() in runtime.pinned
     )
@@ -74,9 +94,17 @@ def test_nothing_is_pinned_in_a_process_without_a_gpu(
 def test_a_refusal_changes_nothing(runtime: Runtime) -> None:
     runtime.refuses = True
     memory = torch.empty(LARGE, dtype=torch.uint8)
-    pin(memory)
+    for _ in range(3):
+        pin(memory)
+    assert runtime.asked == 1
     assert not runtime.pinned
     memory.fill_(1)
+    runtime.refuses = False
+    address = memory.data_ptr()
+    del memory
+    again = torch.empty(LARGE, dtype=torch.uint8)
+    pin(again)
+    assert again.data_ptr() in runtime.pinned, (address, again.data_ptr())
 
 
 def test_a_forked_process_leaves_the_memory_of_its_parent_pinned(runtime: Runtime) -> None:
@@ -105,6 +133,8 @@ def test_a_worker_pins_a_second_mapping_that_shows_the_writes_of_the_sender(runt
     slot = SharedBuffer(LARGE)
     table = SlotTable()
     payload = table.payload(slot.key, LARGE, lambda: HostSlotMapping(slot.fd))
+    assert table.pinned(payload) is payload  # many slots are used only once
+    assert not runtime.pinned
     pinned = table.pinned(payload)
     assert runtime.pinned[pinned.data_ptr()] == (pinned.untyped_storage().nbytes(), 8)
     assert pinned.data_ptr() != payload.data_ptr()
@@ -125,3 +155,21 @@ def test_a_worker_without_a_gpu_maps_a_slot_once() -> None:
     payload = table.payload(slot.key, LARGE, lambda: HostSlotMapping(slot.fd))
     assert table.pinned(payload) is payload
     slot.close()
+
+
+def test_a_worker_with_queues_reads_slots_through_the_second_mapping(runtime: Runtime) -> None:
+    link = MPTransport(SimpleNamespace(cancel_join_thread=lambda: None), end="receiver")
+    slot = SharedBuffer(LARGE)
+    payload = link._slots.payload(slot.key, LARGE, lambda: HostSlotMapping(slot.fd))
+    link.pinned(payload)
+    assert link.pinned(payload).data_ptr() in runtime.pinned
+
+
+def test_memory_that_a_worker_receives_into_is_pinned_when_it_is_used_again(runtime: Runtime) -> None:
+    options = SimpleNamespace(strategy=None, gate=None, stable_addresses=False, link=None)
+    staging = Staging(options)  # type: ignore[arg-type]
+    for more in range(3):  # patches of ever new sizes
+        staging.allocate(LARGE + more)
+    assert not runtime.asked
+    memory = staging.allocate(LARGE + 2)
+    assert memory.data_ptr() in runtime.pinned

@@ -248,12 +248,17 @@ class DeltaEncoding(Encoding):
 
     @classmethod
     @abstractmethod
-    def read(cls, payload: torch.Tensor, schema: WeightSchema, device: torch.device = CPU) -> Delta:
-        """Return the delta in ``payload``, which is on the CPU, for weights on ``device``.
+    def read(cls, payload: torch.Tensor, schema: WeightSchema) -> Delta:
+        """Return the delta in ``payload``, which is on the CPU.
 
         Raises:
             FormatError: the payload is not a delta, or does not fit the schema.
         """
+
+    @classmethod
+    def read_for(cls, device: torch.device, payload: torch.Tensor, schema: WeightSchema) -> Delta:
+        """Do the work of :meth:`read` for weights on ``device``; override it if that is faster there."""
+        return cls.read(payload, schema)
 
 
 _registry: dict[str, type[Encoding]] = {}
@@ -302,7 +307,7 @@ def read_delta(
     Raises:
         FormatError: the encoding is unknown, or the payload is not valid.
     """
-    return _registered(wire_name, DeltaEncoding).read(payload, schema, device)  # type: ignore[type-abstract]
+    return _registered(wire_name, DeltaEncoding).read_for(device, payload, schema)  # type: ignore[type-abstract]
 
 
 def _registered(wire_name: str, kind: type[_K]) -> type[_K]:

@@ -8,6 +8,7 @@ does not read it, so a large copy takes less time. Where the loop is missing (se
 from __future__ import annotations
 
 import ctypes
+import itertools
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
@@ -215,20 +216,23 @@ def copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 
     Copies between a GPU and the CPU are done on return, those between GPUs are queued.
     """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not in_use or not any(map(_IS_CUDA, itertools.chain(targets, sources))):
         torch._foreach_copy_(list(targets), list(sources))
         return
-    on_gpu = [one.device for one in (*targets, *sources) if _IS_CUDA(one)]
+    on_cpu = list(itertools.filterfalse(_IS_CUDA, itertools.chain(targets, sources)))
+    # Torch copies others through memory of its own, and then does not wait before it reads or frees it.
+    queued = all(map(torch.Tensor.is_contiguous, on_cpu))
     if any(map(_IS_CUDA, sources)):
-        _copy_from_gpu(targets, sources)
+        _copy_from_gpu(targets, sources, queued)
     else:
-        torch._foreach_copy_(list(targets), list(sources), non_blocking=bool(on_gpu))
-    if len(on_gpu) < len(targets) + len(sources):
-        for device in set(on_gpu):
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=queued)
+    if on_cpu:
+        for device in {one.device for one in (*targets, *sources) if _IS_CUDA(one)}:
             torch.cuda.current_stream(device).synchronize()
 
 
-def _copy_from_gpu(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def _copy_from_gpu(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], queued: bool) -> None:
     groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         group = groups.setdefault((target.dtype, source.dtype), ([], []))
@@ -239,10 +243,10 @@ def _copy_from_gpu(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tens
             integers = _INTEGERS[of.itemsize]
             ours, theirs = ([one.view(integers) for one in part] for part in (ours, theirs))
         if to is of or {to, of} <= _CONVERTED_TOGETHER:
-            torch._foreach_copy_(ours, theirs, non_blocking=True)
+            torch._foreach_copy_(ours, theirs, non_blocking=queued)
         else:
             for target, source in zip(ours, theirs, strict=True):
-                target.copy_(source, non_blocking=True)
+                target.copy_(source, non_blocking=queued)
 
 
 def _split(target: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

@@ -235,6 +235,8 @@ class OwnCopy(Storage):
     def apply(self, deltas: Sequence[Delta], version: int) -> None:
         """Change the weights in force; :meth:`require` was called just before."""
         assert self._flat is not None
+        if self._binding is not None:
+            self._binding.finish_kernels()
         for delta in deltas:
             delta.write(self._flat)
         tensors, self._required = self._required, []
@@ -244,6 +246,7 @@ class OwnCopy(Storage):
                 stale = [i for i in self._copies if i in touched]
                 names = tuple(self.schema.names[i] for i in stale)
                 self._binding.copy(names, [self.values[i] for i in stale], counted=False)
+            self._binding.finish_kernels()
             count_writes(tensors)
             # Not as found: the worker may have written while the changes were applied, or since.
             self._known = _sum(self._known[0], self._counts), self._known[1]

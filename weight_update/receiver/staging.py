@@ -239,9 +239,9 @@ class Staging:
                 taken.update(id(payload) for payload in update.payloads)
         for memory in self._memory:
             if (memory.numel(), memory.device) == (nbytes, device) and id(memory) not in taken:
+                pin(memory)  # not before: memory of some sizes is used only once
                 return memory
         fresh = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        pin(fresh)
         self._memory = [memory for memory in self._memory if id(memory) in taken] + [fresh]
         return fresh
 
@@ -300,6 +300,8 @@ class Staging:
             raise FormatError(f"the deltas do not lead from version {header['base']} to {header['version']}")
         version, group, base = header["version"], header["group"], header["base"]
         kept, values = [] if self.current is None else self.current.payloads, self._own.values
+        if values:
+            await_stream(values[0])  # other threads apply the deltas on other streams
         extra = extra_of(parts)
         return StagedUpdate(version, group, kept, values, extra, self._own, base, deltas, used_up=payloads)
 

@@ -187,6 +187,9 @@ class MPTransport(TransportBackend):
     def release(self, payload: torch.Tensor) -> None:
         self._slots.release(payload)
 
+    def pinned(self, payload: torch.Tensor) -> torch.Tensor:
+        return self._slots.pinned(payload)
+
     def disconnect(self) -> None:
         self._other = None
         with contextlib.suppress(LinkClosedError):

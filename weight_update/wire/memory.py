@@ -6,12 +6,15 @@ import contextlib
 import hashlib
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 _WORTH_PINNING = 16 << 20  # bytes; a GPU copies less than that in a millisecond or two anyway
 _READ_ONLY = 8  # cudaHostRegisterReadOnly
+
+_tried: set[int] = set()  # addresses of live memory that was pinned, or that the system refused to pin
 
 
 def await_stream(tensor: torch.Tensor) -> None:
@@ -24,24 +27,41 @@ def pin(memory: torch.Tensor, *, read_only: bool = False) -> None:
     """Pin the memory that a tensor lies in until it is freed, if this process uses a GPU.
 
     A GPU copies from and to it 3 to 6 times faster. Small memory stays as it is, and so does memory that the
-    system refuses to pin. ``read_only`` says that this process may not write to it.
+    system refuses to pin, which is tried once. ``read_only`` says that this process may not write to it.
     """
-    storage = memory.untyped_storage()
     if not torch.cuda.is_initialized() or memory.is_cuda:  # type: ignore[no-untyped-call]
         return
-    if storage.nbytes() < _WORTH_PINNING or memory.is_pinned():
+    storage = memory.untyped_storage()
+    address, nbytes = storage.data_ptr(), storage.nbytes()
+    if nbytes < _WORTH_PINNING or address in _tried or memory.is_pinned():
         return
-    cuda, address = torch.cuda.cudart(), storage.data_ptr()  # type: ignore[no-untyped-call]
-    if int(cuda.cudaHostRegister(address, storage.nbytes(), _READ_ONLY if read_only else 0)) == 0:
-        weakref.finalize(storage, _unpin, address, os.getpid()).atexit = False
-        return
-    with contextlib.suppress(RuntimeError):  # CUDA remembers the refusal, and the next kernel would raise it
-        torch.zeros(1, device="cuda")
+    gpu, flags = _gpu_in_use(), _READ_ONLY if read_only else 0
+    register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
+    pinned_on = gpu if _call(gpu, register, address, nbytes, flags) else None
+    _tried.add(address)
+    weakref.finalize(storage, _forget, address, pinned_on, os.getpid()).atexit = False
 
 
-def _unpin(address: int, owner: int) -> None:
-    if os.getpid() == owner:  # a forked process has no CUDA
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+def _forget(address: int, pinned_on: int | None, owner: int) -> None:
+    _tried.discard(address)
+    if pinned_on is not None and os.getpid() == owner:  # a forked process has no CUDA
+        _call(pinned_on, torch.cuda.cudart().cudaHostUnregister, address)  # type: ignore[no-untyped-call]
+
+
+def _gpu_in_use() -> int:
+    """Return a GPU that this process uses already; CUDA takes memory of every GPU for which it is called."""
+    in_use = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
+    return next(filter(in_use, range(torch.cuda.device_count())), torch.cuda.current_device())
+
+
+def _call(gpu: int, function: Callable[..., int], *arguments: int) -> bool:
+    """Call a function of the CUDA runtime with ``gpu`` as the current one; return whether it succeeded."""
+    with torch.cuda.device(gpu):
+        if int(function(*arguments)) == 0:
+            return True
+        with contextlib.suppress(RuntimeError):  # CUDA remembers the error, and the next kernel raises it
+            torch.zeros(1, device="cuda")
+    return False
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from weight_update.compression import Compression, decompressor_for, pack
 from weight_update.encodings.base import Lend
+from weight_update.encodings.dense import copy_together
 from weight_update.errors import FormatError
 from weight_update.threads import in_threads, threads_for
 from weight_update.wire.schema import aligned
@@ -94,18 +95,19 @@ class ArrayWriter:
 
 
 def _gather(buffers: Sequence[torch.Tensor], out: Array) -> None:
-    """Copy the buffers into ``out``, in order; if any is on a GPU, copy from it in one transfer."""
-    gpu = next((one.device for one in buffers if one.is_cuda), None)
-    if gpu is not None:
-        torch.from_numpy(out).copy_(torch.cat([one.to(gpu) for one in buffers]))
-        return
-    ends = list(itertools.accumulate(one.numel() for one in buffers))
+    """Copy the buffers, which may be on a GPU, into ``out``, in order."""
+    ends = itertools.accumulate(one.numel() for one in buffers)
+    places = [(out[end - one.numel() : end], one) for one, end in zip(buffers, ends, strict=True)]
+    on_gpu = [(torch.from_numpy(place), one) for place, one in places if one.is_cuda]
+    if on_gpu:
+        copy_together(*zip(*on_gpu, strict=True))
 
-    def copy(buffer_and_end: tuple[torch.Tensor, int]) -> None:
-        one, end = buffer_and_end
-        out[end - one.numel() : end] = one.numpy()
+    def copy(place_and_buffer: tuple[Array, torch.Tensor]) -> None:
+        place, one = place_and_buffer
+        place[:] = one.numpy()
 
-    in_threads(copy, list(zip(buffers, ends, strict=True)), threads_for(len(out) // _MANY))
+    on_cpu = [(place, one) for place, one in places if not one.is_cuda]
+    in_threads(copy, on_cpu, threads_for(sum(len(place) for place, _ in on_cpu) // _MANY))
 
 
 class ArrayReader:
@@ -163,4 +165,4 @@ class ArrayReader:
 
 def _on_device(data: torch.Tensor, device: str) -> torch.Tensor:
     """Return ``data`` on a device that a compression works on; ``"any"`` is where it is."""
-    return data if device == "any" else data.to(device)
+    return data if device in ("any", data.device.type) else data.to(device)

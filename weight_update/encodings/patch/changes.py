@@ -216,7 +216,7 @@ class Changes:
         hit = np.zeros(len(order), dtype=bool)
         for part in self.sparse:
             bounds = -(-np.stack([starts, ends]) // part.width)  # the first element there or later
-            first, last = np.searchsorted(part.positions.cpu().numpy(), bounds)
+            first, last = _search(part.positions, bounds)
             hit |= first < last
         for one in self.ranges:
             hit |= (starts < one.start + one.data.numel()) & (one.start < ends)
@@ -245,6 +245,13 @@ class Changes:
         if len(found) == 1 and self.sparse and self.sparse[0].width == size:
             return torch.from_numpy(found[0])
         return torch.from_numpy(np.unique(np.concatenate(found or [np.empty(0, np.int64)])))
+
+
+def _search(positions: torch.Tensor, bounds: Array) -> Array:
+    """Return the index of the first position that is at least as large as each of ``bounds`` (int64)."""
+    if positions.is_cpu:
+        return np.searchsorted(positions.numpy(), bounds)
+    return torch.searchsorted(positions, torch.from_numpy(bounds).to(positions.device)).cpu().numpy()
 
 
 def _write_sparse(words: Array, part: Sparse) -> None:  # not torch: its threads hang in forked processes

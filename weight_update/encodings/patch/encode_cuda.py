@@ -51,6 +51,7 @@ def _add_integers(out: ArrayWriter, arrays: Sequence[Tensor]) -> None:
 def _add_positions(out: ArrayWriter, part: Sparse) -> None:
     """Add gaps; those that a scan coded already are joined, unless wider units may take fewer bytes."""
     coded = [one.gaps.units for one in part.segments if isinstance(one, DeviceSegment)]
+    coded = [units for units in coded if units.itemsize == UNITS[0]]
     if len(coded) == len(part.segments) and sum(map(len, coded)) <= UNITS[1] * len(part):
         _add(out, torch.cat(coded), UNITS[0])
     else:

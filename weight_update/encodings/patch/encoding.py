@@ -137,7 +137,11 @@ class PatchEncoding(DeltaEncoding):
         return PatchTracker(self, schema, tracked)
 
     @classmethod
-    def read(cls, payload: torch.Tensor, schema: WeightSchema, device: torch.device = CPU) -> Delta:
+    def read(cls, payload: torch.Tensor, schema: WeightSchema) -> Delta:
+        return decode_patch(payload, schema)
+
+    @classmethod
+    def read_for(cls, device: torch.device, payload: torch.Tensor, schema: WeightSchema) -> Delta:
         return decode_patch(payload, schema, device)
 
 

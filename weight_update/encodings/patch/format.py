@@ -206,21 +206,24 @@ def _decode_sparse(
     head: PatchHead,
     device: torch.device,
 ) -> Sparse:
-    limit, gaps = schema.nbytes // width, head.layout == "flat" and head.delta
-    if gaps and device != CPU:
-        return read_sparse(arrays, width, count, limit, head.relative, device)
-    if gaps:
-        units = cut_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
-    elif head.layout == "coo":
+    limit = schema.nbytes // width
+    if head.layout == "coo":
         positions = decode_coo(arrays, count, schema, width, head.delta)
-    else:
+    elif not head.delta:
         positions = _decode_positions(arrays, count, limit)
-    values = decode_steps(arrays, count, width) if head.relative else arrays.exactly(count, (width,))
-    bits = torch.from_numpy(values).view(BITS[width])
-    if not gaps:
-        return Sparse.of(width, torch.from_numpy(positions).to(device), bits.to(device), head.relative)
-    each = torch.split(bits, [one.count for one in units])
-    return Sparse(width, tuple(map(GapSegment, units, each)), head.relative)
+    elif device != CPU:
+        return read_sparse(arrays, width, count, limit, head.relative, device)
+    else:
+        gaps = cut_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
+        each = torch.split(_decode_values(arrays, count, width, head.relative), [one.count for one in gaps])
+        return Sparse(width, tuple(map(GapSegment, gaps, each)), head.relative)
+    values = _decode_values(arrays, count, width, head.relative)
+    return Sparse.of(width, torch.from_numpy(positions).to(device), values.to(device), head.relative)
+
+
+def _decode_values(arrays: ArrayReader, count: int, width: int, relative: bool) -> torch.Tensor:
+    values = decode_steps(arrays, count, width) if relative else arrays.exactly(count, (width,))
+    return torch.from_numpy(values).view(BITS[width])
 
 
 def _decode_positions(arrays: ArrayReader, count: int, limit: int) -> Array:

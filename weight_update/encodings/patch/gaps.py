@@ -20,7 +20,9 @@ from weight_update.errors import FormatError
 UNITS = (1, 2, 4)
 """Bytes of a unit."""
 
-_SPARSE = 1 << 12  # elements for each position above which units of 1 byte would take much memory
+SPARSE = 1 << 12
+"""Elements for each position above which units of 1 byte would take much memory."""
+
 _STEP = 1 << 18  # positions of a part that one thread processes
 
 
@@ -45,7 +47,7 @@ class Gaps:
         """Return the positions ``first + offsets`` (1-D int32 or int64, not empty, increasing)."""
         start, span = int(offsets[0]), int(offsets[-1]) - int(offsets[0])
         offsets = offsets - offsets.dtype.type(start)
-        sparse = span > len(offsets) * _SPARSE
+        sparse = span > len(offsets) * SPARSE
         units = kernels_numpy.code(offsets, 4) if sparse else kernels.code(offsets)
         return cls(first + start, first + start + span, units, len(offsets))
 

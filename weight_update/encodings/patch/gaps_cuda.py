@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
 from weight_update.encodings.patch.arrays import Array
-from weight_update.encodings.patch.gaps import Gaps, escape_of, join_units
+from weight_update.encodings.patch.gaps import SPARSE, Gaps, escape_of, join_units
+from weight_update.errors import FormatError
 
 SIGNED: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Signed integer dtype by size in bytes; torch computes with few unsigned ones."""
@@ -19,7 +21,7 @@ PART = 1 << 22
 
 @dataclass(frozen=True, eq=False)
 class DeviceGaps:
-    """One or more positions as gaps on a GPU; :class:`~weight_update.encodings.patch.gaps.Gaps` for tensors.
+    """Positions as gaps on a GPU; :class:`~weight_update.encodings.patch.gaps.Gaps` for tensors.
 
     Attributes:
         first: the position that a first gap of 0 means.
@@ -35,10 +37,14 @@ class DeviceGaps:
 
     @classmethod
     def of(cls, first: int, offsets: torch.Tensor) -> DeviceGaps:
-        """Return the positions ``first + offsets`` (1-D int64, not empty, increasing) in units of 1 byte."""
+        """Return the positions ``first + offsets`` (1-D int64, not empty, increasing).
+
+        Units have 1 byte, or 4 if the positions are far apart.
+        """
         gaps = gaps_of(offsets)
-        needed, last = torch.stack([units_needed(gaps, 1), offsets[-1]]).tolist()
-        return cls(first, first + last, units_of(gaps, 1, needed), len(offsets))
+        last, *needed = torch.stack([offsets[-1], units_needed(gaps, 1), units_needed(gaps, 4)]).tolist()
+        size, count = (4, needed[1]) if last > len(offsets) * SPARSE else (1, needed[0])
+        return cls(first, first + last, units_of(gaps, size, count), len(offsets))
 
     @property
     def offsets(self) -> torch.Tensor:
@@ -63,7 +69,7 @@ def read_units(units: Array, count: int, limit: int, device: torch.device) -> li
     """
     size, escape = units.itemsize, escape_of(units.itemsize)
     if not 0 < units.size <= count + limit // escape or units.size * escape >= 1 << 63:
-        join_units(units, count, limit)  # raises, and says what is wrong
+        _refuse(units, count, limit)
     parts = torch.split(torch.from_numpy(units.view(f"i{size}")).to(device), PART)
     wide = map(_unsigned, parts)
     facts = torch.stack([torch.stack([u.sum(), (u != escape).sum(), u[-1]]) for u in wide]).tolist()
@@ -72,8 +78,13 @@ def read_units(units: Array, count: int, limit: int, device: torch.device) -> li
         found.append(DeviceGaps(first, first + gaps + here - 1, part, here))
         first, positions = first + gaps + here, positions + here
     if facts[-1][-1] == escape or positions != count or first > limit:
-        join_units(units, count, limit)
+        _refuse(units, count, limit)
     return found
+
+
+def _refuse(units: Array, count: int, limit: int) -> NoReturn:
+    join_units(units, count, limit)  # raises, and says what is wrong
+    raise FormatError("the memory of a patch was overwritten while the patch was read")
 
 
 def gaps_of(positions: torch.Tensor) -> torch.Tensor:

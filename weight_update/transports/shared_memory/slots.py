@@ -239,12 +239,13 @@ class HostSlotMapping(SlotMapping):
             raise FormatError("the sender's slot is empty")
         with _naming_memory(f"the sender's slot of {size / 1e6:.1f} MB"):
             self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+            on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            self._read_only = _mapped_read_only(fd, size) if on_gpu else None
         with contextlib.suppress(OSError, ValueError):
             self._map.madvise(_MADV_POPULATE_READ)  # otherwise the first forward pass takes the page faults
         super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:-1])
         self._faults = _page_faults()
-        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._read_only = _mapped_read_only(fd, size) if on_gpu else None
+        self._read_before = False
 
     @property
     def released(self) -> bool:
@@ -264,7 +265,8 @@ class HostSlotMapping(SlotMapping):
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def pinned(self, payload: torch.Tensor) -> torch.Tensor:
-        if self._read_only is None:
+        again, self._read_before = self._read_before, True
+        if self._read_only is None or not again:  # pinning memory that is read only once takes too long
             return payload
         pin(self._read_only, read_only=True)
         return self._read_only[: payload.numel()]
