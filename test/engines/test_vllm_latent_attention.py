@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 pytest.importorskip("vllm", reason="make test-engines installs vLLM")
@@ -25,6 +27,14 @@ from vllm_parts import (
 from weight_update import DistributedWeightSyncScheme
 
 MODEL = LATENT
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_amx() -> Iterator[None]:
+    """Hide AMX, for which vLLM chooses kernels that only its build for CPUs has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        yield
 
 
 def loaded(vllm_config: VllmConfig, policy: nn.Module) -> dict[str, torch.Tensor]:
