@@ -137,12 +137,12 @@ class _Bench:
         decode_patch(payload, self.schema).write(self.receiver)
 
     def read_both(self) -> None:
-        """Read two models that are equal, with all threads: no comparison takes less."""
+        """Compare two equal models with all threads, and do nothing else."""
         ours, theirs = self.expected.data_ptr(), self.target.data_ptr()
 
         def compare(start: int) -> int:
             size = min(_PIECE, self.schema.nbytes - start)
-            return _memcmp(ctypes.c_void_p(ours + start), ctypes.c_void_p(theirs + start), size)
+            return _memcmp(ours + start, theirs + start, size)
 
         if any(in_threads(compare, range(0, self.schema.nbytes, _PIECE), torch.get_num_threads())):
             raise RuntimeError("a copy differs from what was copied")
@@ -188,7 +188,7 @@ def times_table(megabytes: float, found: Iterable[PatchTimes]) -> Table:
         "Milliseconds, median (min .. max). B: bytes per changed element. *build* is scan and encode, and\n"
         "*apply* is decode and write. *one copy* copies all tensors in the workers' dtype, with all threads\n"
         "or one thread, whichever is faster. *one read of both models* compares equal memory with all\n"
-        "threads: no build can take less. *pays below* is the speed of a link (MB/s). On slower\n"
+        "threads, which every build includes. *pays below* is the speed of a link (MB/s). On slower\n"
         "links, a patch that is built, sent and applied one after the other is faster than dense.\n"
         "*the obvious way* finds and gathers the changes of each tensor with ``(a != b).nonzero()``, "
         "without\npacking them. *build/copy* is the time of *build* divided by that of *one copy*, and so on."

@@ -66,9 +66,8 @@ def engine_of(model: Any, **options: Any) -> TransformersEngine:
 def continued(*phases: tuple[Any, int]) -> list[int]:
     """Return the greedy answer to PROMPT, so many tokens by each model, which share one key-value cache."""
     cache = transformers.DynamicCache(config=phases[0][0].config)
-    key = (
-        "cache" if "cache" in inspect.signature(phases[0][0].forward).parameters else "past_key_values"
-    )  # 5.23
+    parameters = inspect.signature(phases[0][0].forward).parameters
+    key = "cache" if "cache" in parameters else "past_key_values"  # its name in transformers 5.23
     todo, answer = PROMPT, []
     for model, count in phases:
         for _ in range(count):

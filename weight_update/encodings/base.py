@@ -256,7 +256,7 @@ class DeltaEncoding(Encoding):
         """
 
     @classmethod
-    def read_for(cls, device: torch.device, payload: torch.Tensor, schema: WeightSchema) -> Delta:
+    def read_for(cls, payload: torch.Tensor, schema: WeightSchema, device: torch.device) -> Delta:
         """Do the work of :meth:`read` for weights on ``device``; override it if that is faster there."""
         return cls.read(payload, schema)
 
@@ -307,7 +307,7 @@ def read_delta(
     Raises:
         FormatError: the encoding is unknown, or the payload is not valid.
     """
-    return _registered(wire_name, DeltaEncoding).read_for(device, payload, schema)  # type: ignore[type-abstract]
+    return _registered(wire_name, DeltaEncoding).read_for(payload, schema, device)  # type: ignore[type-abstract]
 
 
 def _registered(wire_name: str, kind: type[_K]) -> type[_K]:

@@ -141,7 +141,7 @@ class PatchEncoding(DeltaEncoding):
         return decode_patch(payload, schema)
 
     @classmethod
-    def read_for(cls, device: torch.device, payload: torch.Tensor, schema: WeightSchema) -> Delta:
+    def read_for(cls, payload: torch.Tensor, schema: WeightSchema, device: torch.device) -> Delta:
         return decode_patch(payload, schema, device)
 
 
