@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
-from weight_update.transports.distributed.checksum import BLOCK
+from weight_update.transports.distributed import transfer
+from weight_update.transports.distributed.checksum import BLOCK, Checksum
 from weight_update.transports.distributed.relay import nccl, payload_stream
 from weight_update.transports.distributed.relay.payload_stream import (
     PIECE,
@@ -27,6 +28,8 @@ from weight_update.transports.distributed.relay.payload_stream import (
 )
 from weight_update.transports.shared_memory.unix_stream import SocketStream
 from weight_update.transports.signed_stream import SignedStream
+
+needs_library = pytest.mark.skipif(transfer.library is None, reason="there was no compiler at installation")
 
 LONG = 20.0
 NBYTES = 64 << 20  # more than the kernel takes from a sender whose other end does not read
@@ -42,8 +45,16 @@ def connected() -> Pair:
     )
 
 
+@pytest.fixture(params=[pytest.param(True, marks=needs_library), False], ids=["compiled", "python"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Transfer pieces with or without the compiled loop."""
+    if not request.param:
+        monkeypatch.setattr(transfer, "library", None)
+    return bool(request.param)
+
+
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair(compiled: bool) -> Iterator[Pair]:
     sender, receiver = connected()
     with closing(sender), closing(receiver):
         yield sender, receiver
@@ -102,6 +113,45 @@ def test_a_payload_arrives_whole_between_messages(pair: Pair, size: int) -> None
     assert sums == [total]
 
 
+@pytest.mark.parametrize("size", [1, 2047, 2049, PIECE, BLOCK + 3000])
+def test_sums_are_those_of_the_bytes_that_arrived(pair: Pair, size: int) -> None:
+    """The bytes come in parts that end anywhere within a row."""
+    payload, into, sums = random_bytes(size), torch.zeros(size, dtype=torch.uint8), []
+
+    def receive() -> None:
+        sums.append(pair[1].recv_payload(pieces_of(into), LONG, Forwarder(None)))
+
+    receiving, rest = in_thread(receive), payload
+    while rest.numel():
+        part, rest = rest[: 1 + rest.numel() // 3], rest[1 + rest.numel() // 3 :]
+        pair[0].push(part, LONG)
+        time.sleep(0.002)
+    receiving.join(LONG)
+    expected = Checksum()
+    for piece in pieces_of(payload):
+        expected.add(piece)
+    assert torch.equal(into, payload)
+    assert sums == [expected.hex()]
+
+
+def test_an_end_that_sends_a_byte_now_and_then(pair: Pair) -> None:
+    """Bytes that keep coming do not keep the thread beyond its limit of time."""
+    ended = threading.Event()
+
+    def send_slowly() -> None:
+        while not ended.wait(0.015):
+            pair[0].push(torch.zeros(1, dtype=torch.uint8), LONG)
+
+    sending, start = in_thread(send_slowly), time.monotonic()
+    try:
+        with pytest.raises(SyncTimeoutError):
+            pair[1].recv_payload(discarded_pieces(PIECE), 0.3, Forwarder(None))
+    finally:
+        ended.set()
+    sending.join(LONG)
+    assert time.monotonic() - start < LONG / 2
+
+
 def test_the_checksum_shows_a_change_on_the_way(pair: Pair) -> None:
     payload, sums = random_bytes(2 * PIECE), []
     sending = in_thread(lambda: sums.append(pair[0].send_payload(payload, LONG)))
@@ -153,7 +203,7 @@ def test_an_end_that_is_slow_is_waited_for(pair: Pair) -> None:
     def read_slowly() -> None:
         for piece in pieces_of(torch.empty_like(payload)):
             time.sleep(0.3)
-            pair[1].pull(piece, LONG)
+            pair[1].pull(piece, LONG, Checksum())
 
     pair[0].signed.stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     reading = in_thread(read_slowly)
@@ -224,12 +274,12 @@ def test_pieces_go_on_as_they_arrive(pair: Pair) -> None:
         got, into = torch.zeros_like(payload), torch.zeros_like(payload)
         receiving = in_thread(pair[1].recv_payload, pieces_of(into), LONG, forwarder)
         pair[0].push(payload[:PIECE], LONG)
-        there.pull(got[:1000], LONG)
+        there.pull(got[:1000], LONG, Checksum())
         assert receiving.is_alive()
         pair[0].push(payload[PIECE:], LONG)
         receiving.join(LONG)
         finishing = in_thread(forwarder.finish, LONG)
-        there.pull(got[1000:], LONG)
+        there.pull(got[1000:], LONG, Checksum())
         finishing.join(LONG)
         assert torch.equal(got, payload)
 

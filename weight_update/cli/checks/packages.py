@@ -12,6 +12,7 @@ from weight_update.cli.checks.base import Finding, fail, ok, skipped, warn
 from weight_update.compression import ans
 from weight_update.encodings import dense
 from weight_update.encodings.patch import kernels
+from weight_update.transports.distributed import transfer
 
 _OURS = "weight-update"
 KERNELS_CURE = (
@@ -52,8 +53,8 @@ def look_at_package(name: str) -> Finding:
 
 
 def look_at_kernels() -> Finding:
-    """Check whether the inner loops of copies, of the patch encoding and of its compression are compiled."""
-    if all(module.library is not None for module in (dense, kernels, ans)):
+    """Check whether the inner loops of copies, transfers, the patch encoding and compression are compiled."""
+    if all(module.library is not None for module in (dense, kernels, ans, transfer)):
         return ok("compiled")
     return warn("not compiled, so patches take several times as long", KERNELS_CURE)
 

@@ -13,8 +13,8 @@ CHECKSUM = "lanes256/1"
 BLOCK = 4 << 20
 """Number of bytes in one block of sums."""
 
-_LANES = 256
-_ROW = 8 * _LANES
+LANES = 256
+_ROW = 8 * LANES
 
 
 class Checksum:
@@ -22,11 +22,14 @@ class Checksum:
 
     It detects every change within one word, so of any single bit, and blocks in another order. It is five
     times as fast as CRC-32 of zlib. It detects errors; it does not stop deliberate manipulation.
+
+    Attributes:
+        sums: sums of the block that is not complete, uint64 of shape [256].
     """
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
-        self._sums = np.zeros(_LANES, dtype=np.uint64)
+        self.sums = np.zeros(LANES, dtype=np.uint64)
         self._filled = 0  # bytes of the block that is being summed
 
     def add(self, piece: torch.Tensor) -> None:
@@ -35,13 +38,17 @@ class Checksum:
         The length is a multiple of 2048 and divides :data:`BLOCK`; only the last piece may have another one.
         """
         data = piece.numpy()  # not torch: its threads hang in forked processes
-        whole = data.size // _ROW * _ROW
-        rows = data[:whole].view(np.uint64).reshape(-1, _LANES)
-        self._sums += np.add.reduce(rows, axis=0, dtype=np.uint64)
-        if whole < data.size:
+        rows = data[: data.size // _ROW * _ROW].view(np.uint64).reshape(-1, LANES)
+        self.sums += np.add.reduce(rows, axis=0, dtype=np.uint64)
+        self.end_piece(piece)
+
+    def end_piece(self, piece: torch.Tensor) -> None:
+        """Do the rest of :meth:`add` for a piece whose whole rows of 2048 bytes were added to the sums."""
+        data = piece.numpy()
+        if data.size % _ROW:
             rest = np.zeros(_ROW, dtype=np.uint8)
-            rest[: data.size - whole] = data[whole:]
-            self._sums += rest.view(np.uint64)
+            rest[: data.size % _ROW] = data[data.size // _ROW * _ROW :]
+            self.sums += rest.view(np.uint64)
         self._filled += data.size
         if self._filled == BLOCK:
             self._end_block()
@@ -53,6 +60,6 @@ class Checksum:
         return self._digest.hexdigest()
 
     def _end_block(self) -> None:
-        self._digest.update(self._sums.astype("<u8", copy=False).tobytes())
-        self._sums[:] = 0
+        self._digest.update(self.sums.astype("<u8", copy=False).tobytes())
+        self.sums[:] = 0
         self._filled = 0

@@ -96,12 +96,12 @@ class SocketStream:
         """Send all of ``data``; SyncTimeoutError if the deadline passed before all was sent."""
         view = memoryview(data).cast("B")
         while view:
-            view = view[self._retry(self._await_room, deadline, self.sock.send, view) :]
+            view = view[self.retry(self.await_room, deadline, self.sock.send, view) :]
 
     def send_now(self, data: bytes | memoryview) -> int:
         """Send the part of ``data`` that the socket takes without a wait; return its number of bytes."""
         try:
-            return self._retry(self._await_room, 0.0, self.sock.send, data)
+            return self.retry(self.await_room, 0.0, self.sock.send, data)
         except SyncTimeoutError:
             return 0
 
@@ -118,14 +118,14 @@ class SocketStream:
     def recv_into(self, view: memoryview, deadline: float | None = None) -> None:
         """Receive exactly as many bytes as ``view`` has; raise as :meth:`recv`."""
         while view:
-            count = self._retry(self._await_more, deadline, self.sock.recv_into, view)
+            count = self.retry(self.await_more, deadline, self.sock.recv_into, view)
             if count == 0:
                 raise LinkClosedError("the other end is gone")
             view = view[count:]
 
     def send_with_fd(self, data: bytes, fd: int, deadline: float | None) -> None:
         """Send a short record together with a file descriptor (Unix sockets only)."""
-        sent = self._retry(self._await_room, deadline, socket.send_fds, self.sock, [data], [fd])
+        sent = self.retry(self.await_room, deadline, socket.send_fds, self.sock, [data], [fd])
         self.send(data[sent:], deadline)
 
     def recv_available(self, limit: int, descriptors: list[int]) -> bytes:
@@ -133,7 +133,7 @@ class SocketStream:
 
         No byte that was sent after a descriptor is received together with it (Unix sockets only).
         """
-        data, fds, _, _ = self._retry(self._await_more, None, socket.recv_fds, self.sock, limit, 1)
+        data, fds, _, _ = self.retry(self.await_more, None, socket.recv_fds, self.sock, limit, 1)
         descriptors += fds
         if not data:
             raise LinkClosedError("the other end is gone")
@@ -151,14 +151,21 @@ class SocketStream:
             self.sock.shutdown(socket.SHUT_RDWR)
         self.in_use.close()
 
-    def _retry(
+    def retry(
         self,
         wait: Callable[[float | None], None],
         deadline: float | None,
         action: Callable[..., _T],
         *args: Any,
     ) -> _T:
-        """Return the result of ``action``; call ``wait`` before another try where the socket is not ready."""
+        """Return the result of ``action``; call ``wait`` before another try where the socket is not ready.
+
+        Args:
+            wait: :meth:`await_room` or :meth:`await_more`.
+            deadline: argument of ``wait``.
+            action: function that raises BlockingIOError where the socket is not ready.
+            args: arguments of ``action``.
+        """
         with self.in_use:
             while True:
                 try:
@@ -169,11 +176,13 @@ class SocketStream:
                     self.vanished = self.vanished or not isinstance(error, ConnectionError)
                     raise LinkClosedError(f"the other end is gone ({error})") from None
 
-    def _await_room(self, deadline: float | None) -> None:
+    def await_room(self, deadline: float | None) -> None:
+        """Wait until bytes can be sent; SyncTimeoutError if they cannot before the deadline."""
         if not self._poll(select.POLLOUT, seconds_left(deadline)):
             raise SyncTimeoutError("the other end does not read")
 
-    def _await_more(self, deadline: float | None) -> None:
+    def await_more(self, deadline: float | None) -> None:
+        """Wait until bytes, or the end, can be received; SyncTimeoutError if none can before the deadline."""
         if self._poll(select.POLLIN, _STALLED if deadline is None else seconds_left(deadline)):
             return
         if deadline is not None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.text import brief
+from weight_update.transports.distributed.checksum import Checksum
 from weight_update.transports.distributed.relay.payload_stream import STALLED, PayloadStream
 from weight_update.transports.distributed.store import StoreBase, disown, own
 from weight_update.transports.signed_stream import SignedStream
@@ -62,13 +63,16 @@ class NcclStream(PayloadStream):
             self.close()
             raise LinkClosedError(f"no NCCL connection ({brief(error)})") from None
 
-    def push(self, piece: torch.Tensor, patience: float) -> None:
+    def push(self, piece: torch.Tensor, patience: float, total: Checksum | None = None) -> None:
         self._wait("send", piece.to(self._device), patience)
+        if total is not None:
+            total.add(piece)
 
-    def pull(self, into: torch.Tensor, patience: float) -> None:
+    def pull(self, into: torch.Tensor, patience: float, total: Checksum) -> None:
         staged = torch.empty_like(into, device=self._device)
         self._wait("recv", staged, patience)
         into.copy_(staged)
+        total.add(into)
 
     def push_now(self, piece: torch.Tensor) -> int:
         self.push(piece, STALLED)

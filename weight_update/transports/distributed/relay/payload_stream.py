@@ -13,6 +13,7 @@ import torch
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.progress import advance
 from weight_update.transports.distributed.checksum import Checksum
+from weight_update.transports.distributed.transfer import receive_piece, send_piece
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 from weight_update.transports.signed_stream import SignedStream
 from weight_update.wire.memory import byte_view
@@ -21,7 +22,7 @@ STALLED = 60.0
 """Seconds without progress of the other end after which it counts as gone."""
 
 PIECE = 1 << 20
-"""Bytes that are sent or received before they are summed up, while the processor's cache has them."""
+"""Bytes that are sent or received before the next host gets them, and before progress is noted."""
 
 SEND_BUFFER = 512 << 10
 """Bytes of the send buffer to a near machine. Linux doubles it, which a second-level cache still holds."""
@@ -49,8 +50,7 @@ class PayloadStream:
         """Send a payload in pieces, each within ``patience`` seconds; return its checksum."""
         total = Checksum()
         for piece in pieces_of(payload):
-            self.push(piece, patience)
-            total.add(piece)  # while it travels
+            self.push(piece, patience, total)
             advance(piece.numel())
         return total.hex()
 
@@ -58,19 +58,22 @@ class PayloadStream:
         """Receive a payload in pieces, and forward each piece at once; return its checksum."""
         total = Checksum()
         for piece in pieces:
-            self.pull(piece, patience)
+            self.pull(piece, patience, total)
             forwarder.add(piece)
-            total.add(piece)
             advance(piece.numel())
         return total.hex()
 
-    def push(self, piece: torch.Tensor, patience: float) -> None:
-        """Send a piece: a contiguous CPU tensor."""
-        self.signed.stream.send(byte_view(piece), deadline_of(patience))
+    def push(self, piece: torch.Tensor, patience: float, total: Checksum | None = None) -> None:
+        """Send a piece, a contiguous CPU tensor, and add it to ``total``."""
+        deadline = deadline_of(patience)
+        if total is None:
+            self.signed.stream.send(byte_view(piece), deadline)
+        else:
+            send_piece(self.signed.stream, piece, deadline, total)
 
-    def pull(self, into: torch.Tensor, patience: float) -> None:
-        """Receive a piece sent by :meth:`push`."""
-        self.signed.stream.recv_into(byte_view(into), deadline_of(patience))
+    def pull(self, into: torch.Tensor, patience: float, total: Checksum) -> None:
+        """Receive a piece sent by :meth:`push`, and add it to ``total``."""
+        receive_piece(self.signed.stream, into, deadline_of(patience), total)
 
     def push_now(self, piece: torch.Tensor) -> int:
         """Send the part of a piece that can be sent without a wait; return its number of bytes."""

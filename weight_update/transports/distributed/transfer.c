@@ -1,0 +1,66 @@
+/* Transfers over a socket, with the sums of their bytes. transfer.py calls them by ctypes, without the
+   interpreter lock. */
+
+#define Py_LIMITED_API 0x030a0000
+#include <Python.h>
+#include <errno.h>
+#include <poll.h>
+#include <stdint.h>
+#include <sys/socket.h>
+#include <sys/types.h>
+
+int wu_version = 1; /* of the functions here; transfer.py uses no other, as may be left from an earlier build */
+
+enum {
+    LANES = 256,
+    ROW = 8 * LANES,
+    STEP = 256 << 10, /* bytes of one call to the system: they are still in the second-level cache afterwards */
+    PATIENCE = 20,    /* milliseconds of one wait here; the caller waits longer */
+    WAITS = 100
+};
+
+static void add_rows(const uint8_t *from, int64_t rows, uint64_t *sums)
+{
+    const uint64_t *words = (const uint64_t *)from;
+    for (int64_t row = 0; row < rows; row++, words += LANES)
+        for (int lane = 0; lane < LANES; lane++)
+            sums[lane] += words[lane];
+}
+
+static int is_ready(int fd, short event)
+{
+    struct pollfd one = {fd, event, 0};
+    return poll(&one, 1, PATIENCE) > 0;
+}
+
+/* Send (or receive) the bytes of a piece from `*done` on, and advance `*done`. Every row of ROW bytes that is
+   complete is added to `sums`. Return 0 when `*done` is `n`, the number of an error, or -1 at the end of the
+   stream. EAGAIN says that this takes long, and that the caller looks at the clock. */
+int wu_transfer(int sends, int fd, uint8_t *piece, int64_t n, int64_t *done, uint64_t *sums)
+{
+    for (int waits = 0; *done < n;) {
+        size_t size = (size_t)(n - *done < STEP ? n - *done : STEP);
+        ssize_t moved = sends ? send(fd, piece + *done, size, MSG_DONTWAIT | MSG_NOSIGNAL)
+                              : recv(fd, piece + *done, size, MSG_DONTWAIT);
+        if (moved < 0 && errno == EAGAIN && ++waits < WAITS && is_ready(fd, sends ? POLLOUT : POLLIN))
+            continue;
+        if (moved < 0 && errno == EINTR)
+            continue;
+        if (moved < 0)
+            return errno;
+        if (moved == 0)
+            return -1;
+        int64_t row = *done / ROW;
+        *done += moved;
+        add_rows(piece + row * ROW, *done / ROW - row, sums);
+    }
+    return 0;
+}
+
+/* An empty module, so that tools that import every module of a package can import this one. */
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_transfer", NULL, -1, NULL, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__transfer(void)
+{
+    return PyModule_Create(&module);
+}

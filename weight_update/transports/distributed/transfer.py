@@ -1,0 +1,61 @@
+"""Transfers of pieces over a socket, which sum up the bytes while the processor's cache holds them.
+
+The compiled loop of ``transfer.c`` also waits for the socket without the interpreter. Where the loop is
+missing (see :mod:`weight_update.wire.compiled`), each piece is summed up after its transfer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from weight_update.errors import LinkClosedError
+from weight_update.transports.distributed.checksum import Checksum
+from weight_update.transports.shared_memory.unix_stream import SocketStream
+from weight_update.wire.compiled import load
+from weight_update.wire.memory import byte_view
+
+library: ctypes.CDLL | None = load(Path(__file__).parent, "_transfer", 1)
+"""The compiled library; None where there is none."""
+
+
+def send_piece(stream: SocketStream, piece: torch.Tensor, deadline: float | None, total: Checksum) -> None:
+    """Send a piece as :meth:`SocketStream.send` does, and add it to ``total``."""
+    if library is None:
+        stream.send(byte_view(piece), deadline)
+        total.add(piece)
+        return
+    stream.retry(stream.await_room, deadline, _transfer(library, True, stream, piece, total))
+    total.end_piece(piece)
+
+
+def receive_piece(stream: SocketStream, into: torch.Tensor, deadline: float | None, total: Checksum) -> None:
+    """Receive a piece as :meth:`SocketStream.recv_into` does, and add it to ``total``."""
+    if library is None:
+        stream.recv_into(byte_view(into), deadline)
+        total.add(into)
+        return
+    stream.retry(stream.await_more, deadline, _transfer(library, False, stream, into, total))
+    total.end_piece(into)
+
+
+def _transfer(
+    loops: ctypes.CDLL, sends: bool, stream: SocketStream, piece: torch.Tensor, total: Checksum
+) -> Callable[[], None]:
+    """Return a function that transfers a piece, or raises BlockingIOError and goes on in its next call."""
+    done, number = ctypes.c_int64(0), ctypes.c_int64(piece.numel())
+    addresses = ctypes.byref(done), ctypes.c_void_p(total.sums.ctypes.data)
+
+    def go_on() -> None:
+        fd, start = stream.sock.fileno(), ctypes.c_void_p(piece.data_ptr())
+        error = loops.wu_transfer(int(sends), fd, start, number, *addresses)
+        if error < 0:
+            raise LinkClosedError("the other end is gone")
+        if error > 0:
+            raise OSError(error, os.strerror(error))
+
+    return go_on
