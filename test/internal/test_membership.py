@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
+import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +23,12 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncTimeoutError,
+    UnsupportedSourceError,
     WeightChunk,
     WeightSyncScheme,
 )
 from weight_update.errors import JoinRefusedError, LinkClosedError
+from weight_update.sender import joining as joining_module
 from weight_update.sender.joining import liveness
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import ReceiverId
@@ -66,6 +71,27 @@ def joining(*receivers: tuple[WeightSyncScheme, int, nn.Module]) -> Iterator[dic
             thread.join()
         for scheme, _, _ in receivers:
             scheme.shutdown()
+
+
+@KINDS
+def test_workers_that_asked_before_a_connect_that_fails_learn_why(
+    kind: type[WeightSyncScheme], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listener admits their connections only once connect() is called, and connect() fails at once."""
+    monkeypatch.setattr(joining_module, "_ARRIVAL_SECONDS", 5.0)  # the machine may be busy
+    with kind(connect_timeout=60.0) as scheme:
+        scheme.init_on_sender(model=nn.Linear(4, 2, device="meta"), num_workers=1)
+        receiver = pickle.loads(pickle.dumps(scheme))
+        with joining((receiver, 0, nn.Linear(4, 2))) as told:
+            if kind is SharedMemWeightSyncScheme:
+                assert select.select([scheme.listener._sock], [], [], 20.0)[0]  # type: ignore[union-attr]
+            else:
+                time.sleep(1.0)  # the worker waits for the sender's announcement
+            with pytest.raises(UnsupportedSourceError):
+                scheme.connect()
+        receiver.shutdown()
+    assert isinstance(told[0], JoinRefusedError)
+    assert "connect() failed in the trainer: UnsupportedSourceError: on the meta device" in str(told[0])
 
 
 @KINDS

@@ -199,7 +199,38 @@ def test_a_part_of_another_dtype(join: Join) -> None:
     assert torch.equal(target[1][0].weight.float(), source[1][0].weight)
 
 
-def test_a_part_that_does_not_fit_is_named_on_both_sides_until_it_does(join: Join) -> None:
+def replace_parameter(module: nn.Linear, weight: torch.Tensor) -> None:
+    module.weight = nn.Parameter(weight)
+
+
+def replace_data(module: nn.Linear, weight: torch.Tensor) -> None:
+    module.weight.data = weight
+
+
+@pytest.mark.parametrize("replace", [replace_parameter, replace_data])
+@pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
+@pytest.mark.parametrize("stable", [False, True])
+def test_a_tensor_of_another_shape_is_named_until_it_fits(
+    join: Join, replace: Any, encoding: str, stable: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, target = nn.Linear(4, 2), nn.Linear(4, 2)
+    sender, receiver = join(source, target, encoding, stable_addresses=stable)
+    bias = target.bias.detach().clone()
+    replace(target, torch.zeros(3, 4))
+    for _ in range(2):
+        add_one(source)
+        with pytest.raises(SyncFailedError, match=r"weight: shape \[3, 4\] in the model, \[2, 4\] in the"):
+            sender.send()
+        assert torch.equal(target.bias, bias)
+        assert target.weight.shape == (3, 4)
+    assert "worker 0 keeps version 0: " in caplog.text
+    replace(target, torch.zeros(2, 4))
+    sender.send()
+    assert same(source, target)
+    assert receiver.version == sender.version
+
+
+def test_a_part_that_does_not_fit_is_named_until_it_does(join: Join) -> None:
     source, target = net(), net()
     sender, receiver = join(source, target)
     before = target[0].weight.detach().clone()

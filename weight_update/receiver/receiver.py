@@ -246,6 +246,7 @@ class Receiver:
                 with updates.busy:
                     refused = None if chunk is None or self._closing.is_set() else updates.handle(chunk)
                 if refused is not None:
+                    _log.warning("worker %d keeps version %s: %s", self.worker, self.version, refused)
                     without_frames(refused)
             except NotEnoughMemoryError as error:  # the sender was told; there may be enough for the next
                 _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)

@@ -34,6 +34,8 @@ from weight_update.wire.schema import WeightSchema
 
 _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 0.2
+_ARRIVAL_SECONDS = 0.5
+"""Seconds that a failed connect() waits for join requests that were made before it."""
 _MAX_REPLACED = 1024
 """Number of replaced receivers that are remembered."""
 _MISFITS = WorkerError, JoinRefusedError, SchemaMismatchError, FormatError
@@ -163,22 +165,24 @@ class Admission:
     def dismiss(self, error: Exception) -> None:
         """Refuse workers that wait for weights, because ``connect()`` failed with ``error``.
 
-        Workers that ask to join after this wait for the next ``connect()``.
+        Workers that ask to join after this wait for the next ``connect()``. Join requests that were made before
+        the listener was started arrive only now, so this waits for them.
         """
+        deadline = time.monotonic() + _ARRIVAL_SECONDS
         refusal = JoinRefusedError(f"connect() failed in the trainer: {type(error).__name__}: {error}")
         for worker in self._table:
             with contextlib.suppress(TransportError, FormatError, TimeoutError):  # it has gone meanwhile
                 if worker.thread is None and worker.idx != NOBODY:
-                    self._dismiss_unheard(worker, refusal)
+                    self._dismiss_unheard(worker, refusal, max(deadline - time.monotonic(), 0.0))
                 elif _waits_in_vain(worker):
                     self._refuse(worker, refusal)
 
-    def _dismiss_unheard(self, worker: WorkerState, refusal: JoinRefusedError) -> None:
-        """Refuse a worker that no thread reads from, if it has asked to join."""
+    def _dismiss_unheard(self, worker: WorkerState, refusal: JoinRefusedError, timeout: float) -> None:
+        """Refuse a worker that no thread reads from, if its join request arrives in time."""
         if not worker.reading.acquire(blocking=False):
             return  # its thread has started just now
         try:
-            hello = worker.link.recv_chunk(0.0)
+            hello = worker.link.recv_chunk(timeout)
             if isinstance(hello, WeightChunk) and hello.kind is Kind.HELLO:
                 self._refuse(worker, self._misfit(worker, hello) or refusal)
         finally:

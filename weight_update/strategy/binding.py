@@ -28,7 +28,7 @@ from weight_update.wire.schema import WeightSchema, require_tensor
 
 _Place = tuple[str, tuple[Any, Any]]  # name of a tensor, the dict that holds it, and its key
 _CPU = torch.device("cpu")
-_DTYPE, _IS_CPU, _IS_META = map(operator.attrgetter, ("dtype", "is_cpu", "is_meta"))
+_SHAPE, _DTYPE, _IS_CPU, _IS_META = map(operator.attrgetter, ("shape", "dtype", "is_cpu", "is_meta"))
 
 
 class Binding:
@@ -129,8 +129,14 @@ class Binding:
         self._materialise({id(t): _convert(t, value, copy=True) for t, value in pairs if t.is_meta})
 
     def prepare(self, names: tuple[str, ...], values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return ``values``, converted to the destination's dtype and device where they differ."""
+        """Return ``values``, converted to the destination's dtype and device where they differ.
+
+        Raises:
+            SchemaMismatchError: a tensor was replaced by one of another shape.
+        """
         targets = self.tensors(names)
+        if not all(map(operator.eq, map(_SHAPE, targets), map(_SHAPE, values))):
+            raise _misfit(names, targets, values)
         if (
             all(map(_IS_CPU, targets))
             and all(map(_IS_CPU, values))
@@ -274,6 +280,17 @@ def _parts(node: Any) -> Iterator[tuple[Callable[[str], Any], str, Any]]:
 def _convert(target: torch.Tensor, value: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
     device = value.device if target.is_meta else target.device
     return value.to(device=device, dtype=target.dtype, copy=copy)
+
+
+def _misfit(
+    names: Sequence[str], targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> SchemaMismatchError:
+    problems = (
+        f"{name}: shape {list(target.shape)} in the model, {list(value.shape)} in the update"
+        for name, target, value in zip(names, targets, values, strict=True)
+        if target.shape != value.shape
+    )
+    return SchemaMismatchError("the model has tensors of other shapes than before:", tuple(problems))
 
 
 def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:
