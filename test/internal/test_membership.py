@@ -126,6 +126,17 @@ def test_a_sender_that_is_gone_is_named_readably() -> None:
     assert "perhaps because its connect_timeout has passed" in str(told[0])
 
 
+@pytest.mark.parametrize("mark", ["\0", "@", ""])
+def test_addresses_without_a_null_character(mark: str) -> None:
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+        given = mark + scheme.address[1:]
+        receiver = SharedMemWeightSyncScheme(address=given, token=scheme.token)
+        with joining((receiver, 0, mlp(3))) as told:
+            scheme.connect(timeout=20.0)
+    assert told == {}
+
+
 @pytest.mark.parametrize("watched", [False, True])
 def test_connect_says_how_to_learn_of_workers_that_die(watched: bool) -> None:
     with SharedMemWeightSyncScheme(connect_timeout=0.1) as scheme:

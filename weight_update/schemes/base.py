@@ -287,7 +287,8 @@ class WeightSyncScheme(SchemeUpdates):
         """Initialize the scheme in a worker. Nothing is communicated.
 
         Args:
-            model_id: name of the model in the context.
+            model_id: name of the model in the context. Without a context it may be left out: only schemes
+                that look up the sender by RPC or in torch's default store need the name that the sender has.
             context: collector that has the model, and its index as ``worker_idx``.
             model: module, TensorDict, dict or :class:`~weight_update.InferenceEngine` to update. None stores
                 the weights for :meth:`receive` only.

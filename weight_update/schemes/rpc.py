@@ -46,8 +46,8 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     All other arguments are those of :class:`RemoteWeightSyncScheme`.
 
     Args:
-        sender: name of the sender in the RPC world. None takes the process that pickled the scheme to the
-            worker, or rank 0 if the scheme was not pickled.
+        sender: name of the sender in the RPC world. A scheme that the sender has passed to the worker knows
+            its sender; with None, any other scheme asks rank 0.
     """
 
     @takes_options_of(RemoteWeightSyncScheme.__init__)

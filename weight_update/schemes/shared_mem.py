@@ -35,8 +35,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
         slot_device: None keeps the slots in host memory; ``"cuda"`` or ``"cuda:1"`` keeps them on that GPU of
             the sender, for workers on the same GPU, which open them by CUDA IPC; see :doc:`colocated`. It
             needs an encoding that is :attr:`~Encoding.on_gpu`: dense or bucket.
-        address: value of ``address`` on the sender, for a worker that makes a scheme of its own. A sender
-            ignores it, and chooses its own.
+        address: value of ``address`` on the sender, for a worker that makes a scheme of its own. It may lack
+            the null character, or have ``@`` instead, as in messages. A sender ignores it, and chooses its
+            own.
         token: secret that both sides share, with ``address``; None makes one.
 
     Attributes:
@@ -66,7 +67,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
         self.per_worker_weights = per_worker_weights
         self.directory = directory
         self.slot_device = None if slot_device is None else str(slot_device)
-        self.address: str | None = address
+        self.address: str | None = None if address is None else "\0" + address.lstrip("\0@")
         if self.slot_device is None:
             return
         if self.slot_device.partition(":")[0] != "cuda":

@@ -165,8 +165,8 @@ class Admission:
     def dismiss(self, error: Exception) -> None:
         """Refuse workers that wait for weights, because ``connect()`` failed with ``error``.
 
-        Workers that ask to join after this wait for the next ``connect()``. Join requests that were made before
-        the listener was started arrive only now, so this waits for them.
+        Workers that ask to join after this wait for the next ``connect()``. Join requests that were made
+        before the listener was started arrive only now, so this waits for them.
         """
         deadline = time.monotonic() + _ARRIVAL_SECONDS
         refusal = JoinRefusedError(f"connect() failed in the trainer: {type(error).__name__}: {error}")
