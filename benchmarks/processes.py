@@ -163,9 +163,9 @@ def in_turns(
         processes: one that fails on the way keeps no results and is left out from then on.
         method: name of the method.
         repeats: number of turns.
-        warmup: number of turns before, whose results are dropped.
+        warmup: number of turns before, whose results are dropped; new memory is slow at first.
         timeout: seconds for one answer.
-        budget: seconds after which a slow process gets no further turns.
+        budget: seconds, without those of the warmup, after which a slow process gets no further turns.
         rest: seconds between two calls in which this process alone computes, so that processors stay awake.
     """
     results: list[list[Any]] = [[] for _ in processes]
@@ -174,7 +174,7 @@ def in_turns(
     for turn in range(warmup + repeats):
         for place in shuffle(range(len(processes)), len(processes)):
             process = processes[place]
-            if process.failure is not None or (spent[place] > budget and len(results[place]) > 0):
+            if process.failure is not None or spent[place] > budget:
                 continue
             begin = time.perf_counter() + rest
             while (start := time.perf_counter()) < begin:
@@ -184,7 +184,7 @@ def in_turns(
             except Failed:
                 results[place].clear()
                 continue
-            spent[place] += time.perf_counter() - start
-            if turn >= warmup or spent[place] > budget:
+            if turn >= warmup:
+                spent[place] += time.perf_counter() - start
                 results[place].append(answer)
     return results

@@ -447,6 +447,8 @@ def test_an_object_in_a_process_answers_until_it_fails():
         assert process.answer() is None
     found = in_turns(processes, "count", 3, warmup=1, timeout=20.0, budget=60.0)
     assert found == [[2, 3, 4], [12, 13, 14], [], []]
+    slow = in_turns(processes[:1], "count", 3, warmup=2, timeout=20.0, budget=0.0)
+    assert slow == [[7]], "a result of the warmup counts, however long that took"
     assert processes[2].failure == "a process died"
     with pytest.raises(Failed, match="a process died"):
         processes[2].ask("count")
