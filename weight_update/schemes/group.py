@@ -55,11 +55,17 @@ def send_together(
         the report of each scheme.
 
     Raises:
+        TypeError: ``weights`` is not a dict with schemes as its keys.
         LifecycleError: a scheme is not connected, or the schemes are not of one group.
         GroupSyncFailedError: workers could not stage or apply the models. The error holds the failures and
             reports of all schemes. If staging failed, no worker changed.
     """
-    schemes = list(weights)
+    schemes = list(weights) if isinstance(weights, Mapping) else [None]
+    if not all(isinstance(scheme, WeightSyncScheme) for scheme in schemes):
+        raise TypeError(
+            "send_together takes weights by scheme, such as {actor: None, critic: None}, not "
+            f"{type(weights).__name__} {weights!r:.60}"
+        )
     groups = {scheme.group for scheme in schemes}
     if len(groups) != 1 or None in groups:
         raise LifecycleError("call group_schemes([...]) on these schemes before their workers start")

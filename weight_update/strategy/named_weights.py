@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
+from weight_update.arguments import require_instance
 from weight_update.encodings import Encoding
 from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError, WeightSyncError
 from weight_update.text import plural
@@ -153,16 +154,10 @@ class NamedWeights:
             )
 
 
-def require_instance(given: Any) -> None:
-    """Raise UnsupportedSourceError if a class was given where an object is needed."""
-    if isinstance(given, type):
-        raise UnsupportedSourceError(f"{given.__name__} is a class; give an instance: {given.__name__}(...)")
-
-
 def called(source: Any) -> Any:
     """Return ``source`` or, if it is a function, its result; UnsupportedSourceError for a class."""
     while callable(source) and not isinstance(source, nn.Module | TensorDictBase | Mapping):
-        require_instance(source)
+        require_instance(source, UnsupportedSourceError)
         source = source()
     return source
 
