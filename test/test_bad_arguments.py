@@ -627,9 +627,9 @@ def test_a_group_that_is_no_list(schemes: Any) -> None:
 
 def test_models_sent_together_without_their_weights() -> None:
     actor, critic = SharedMemWeightSyncScheme(), SharedMemWeightSyncScheme()
-    message = r"send_together takes weights by scheme, such as \{actor: None, critic: None\}, not "
-    for given in ([actor, critic], (actor,), actor, {"actor": None}):
-        with pytest.raises(TypeError, match=message):
+    message = r"^send_together takes a dict of weights by scheme, such as \{actor: None, critic: None\}"
+    for given, problem in (([actor, critic], ", not a list"), ({"actor": None}, "; 'actor' is no scheme")):
+        with pytest.raises(TypeError, match=f"{message}{problem}$"):
             send_together(given)  # type: ignore[arg-type]
 
 
