@@ -46,10 +46,12 @@ from weight_update import (
     WholeEncoding,
     group_schemes,
     register_encoding,
+    send_together,
 )
+from weight_update.compression import AnsCompression, NoCompression
 from weight_update.convert import cast
 from weight_update.encodings import base as encodings
-from weight_update.observers import LogObserver, PrometheusObserver
+from weight_update.observers import ChromeTraceObserver, CsvObserver, LogObserver, PrometheusObserver
 from weight_update.schemes.base import End
 from weight_update.synchronizer import CheckpointStore
 
@@ -290,9 +292,14 @@ def test_an_encoding_whose_name_is_taken() -> None:
         register_encoding(Nameless)
 
 
-def test_a_class_instead_of_an_encoding() -> None:
-    with pytest.raises(ValueError, match="pass an object, not its class"):
+def test_a_class_instead_of_an_object() -> None:
+    message = r"^{0} is a class; give an instance: {0}\(...\)$"
+    with pytest.raises(TypeError, match=message.format("PatchEncoding")):
         WeightStrategy(encoding=PatchEncoding)
+    with pytest.raises(TypeError, match=message.format("AnsCompression")):
+        PatchEncoding(compression=AnsCompression)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=message.format("WeightStrategy")):
+        SharedMemWeightSyncScheme(strategy=WeightStrategy)  # type: ignore[arg-type]
 
 
 def test_an_unknown_method_of_a_synchronizer() -> None:
@@ -347,9 +354,13 @@ def test_a_checkpoint_that_was_removed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     for version in range(2):
         store.publish(version, {"weight": torch.ones(2)}, step=0)
-    message = r"no version 0 \(any more\); latest\(\) returns the newest"
-    with pytest.raises(FileNotFoundError, match=message), store.reading(0):
-        pass
+    for version in (0, 99):
+        message = (
+            rf"no version {version} in {tmp_path} \(it was removed, or never published\); latest\(\) gives "
+            "the newest$"
+        )
+        with pytest.raises(FileNotFoundError, match=message), store.reading(version):
+            pass
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
@@ -365,6 +376,57 @@ def test_a_checkpoint_that_was_removed(tmp_path: Path) -> None:
 def test_a_device_that_the_machine_lacks(strategy: WeightStrategy) -> None:
     with pytest.raises(ValueError, match=r"_device='cuda' needs a CUDA device; .*'cpu' here"):
         SharedMemWeightSyncScheme(strategy).init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+
+
+class NeedsCuda(NoCompression):
+    device = "cuda"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_a_compression_on_a_gpu_that_the_machine_lacks() -> None:
+    """The encoding itself may be made anywhere; without compression, the transport device does not matter."""
+    compressed = PatchEncoding(transport_device="cuda", compression=NeedsCuda())
+    message = "compression='none' works on a GPU, and there is no CUDA device here; .*_device='cpu'$"
+    with pytest.raises(ValueError, match=message):
+        SharedMemWeightSyncScheme(WeightStrategy(encoding=compressed)).init_on_sender(
+            model=nn.Linear(2, 2), num_workers=1
+        )
+    strategy, model = WeightStrategy(encoding=PatchEncoding(transport_device="cuda")), nn.Linear(64, 64)
+    with MemoryWeightSyncScheme(strategy) as scheme, connect_pair(scheme, model, nn.Linear(64, 64)):
+        with torch.no_grad():
+            model.weight[0, 0] += 1.0
+        assert scheme.send().encoding == "patch"
+
+
+@pytest.mark.parametrize("size", [1e6, 63, "1 MB"])
+def test_a_size_that_is_no_integer(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"bucket_size is an integer number of bytes, at least 64: "):
+        BucketEncoding(bucket_size=size)
+
+
+@pytest.mark.parametrize("given", ["patch", "state_dict", PatchEncoding(), WeightStrategy(), 600.0, None])
+def test_something_else_in_the_place_of_the_backend(given: Any) -> None:
+    shown = repr(given) if isinstance(given, str) else f"of type {type(given).__name__}"
+    message = (
+        rf"^unknown backend {shown} \(known: 'gloo', 'nccl'\); the first argument is the backend, as in "
+        "TorchRL: give a strategy by name, such as strategy='state_dict' or "
+    )
+    with pytest.raises(ValueError, match=message):
+        DistributedWeightSyncScheme(given)
+
+
+def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
+    missing = tmp_path / "no" / "such"
+    scheme = SharedMemWeightSyncScheme(directory=str(missing))
+    message = (
+        rf"cannot keep shared memory in directory='{missing}' \(No such .*; give .* leave directory= out$"
+    )
+    with pytest.raises(FileNotFoundError, match=message):
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+    message = rf"cannot write path='{missing}' \(No such .*; give path= a file in a directory that exi"
+    for observer in (CsvObserver, ChromeTraceObserver):
+        with pytest.raises(FileNotFoundError, match=message):
+            observer(missing)
 
 
 def test_a_timeout_in_the_place_of_the_strategy() -> None:
@@ -561,6 +623,14 @@ def test_a_class_instead_of_a_model() -> None:
 def test_a_group_that_is_no_list(schemes: Any) -> None:
     with pytest.raises(TypeError, match="group_schemes takes a list of schemes, such as"):
         group_schemes(schemes)
+
+
+def test_models_sent_together_without_their_weights() -> None:
+    actor, critic = SharedMemWeightSyncScheme(), SharedMemWeightSyncScheme()
+    message = r"^send_together takes a dict of weights by scheme, such as \{actor: None, critic: None\}"
+    for given, problem in (([actor, critic], ", not a list"), ({"actor": None}, "; 'actor' is no scheme")):
+        with pytest.raises(TypeError, match=f"{message}{problem}$"):
+            send_together(given)  # type: ignore[arg-type]
 
 
 def test_a_synchronizer_is_not_pickled() -> None:

@@ -250,8 +250,36 @@ def test_an_exception_of_a_converter_names_the_weight() -> None:
     with pytest.raises(KeyError) as caught:
         MemoryWeightSyncScheme(strategy).init_on_sender(model=nn.Sequential(nn.Linear(4, 3)), num_workers=1)
     assert caught.value.__notes__ == [
-        "the last weight that convert took is '0.bias'; the last one that it gave is '0.weight'"
+        "raised while convert= ran; the last weight that it took is '0.bias', the last that it gave "
+        "'0.weight'"
     ]
+
+
+TAKES_ONE = ", which takes one iterator of (name, tensor) pairs"
+
+
+def never(items: Iterator[Item]) -> Iterator[Item]:
+    raise IndexError
+    yield from items
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.parametrize(
+    ("wrong", "raised", "call", "taken"),
+    [
+        (lambda name, tensor: (name, tensor), TypeError, TAKES_ONE, None),
+        (lambda items: [(name, {}[name]) for name, _ in items], KeyError, TAKES_ONE, "weight"),
+        (never, IndexError, "", None),
+    ],
+    ids=["wrong signature", "eager", "nothing taken"],
+)
+def test_every_exception_of_a_converter_says_so(
+    wrong: Any, raised: type[Exception], call: str, taken: str | None
+) -> None:
+    with pytest.raises(raised) as caught:
+        WeightStrategy(convert=wrong).outgoing(nn.Linear(2, 2))
+    last = f"the last weight that it took is {taken!r}, the last that it gave None"
+    assert caught.value.__notes__ == [f"raised while convert= ran{call}; {last}"]
 
 
 @pytest.mark.parametrize(

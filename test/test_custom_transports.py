@@ -1,6 +1,8 @@
 """The transports and schemes of ``examples/`` keep the library's contracts."""
 
+import contextlib
 import re
+import time
 from dataclasses import replace
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -11,7 +13,14 @@ import torch
 
 from examples.custom_listener import PipeListener, PipeScheme, PipeTransport
 from examples.custom_transport import FileScheme, FileTransport
-from weight_update import FormatError, JoinRefusedError, WeightSyncScheme
+from weight_update import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    MemoryTransport,
+    WeightChunk,
+    WeightSyncScheme,
+)
 from weight_update.testing import LateJoinerContract, SchemeContract, TransportContract, greet
 from weight_update.testing.chunks import (
     Ends,
@@ -42,6 +51,66 @@ class TestFileTransport(TransportContract):
 class Wrong(FileTransport):
     def recv_chunk(self, timeout: float | None = None, allocate: Any = None) -> Any:
         return b"chunk" if super().recv_chunk(timeout, allocate) else None
+
+
+class Sleepy(MemoryTransport):
+    """A transport that does not notice the end of its link, and keeps its receiver waiting."""
+
+    def recv_chunk(self, timeout: float | None = None, allocate: Any = None) -> WeightChunk | None:
+        end = time.monotonic() + (2.0 if timeout is None else timeout)
+        while time.monotonic() <= end:
+            with contextlib.suppress(LinkClosedError):
+                if (chunk := super().recv_chunk(0, allocate)) is not None:
+                    return chunk
+            time.sleep(0.001)
+        return None
+
+
+class Lossy(MemoryTransport):
+    """A transport that drops payloads, and sends although its link is closed."""
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        with contextlib.suppress(LinkClosedError):
+            super().send_chunk(replace(chunk, payload=None), timeout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "test", "arguments", "message"),
+    [
+        (
+            Sleepy,
+            "close_wakes_whoever_waits",
+            (0, 1),
+            r"recv_chunk\(None\) still waits after close\(\) of the other",
+        ),
+        (
+            Sleepy,
+            "both_ends_learn_of_close",
+            (0,),
+            r"recv_chunk\(\) returned after close\(\) of its end; it has to",
+        ),
+        (
+            Sleepy,
+            "a_last_word_can_be_read",
+            (),
+            r"returned None after the receiver's close\(\); it has to raise Link",
+        ),
+        (
+            Lossy,
+            "both_ends_learn_of_close",
+            (0,),
+            r"send_chunk\(\) returned after close\(\) of its end; it has to",
+        ),
+        (Lossy, "payload_arrives_whole", (7,), "a payload arrived with another size"),
+    ],
+)
+def test_the_contract_says_what_a_transport_did_wrong(
+    kind: type[MemoryTransport], test: str, arguments: tuple[int, ...], message: str
+) -> None:
+    contract, ends = TransportContract(), kind.pair()
+    contract.limit, contract.moment = 0.3, 0.05
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=message):
+        getattr(contract, f"test_{test}")(ends, *arguments)
 
 
 def test_a_transport_that_returns_no_chunk(tmp_path: Path) -> None:

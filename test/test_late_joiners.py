@@ -61,13 +61,21 @@ class TestMemory(LateJoinerContract):
 
 
 def test_queues_must_exist_before_the_process() -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_receiver(model=mlp(2), worker_idx=1)
+        with pytest.raises(LifecycleError, match=r"no queues for worker 1; pass the scheme .* after init"):
+            scheme.connect()
     scheme = MultiProcessWeightSyncScheme()
     scheme.init_on_sender(model=mlp(1), num_workers=1, ctx=context_of("fork"))
     with WorkerProcesses(scheme) as procs:
         procs.hire(0, mlp(2))
         procs.connect()
         procs.hire(1, mlp(3))
-        with pytest.raises(LifecycleError, match="no queues for worker 1"):
+        message = (
+            r"no queues for worker 1 \(only for 0\): this scheme admits no late joiners; raise num_workers, "
+            "or use SharedMemWeightSyncScheme"
+        )
+        with pytest.raises(LifecycleError, match=message):
             procs.workers[1].call("connect")
         scheme.send(mlp(4))
 

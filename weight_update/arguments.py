@@ -28,6 +28,12 @@ def require_bool(option: str, given: Any) -> bool:
     return given
 
 
+def require_instance(given: Any, error: type[TypeError] = TypeError) -> None:
+    """Raise ``error`` if a class was given where an object is needed."""
+    if isinstance(given, type):
+        raise error(f"{given.__name__} is a class; give an instance: {given.__name__}(...)")
+
+
 def require_token(token: Any) -> str | None:
     """Return ``token``; raise TypeError or ValueError unless it is None or a string that is not empty."""
     if token is not None and not isinstance(token, str):

@@ -11,15 +11,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from marks import slow
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import (
     DistributedWeightSyncScheme,
+    MemoryWeightSyncScheme,
     SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncTimeoutError,
@@ -239,6 +241,30 @@ def test_connect_notices_a_process_that_died(form: str) -> None:
         with pytest.raises(SyncFailedError, match="worker 0: its process died before it connected"):
             scheme.connect(timeout=30.0)
     process.join()
+
+
+@pytest.mark.parametrize(
+    ("lives", "reason"),
+    [
+        (lambda: True, "it is stopped, or in hold"),
+        (
+            lambda: False,
+            r"its process has ended \(scheme\.worker_alive\), and the transport did not report it",
+        ),
+        (lambda: [][0], "it is stopped, or in hold"),
+    ],
+    ids=["alive", "ended", "unknown"],
+)
+def test_send_tells_a_process_that_ended_from_a_slow_worker(lives: Callable[[], bool], reason: str) -> None:
+    """The transport does not notice it: here, the worker only holds its weights."""
+    connected = False
+    with MemoryWeightSyncScheme(timeout=0.1) as scheme:
+        scheme.worker_alive = lambda _: lives() if connected else True
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+        with connect_pair(scheme, mlp(1), mlp(2)) as receiver:
+            connected = True
+            with receiver.hold(), pytest.raises(SyncFailedError, match=f"within 0.1 s: {reason}"):
+                scheme.send()
 
 
 def test_liveness_of_subprocesses() -> None:

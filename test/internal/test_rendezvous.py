@@ -203,9 +203,18 @@ def test_a_value_of_a_gigabyte_is_not_read() -> None:
         says = struct.pack("<IQ", 0, 1 << 30) + bytes(1 << 20)
         threading.Thread(target=say_to_one, args=(server, says), daemon=True).start()
         before = psutil.Process().memory_info().rss
-        with pytest.raises(LinkClosedError, match="sent 1073741824 bytes, which are no announcement"):
+        with pytest.raises(LinkClosedError, match="what answers there is not a sender"):
             find(server.getsockname()[1], 0.05)
         assert psutil.Process().memory_info().rss - before < 100e6
+
+
+def test_a_web_server_listens_there() -> None:
+    with socket.create_server((HERE, 0)) as server:
+        says = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"
+        threading.Thread(target=say_to_one, args=(server, says), daemon=True).start()
+        message = r"what answers there is not a sender: it sent b'HTTP/1\.1 400'\)"
+        with pytest.raises(LinkClosedError, match=message):
+            find(server.getsockname()[1], 0.05)
 
 
 # -- strangers in the store ----------------------------------------------------------------------------

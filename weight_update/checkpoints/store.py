@@ -228,8 +228,11 @@ class CheckpointStore:
             self._index.distrust(version, error)
             raise
         except FileNotFoundError as error:
-            gone = f"no version {version!r} (any more); latest() returns the newest one of"
-            raise FileNotFoundError(error.errno, gone, str(self.directory)) from None
+            raise FileNotFoundError(
+                error.errno,
+                f"no version {version} in {self.directory} (it was removed, or never published); latest() "
+                "gives the newest",
+            ) from None
 
 
 def map_file(path: Path, expected: str | None = None) -> tuple[mmap.mmap, dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from weight_update.arguments import require_instance
 from weight_update.errors import FormatError
 
 _SAMPLE_BYTES = 16 << 10
@@ -97,12 +98,14 @@ def resolve_compression(compression: str | Compression) -> Compression:
     """Return the compression of a short name, or the given compression itself.
 
     Raises:
+        TypeError: a class was given.
         ValueError: the name is unknown; the message lists the known names.
         ImportError: a package that it needs is not installed; the message names the extra.
         RuntimeError: it needs a CUDA device, and there is none.
     """
     if isinstance(compression, Compression):
         return compression
+    require_instance(compression)
     for name, cls in _registry.items():
         if compression == name.partition("/")[0]:
             return cls()

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
+from weight_update.arguments import require_instance
 from weight_update.errors import FormatError
 from weight_update.wire.schema import TensorMeta, WeightSchema
 
@@ -283,15 +284,20 @@ def register_encoding(cls: _E) -> _E:
 
 
 def resolve_encoding(encoding: object) -> Encoding:
-    """Return the encoding of a short name, or the given encoding itself; ValueError for an unknown name."""
+    """Return the encoding of a short name, or the given encoding itself.
+
+    Raises:
+        TypeError: a class was given.
+        ValueError: the name is unknown; the message lists the known names.
+    """
     if isinstance(encoding, Encoding):
         return encoding
+    require_instance(encoding)
     for name, cls in _registry.items():
         if encoding == name.partition("/")[0]:
             return cls()
     known = sorted(name.partition("/")[0] for name in _registry)
-    hint = "; pass an object, not its class" if isinstance(encoding, type) else ""
-    raise ValueError(f"unknown encoding {encoding!r} (known encodings: {', '.join(known)}{hint})")
+    raise ValueError(f"unknown encoding {encoding!r} (known encodings: {', '.join(known)})")
 
 
 def decoder_for(wire_name: str, schema: WeightSchema) -> Decoder:

@@ -34,7 +34,7 @@ _LARGE = 8 << 20  # bytes from which the compiled loop is faster than numpy
 def require_size(option: str, value: object) -> None:
     """Raise ValueError unless ``value`` can be the size of a bucket."""
     if not isinstance(value, int) or value < ALIGNMENT:
-        raise ValueError(f"{option} is a number of bytes, at least {ALIGNMENT}: {value!r}")
+        raise ValueError(f"{option} is an integer number of bytes, at least {ALIGNMENT}: {value!r}")
 
 
 @register_encoding

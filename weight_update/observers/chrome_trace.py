@@ -7,6 +7,7 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
+from weight_update.observers.files import open_file
 from weight_update.report import Event, PolicyLag, SyncReport, WorkerEvent
 
 PID = 1
@@ -38,10 +39,13 @@ class ChromeTraceObserver(AbstractContextManager["ChromeTraceObserver"]):
 
     Args:
         path: the file. A file that exists is replaced.
+
+    Raises:
+        OSError: the file cannot be opened; the message names the fix.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115 - close() closes it
+        self._file = open_file(path, "wb")
         self._end = 0  # where the next events go: over the closing bracket
         self._events: list[dict[str, Any]] = []
         self._tracks: dict[int | None, dict[int, int]] = {}  # ends of the last spans, by worker and track

@@ -6,6 +6,7 @@ import csv
 import os
 from contextlib import AbstractContextManager
 
+from weight_update.observers.files import open_file
 from weight_update.report import Event, SyncReport
 
 STAGES = ("extract", "convert", "encode", "send", "ack")
@@ -28,11 +29,12 @@ class CsvObserver(AbstractContextManager["CsvObserver"]):
         path: the file. Rows are appended to a file that exists.
 
     Raises:
+        OSError: the file cannot be opened; the message names the fix.
         ValueError: the file has other columns.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = open(path, "a+", newline="", encoding="utf-8")  # noqa: SIM115 - close() closes it
+        self._file = open_file(path, "a+", newline="", encoding="utf-8")
         try:
             self._file.seek(0)
             header = next(csv.reader(self._file), None)

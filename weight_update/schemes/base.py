@@ -89,7 +89,8 @@ class WeightSyncScheme(SchemeUpdates):
         last_report: :class:`~weight_update.SyncReport` of the last update sent; None before.
         worker_alive: processes of the workers, as a list in the order of their indices or as a dict by index;
             or a function that takes a worker's index and returns whether its process is alive. If it is set
-            on the sender, :meth:`connect` does not wait for a worker that died.
+            on the sender before :meth:`connect`, this method does not wait for a worker that died,
+            and errors of :meth:`send` tell a worker whose process has ended from a slow one.
         group: name that :func:`~weight_update.group_schemes` gives to schemes that
             :func:`~weight_update.send_together` updates as one step; None without a group.
         token: secret that workers must know to join; it is pickled with the scheme.

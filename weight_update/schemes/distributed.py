@@ -7,7 +7,7 @@ import queue
 from collections.abc import Sequence
 from dataclasses import astuple
 from datetime import timedelta
-from typing import Any, get_args
+from typing import Any
 
 import torch.distributed as dist
 from typing_extensions import Unpack
@@ -17,11 +17,11 @@ from weight_update.errors import LifecycleError, SyncTimeoutError
 from weight_update.schemes.collector import first_worker_of
 from weight_update.schemes.options import RemoteOptions, takes_options_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
-from weight_update.strategy.named_weights import ExtractAs
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.text import format_seconds
 from weight_update.threads import start_thread
 from weight_update.transports.base import TransportBackend
+from weight_update.transports.distributed.relay.nccl import require_known
 
 _GRACE_SECONDS = 0.2  # beyond the timeout, for the store's own answer
 
@@ -46,11 +46,13 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         strategy: str | WeightStrategy = "tensordict",
         **options: Unpack[RemoteOptions],
     ) -> None:
-        if backend in get_args(ExtractAs) or isinstance(backend, WeightStrategy):
+        try:
+            require_known(backend)
+        except ValueError as error:
             raise ValueError(
-                "the first argument is the backend, as in TorchRL; give the strategy by name: "
-                f"strategy={backend!r}"
-            )
+                f"{error}; the first argument is the backend, as in TorchRL: give a strategy by name, such "
+                "as strategy='state_dict' or strategy=WeightStrategy(encoding='patch')"
+            ) from None
         if isinstance(strategy, (int, float)):
             raise ValueError(
                 f"the third argument is the strategy; give the timeout by name: timeout={strategy!r}"

@@ -13,6 +13,8 @@ from weight_update.report import SyncReport
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.sender.handle import SendHandle, failed
 
+_BY_SCHEME = "send_together takes a dict of weights by scheme, such as {actor: None, critic: None}"
+
 
 def group_schemes(schemes: Iterable[WeightSyncScheme]) -> None:
     """Declare that each worker holds one model of each of these schemes. Call it before workers start.
@@ -55,10 +57,16 @@ def send_together(
         the report of each scheme.
 
     Raises:
+        TypeError: ``weights`` is not a dict with schemes as its keys.
         LifecycleError: a scheme is not connected, or the schemes are not of one group.
         GroupSyncFailedError: workers could not stage or apply the models. The error holds the failures and
             reports of all schemes. If staging failed, no worker changed.
     """
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"{_BY_SCHEME}, not a {type(weights).__name__}")
+    for key in weights:
+        if not isinstance(key, WeightSyncScheme):
+            raise TypeError(f"{_BY_SCHEME}; {key!r} is no scheme")
     schemes = list(weights)
     groups = {scheme.group for scheme in schemes}
     if len(groups) != 1 or None in groups:

@@ -55,10 +55,14 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         if worker_idx not in self._queues:
-            raise LifecycleError(
-                f"no queues for worker {worker_idx}; pass the scheme to the worker's process after "
-                "init_on_sender()"
+            known = ", ".join(map(str, self._queues))
+            reason = (
+                f" (only for {known}): this scheme admits no late joiners; raise num_workers, or use "
+                "SharedMemWeightSyncScheme"
+                if known
+                else "; pass the scheme to the worker's process after init_on_sender()"
             )
+            raise LifecycleError(f"no queues for worker {worker_idx}{reason}")
         down, up, name = self._queues[worker_idx]
         link = MPTransport(down, up, end=end, directory=self.directory, name=name)
         if end == "receiver":

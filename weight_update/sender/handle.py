@@ -401,7 +401,13 @@ def reason_of(worker: WorkerState, version: int, timeout: float) -> Exception:
         )
     if timeout == 0:
         return SyncTimeoutError("has not applied it yet; wait() longer, or ask done(), which raises no error")
-    return SyncTimeoutError(
-        f"did not apply it within {format_seconds(timeout)}: it is stopped, or in hold() or a long forward "
-        "pass; it gets the newest version when it goes on (or raise timeout=)"
-    )
+    if worker.has_ended:
+        reason = (
+            "its process has ended (scheme.worker_alive), and the transport did not report it; start it again"
+        )
+    else:
+        reason = (
+            "it is stopped, or in hold() or a long forward pass; it gets the newest version when it goes on "
+            "(or raise timeout=)"
+        )
+    return SyncTimeoutError(f"did not apply it within {format_seconds(timeout)}: {reason}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
+from weight_update.arguments import require_instance
 from weight_update.errors import LifecycleError
 from weight_update.report import Event, Observer, PolicyLag, SyncReport, WorkerEvent
 from weight_update.transports.rate_limit import RateLimitedLog
@@ -58,8 +59,7 @@ class Observers:
             LifecycleError: this object, or a source, is closed.
             TypeError: ``function`` cannot be called.
         """
-        if isinstance(function, type):
-            raise TypeError(f"{function.__name__} is a class; give an instance: {function.__name__}(...)")
+        require_instance(function)
         if not callable(function):
             raise TypeError(f"an observer is a function of an event, not {type(function).__name__}")
         with self._starting:

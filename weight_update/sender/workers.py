@@ -105,6 +105,7 @@ class WorkerState:
         receiver: the receiver that was last admitted under this index.
         admitted_until: time, on the monotonic clock, by which an admitted connection reaches the link.
         connections: number of connections admitted; tells an error of one from an error of the next.
+        alive: tells whether the process of a worker index lives; None if that is not known.
         sent_at: time, on the monotonic clock, at which ``inflight`` was set.
         sending: lock of whoever writes to the link.
         reading: lock of whoever reads from the link, and acts on what was read.
@@ -122,6 +123,7 @@ class WorkerState:
     receiver: ReceiverId | None = None
     admitted_until: float = 0.0
     connections: int = 0
+    alive: Callable[[int], bool] | None = field(default=None, repr=False)
     pid: int = 0
     group: SendGroup | None = None
     has: VersionId | None = None
@@ -157,6 +159,16 @@ class WorkerState:
     def version(self) -> int | None:
         """Number of the weights it has; None if they are unknown or mixed."""
         return None if self.has is None or self.has is MIXED else self.has.version
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is known to have ended; if it joined again, that may be as another process."""
+        if self.alive is None or self.connections > 1:
+            return False
+        try:
+            return not self.alive(self.idx)
+        except Exception:  # noqa: BLE001 - of a user's function, such as for a process that was closed
+            return False
 
     @property
     def lacks(self) -> int | None:

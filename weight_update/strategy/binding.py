@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from weight_update.arguments import require_instance
 from weight_update.encodings.dense import copy_tensors
 from weight_update.errors import SchemaMismatchError, UnsupportedSourceError, undo_on_error
 from weight_update.strategy.named_weights import (
@@ -22,7 +23,6 @@ from weight_update.strategy.named_weights import (
     key_name,
     named_parts,
     require_initialized,
-    require_instance,
 )
 from weight_update.wire.schema import WeightSchema, require_tensor
 
@@ -232,7 +232,7 @@ class Binding:
 
     def _find(self) -> Iterator[_Place]:
         destination = self.destination
-        require_instance(destination)
+        require_instance(destination, UnsupportedSourceError)
         if isinstance(destination, nn.Module) and not isinstance(destination, TensorDictBase):
             yield from self._module_places(destination)
         elif isinstance(destination, MutableMapping):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
+from weight_update.arguments import require_instance
 from weight_update.encodings import Encoding
 from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError, WeightSyncError
 from weight_update.text import plural
@@ -80,7 +81,7 @@ class NamedWeights:
         A caller that does not take all items closes the generator, so that a conversion ends.
 
         Raises:
-            UnsupportedSourceError: ``convert`` gave a name twice, or something that is not a tensor.
+            UnsupportedSourceError: ``convert`` gave a name twice, or no pairs of a name and a tensor.
             ConversionError: ``convert`` wrote to the tensors that it was given.
         """
         whole = (item for item in self.tensors.items()) if self.gather is None else self.gather(self.tensors)
@@ -153,16 +154,10 @@ class NamedWeights:
             )
 
 
-def require_instance(given: Any) -> None:
-    """Raise UnsupportedSourceError if a class was given where an object is needed."""
-    if isinstance(given, type):
-        raise UnsupportedSourceError(f"{given.__name__} is a class; give an instance: {given.__name__}(...)")
-
-
 def called(source: Any) -> Any:
     """Return ``source`` or, if it is a function, its result; UnsupportedSourceError for a class."""
     while callable(source) and not isinstance(source, nn.Module | TensorDictBase | Mapping):
-        require_instance(source)
+        require_instance(source, UnsupportedSourceError)
         source = source()
     return source
 
@@ -291,7 +286,9 @@ def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set
 def _checked(
     convert: Convert, source: Iterator[tuple[str, torch.Tensor]]
 ) -> Generator[tuple[str, torch.Tensor]]:
-    taken = name = ""
+    taken: str | None = None
+    name: str | None = None
+    started = False
     seen: set[str] = set()
 
     def take(item: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
@@ -301,16 +298,18 @@ def _checked(
 
     try:
         made: Any = convert(map(take, source))
+        started = True
         if not isinstance(made, Iterable):
-            raise ConversionError(
+            raise UnsupportedSourceError(
                 f"convert gave a {type(made).__name__}, not an iterable of names and tensors; is it a "
                 "function that makes a converter, and has to be called first?"
             )
         for item in made:
             if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
+                hint = "; of a dict, return the items()" if isinstance(made, Mapping) else ""
                 raise UnsupportedSourceError(
                     f"convert gives {item!r:.60} ({type(item).__name__}), where pairs of a name and a tensor "
-                    "are wanted"
+                    f"are wanted{hint}"
                 )
             name, value = item
             if name in seen:
@@ -324,10 +323,10 @@ def _checked(
             yield name, value
             del value
     except Exception as error:
-        known = isinstance(error, WeightSyncError)  # it names the weight
-        if taken and not known and sys.version_info >= (3, 11):
-            given = f"; the last one that it gave is {name!r}" if name else ""
-            error.add_note(f"the last weight that convert took is {taken!r}{given}")
+        if not isinstance(error, WeightSyncError) and sys.version_info >= (3, 11):  # others name the weight
+            call = "" if started else ", which takes one iterator of (name, tensor) pairs"
+            last = f"the last weight that it took is {taken!r}, the last that it gave {name!r}"
+            error.add_note(f"raised while convert= ran{call}; {last}")
         raise
 
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch.distributed as dist
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
+from weight_update.arguments import require_instance
 from weight_update.encodings import Encoding, encoding_from_config, resolve_encoding
 from weight_update.errors import LifecycleError, undo_on_error
 from weight_update.strategy.binding import Binding
@@ -231,9 +232,15 @@ def _require_chunks(max_in_flight: int, encoding: Encoding) -> None:
 
 
 def resolve_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
-    """Return the strategy of that name, or the strategy itself; ValueError for an unknown name."""
+    """Return the strategy of that name, or the strategy itself.
+
+    Raises:
+        TypeError: a class was given.
+        ValueError: the name is unknown.
+    """
     if isinstance(strategy, WeightStrategy):
         return strategy
+    require_instance(strategy)
     if strategy not in get_args(ExtractAs):
         known = ", ".join(repr(name) for name in get_args(ExtractAs))
         raise ValueError(

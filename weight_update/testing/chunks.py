@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from weight_update.errors import LinkClosedError
 from weight_update.testing.models import random_bits
 from weight_update.transports import TransportBackend
 from weight_update.wire.frames import Kind, WeightChunk
@@ -106,8 +107,28 @@ def exchange(
 def must_receive(end: TransportBackend, timeout: float = LONG) -> WeightChunk:
     """Return the next chunk; fail the test if none comes."""
     chunk = end.recv_chunk(timeout)
-    assert chunk is not None, "no chunk came"
+    assert chunk is not None, f"recv_chunk({timeout:g}) returned None: a chunk that was sent did not come"
     return chunk
+
+
+def must_end(thread: threading.Thread, timeout: float, problem: str) -> None:
+    """Wait for the end of a thread; fail the test with ``problem`` if it does not end."""
+    thread.join(timeout)
+    assert not thread.is_alive(), problem
+
+
+def must_raise_closed(problem: str, call: Callable[..., object], *args: object) -> None:
+    """Call a function; fail the test with ``problem`` if it returns instead of raising LinkClosedError."""
+    try:
+        call(*args)
+    except LinkClosedError:
+        return
+    pytest.fail(f"{problem}; it has to raise LinkClosedError")
+
+
+def must_be_closed(end: TransportBackend, timeout: float, event: str) -> None:
+    """Receive until the link raises LinkClosedError; fail the test if it returns None after ``event``."""
+    must_raise_closed(f"recv_chunk({timeout:g}) returned None after {event}", drain, end, timeout)
 
 
 def drain(end: TransportBackend, timeout: float | None, errors: list[BaseException] | None = None) -> None:
@@ -148,10 +169,10 @@ SPOILERS = [
 
 def assert_same(got: WeightChunk, sent: WeightChunk) -> None:
     """Compare two chunks; an empty payload may arrive as None."""
-    assert (got.kind, got.header) == (sent.kind, sent.header)
-    assert got.payload_bytes == sent.payload_bytes
+    assert (got.kind, got.header) == (sent.kind, sent.header), "a chunk arrived with another kind or header"
+    assert got.payload_bytes == sent.payload_bytes, "a payload arrived with another size"
     if sent.payload is not None and got.payload is not None:
-        assert torch.equal(got.payload, sent.payload)
+        assert torch.equal(got.payload, sent.payload), "bytes of a payload changed, on the way or afterwards"
 
 
 def in_background(action: Callable[..., object], *args: object) -> threading.Thread:

@@ -18,6 +18,9 @@ from weight_update.testing.chunks import (
     exchange,
     hello,
     in_background,
+    must_be_closed,
+    must_end,
+    must_raise_closed,
     must_receive,
     number,
     send_unread,
@@ -48,17 +51,22 @@ class TransportFailureTests:
         seconds: list[float] = []
         errors: list[BaseException] = []
         thread = in_background(send_unread, sender, self.unread, self.moment, seconds, errors)
-        thread.join(self.limit)
-        assert not thread.is_alive()
-        assert max(seconds) < self.moment + 4 * self.slack  # of many calls, while the machine may be busy
-        assert [type(error) for error in errors] in ([], [SyncTimeoutError])
+        call = f"send_chunk(chunk, {self.moment:g}) to an end that does not read"
+        must_end(thread, self.limit, f"{call} still waits, beyond its timeout")
+        slowest = max(seconds)  # of many calls, while the machine may be busy
+        assert slowest < self.moment + 4 * self.slack, f"{call} took {slowest:.3f} s"
+        assert [type(error) for error in errors] in ([], [SyncTimeoutError]), (
+            f"{call} raised another error than SyncTimeoutError"
+        )
         for version in range(len(seconds) - len(errors)):
-            assert must_receive(receiver, self.limit).header["version"] == version
+            got = must_receive(receiver, self.limit).header["version"]
+            assert got == version, (
+                "a chunk for which send_chunk() returned was lost, or chunks changed places"
+            )
         if errors:
-            with pytest.raises(LinkClosedError):
-                drain(receiver, self.limit)
+            must_be_closed(receiver, self.limit, "send_chunk() of the other end raised SyncTimeoutError")
         else:
-            assert receiver.recv_chunk(self.moment) is None
+            assert receiver.recv_chunk(self.moment) is None, "a chunk arrived that was not sent"
 
     @pytest.mark.parametrize("leave", ["sender closes", "sender disconnects", "receiver closes"])
     def test_leaving_wakes_whoever_sends(self, ends: Ends, leave: str) -> None:
@@ -72,9 +80,10 @@ class TransportFailureTests:
             sent = len(seconds)
             time.sleep(self.moment)
         end.close() if leave.endswith("closes") else end.disconnect()
-        thread.join(self.limit)
-        assert not thread.is_alive()
-        assert [type(error) for error in errors] in ([], [LinkClosedError])
+        must_end(thread, self.limit, f"send_chunk(chunk, None) still waits after the {leave}")
+        assert [type(error) for error in errors] in ([], [LinkClosedError]), (
+            f"send_chunk(chunk, None) raised another error than LinkClosedError after the {leave}"
+        )
 
     # -- rubbish -------------------------------------------------------------------------------------
 
@@ -94,8 +103,7 @@ class TransportFailureTests:
             if sender.capabilities.allows_rejoin:
                 ends[receiving].disconnect()
                 if receiving == 0:
-                    with pytest.raises(LinkClosedError):
-                        drain(receiver, self.limit)
+                    must_be_closed(receiver, self.limit, "disconnect() of the other end")
                 self.join_again(sender, receiver)
         else:
             assert isinstance(got, Spoilt), "rubbish was taken for a chunk, or was dropped silently"
@@ -120,19 +128,21 @@ class TransportFailureTests:
         for _ in range(2):
             ends[leaving].send_chunk(number(8), self.limit)
             ends[leaving].disconnect()
-            assert must_receive(ends[1 - leaving], self.limit).header == {"version": 8}
-            with pytest.raises(LinkClosedError):
-                drain(ends[1 - leaving], self.limit)
+            got = must_receive(ends[1 - leaving], self.limit)
+            assert got.header == {"version": 8}, "another chunk came than the one sent before disconnect()"
+            must_be_closed(ends[1 - leaving], self.limit, "disconnect() of the other end")
             if not sender.capabilities.allows_rejoin:
                 return
-            assert sender.recv_chunk(self.moment) is None  # it waits for the worker
+            got_none = sender.recv_chunk(self.moment) is None
+            assert got_none, "a chunk came from a worker that has left, and has not joined again"
             self.join_again(sender, receiver)
 
     def test_restart_keeps_a_link_that_works(self, ends: Ends) -> None:
         """``restart`` does not give up a connection that was just made."""
         sender, receiver = ends
         receiver.restart(self.limit)
-        assert exchange(sender, receiver, number(2), self.limit).header == {"version": 2}
+        got = exchange(sender, receiver, number(2), self.limit)
+        assert got.header == {"version": 2}, "another chunk came after restart() than the one that was sent"
 
     def test_a_successor_takes_over(self, ends: Ends) -> None:
         """A worker that joins in the place of another gets the link, and the former learns of it."""
@@ -140,9 +150,9 @@ class TransportFailureTests:
         successor = self.make_successor()
         try:
             self.join_again(sender, successor)
-            with pytest.raises(LinkClosedError):
-                drain(former, self.limit)
-            assert exchange(sender, successor, number(3), self.limit).header == {"version": 3}
+            must_be_closed(former, self.limit, "another worker has taken the place of this one")
+            got = exchange(sender, successor, number(3), self.limit)
+            assert got.header == {"version": 3}, "another chunk came to the successor than the one sent"
         finally:
             successor.close()
 
@@ -150,18 +160,19 @@ class TransportFailureTests:
         """A thread in ``recv_chunk(None)`` that waits for the next connection ends when the end is closed."""
         sender, receiver = ends
         receiver.disconnect()
-        with pytest.raises(LinkClosedError):
-            drain(sender, self.limit)
+        must_be_closed(sender, self.limit, "disconnect() of the receiver")
         errors: list[BaseException] = []
         thread = in_background(drain, sender, None, errors)
         time.sleep(self.moment)
-        assert thread.is_alive() or not sender.capabilities.allows_rejoin
+        assert thread.is_alive() or not sender.capabilities.allows_rejoin, (
+            "recv_chunk(None) of the sender ended instead of waiting for the worker to join again"
+        )
         sender.close()
-        thread.join(self.limit)
-        assert not thread.is_alive()
-        assert [type(error) for error in errors] == [LinkClosedError]
-        with pytest.raises(LinkClosedError):
-            self._join_in_vain(receiver)
+        must_end(thread, self.limit, "recv_chunk(None) of the sender still waits after its close()")
+        assert [type(error) for error in errors] == [LinkClosedError], (
+            "recv_chunk(None) of the sender did not raise LinkClosedError after its close()"
+        )
+        must_raise_closed("a worker waits for a sender that was closed", self._join_in_vain, receiver)
 
     def _join_in_vain(self, receiver: TransportBackend) -> None:
         receiver.restart(self.limit)
@@ -177,7 +188,10 @@ class TransportFailureTests:
             first = must_receive(sender, self.limit)
         except LinkClosedError:  # the end of the connection before
             first = must_receive(sender, self.limit)
-        assert first.header == mine.header
-        assert exchange(sender, receiver, number(0), self.limit).header == {"version": 0}
+        assert first.header == mine.header, "the sender's end received another chunk than the worker's HELLO"
+        answer = exchange(sender, receiver, number(0), self.limit)
+        assert answer.header == {"version": 0}, (
+            "the worker received another chunk than the answer to its HELLO"
+        )
         sent = update_of(sender, 1000)
         assert_same(exchange(sender, receiver, sent, self.limit), sent)

@@ -18,6 +18,9 @@ from weight_update.testing.chunks import (
     drain,
     exchange,
     in_background,
+    must_be_closed,
+    must_end,
+    must_raise_closed,
     must_receive,
     number,
     send_numbers,
@@ -74,10 +77,10 @@ class TransportContract(TransportFailureTests):
 
     def test_headers_carry_any_text(self, ends: Ends) -> None:
         """Headers arrive as they were, both ways."""
-        sender, receiver = ends
         chunk = WeightChunk(Kind.REFUSED, {"reason": TEXT, "problems": [TEXT, {TEXT: [None, True, -1.5]}]})
-        assert exchange(sender, receiver, chunk, self.limit).header == chunk.header
-        assert exchange(receiver, sender, chunk, self.limit).header == chunk.header
+        for source, target in (ends, reversed(ends)):
+            got = exchange(source, target, chunk, self.limit)
+            assert got.header == chunk.header, "a header with any text in it changed on the way"
 
     def test_order_is_kept(self, ends: Ends) -> None:
         """Chunks arrive in the order in which they were sent, each once, both ways at the same time."""
@@ -85,11 +88,11 @@ class TransportContract(TransportFailureTests):
         threads = [in_background(send_numbers, end, self.limit) for end in ends]
         for end in (receiver, sender):
             got = [must_receive(end, self.limit).header["version"] for _ in range(100)]
-            assert got == list(range(100))
+            assert got == list(range(100)), "chunks arrived in another order, twice or not at all"
         for thread in threads:
-            thread.join(self.limit)
-        assert sender.recv_chunk(0) is None
-        assert receiver.recv_chunk(0) is None
+            must_end(thread, self.limit, "all chunks have arrived, but send_chunk() has not returned")
+        for end in ends:
+            assert end.recv_chunk(0) is None, "a chunk arrived that was not sent, or was received before"
 
     def test_payloads_of_consecutive_chunks_are_kept_apart(self, ends: Ends) -> None:
         """A later chunk does not change the payload of an earlier one."""
@@ -111,11 +114,13 @@ class TransportContract(TransportFailureTests):
         sent = update_of(sender, 1000)
         sender.send_chunk(sent, self.limit)
         got = receiver.recv_chunk(self.limit, allocate)
-        assert got is not None
-        assert got.payload is not None
+        assert got is not None, "recv_chunk() with allocate= returned None: the chunk did not come"
+        assert got.payload is not None, "recv_chunk() with allocate= lost the payload"
         assert_same(got, sent)
         if not receiver.capabilities.shares_memory:
-            assert [lend.data_ptr() for lend in lent] == [got.payload.data_ptr()]
+            assert [lend.data_ptr() for lend in lent] == [got.payload.data_ptr()], (
+                "recv_chunk() called allocate() not once, or returned a payload in other memory"
+            )
 
     # -- timeouts ------------------------------------------------------------------------------------
 
@@ -125,13 +130,16 @@ class TransportContract(TransportFailureTests):
         timeout = moments * self.moment
         for end in ends:
             start = time.monotonic()
-            assert end.recv_chunk(timeout) is None
-            assert 0.9 * timeout <= time.monotonic() - start < timeout + self.slack
+            assert end.recv_chunk(timeout) is None, "a chunk arrived that was not sent"
+            seconds = time.monotonic() - start
+            assert 0.9 * timeout <= seconds < timeout + self.slack, (
+                f"recv_chunk({timeout:g}) returned None after {seconds:.3f} s, not at its timeout"
+            )
 
     def test_late_chunk_is_not_lost(self, ends: Ends) -> None:
         """A chunk that comes after a timeout is received by the next call."""
         sender, receiver = ends
-        assert receiver.recv_chunk(self.moment) is None
+        assert receiver.recv_chunk(self.moment) is None, "a chunk arrived that was not sent"
         sent = update_of(sender, 65)
         assert_same(exchange(sender, receiver, sent, self.limit), sent)
 
@@ -148,8 +156,10 @@ class TransportContract(TransportFailureTests):
         time.sleep(self.moment)
         sent_at = time.monotonic()
         sender.send_chunk(number(1), self.limit)
-        thread.join(self.limit)
-        assert got[0] - sent_at < self.slack
+        must_end(thread, self.limit, "recv_chunk() still waits, though a chunk was sent to it")
+        assert got[0] - sent_at < self.slack, (
+            "recv_chunk() that waited returned long after the chunk was sent"
+        )
 
     # -- the end -------------------------------------------------------------------------------------
 
@@ -161,21 +171,20 @@ class TransportContract(TransportFailureTests):
         with contextlib.suppress(LinkClosedError):  # links through a queue learn of the end when they read
             for _ in range(3):
                 sender.send_chunk(number(1), self.limit)
-        assert must_receive(sender, self.limit).header == {"version": 7}
-        with pytest.raises(LinkClosedError):
-            drain(sender, self.limit)
+        last = must_receive(sender, self.limit).header
+        assert last == {"version": 7}, "another chunk came than the one that was sent before close()"
+        must_be_closed(sender, self.limit, "the receiver's close()")
 
     @pytest.mark.parametrize("closing", [0, 1], ids=["sender", "receiver"])
     def test_both_ends_learn_of_close(self, ends: Ends, closing: int) -> None:
         """After ``close`` both ends raise LinkClosedError; a second ``close`` does nothing."""
         ends[closing].close()
         ends[closing].close()
-        with pytest.raises(LinkClosedError):
-            ends[closing].recv_chunk(self.moment)
-        with pytest.raises(LinkClosedError):
-            ends[closing].send_chunk(number(0), self.moment)
-        with pytest.raises(LinkClosedError):
-            drain(ends[1 - closing], self.limit)
+        closed, other = ends[closing], ends[1 - closing]
+        must_raise_closed("recv_chunk() returned after close() of its end", closed.recv_chunk, self.moment)
+        problem = "send_chunk() returned after close() of its end"
+        must_raise_closed(problem, closed.send_chunk, number(0), self.moment)
+        must_be_closed(other, self.limit, "close() of the other end")
 
     @pytest.mark.parametrize("closing", [0, 1], ids=["sender", "receiver"])
     @pytest.mark.parametrize("waiting", [0, 1], ids=["sender waits", "receiver waits"])
@@ -185,9 +194,11 @@ class TransportContract(TransportFailureTests):
         thread = in_background(drain, ends[waiting], None, errors)
         time.sleep(self.moment)
         ends[closing].close()
-        thread.join(self.limit)
-        assert not thread.is_alive()
-        assert [type(error) for error in errors] == [LinkClosedError]
+        whose = "this end" if waiting == closing else "the other end"
+        must_end(thread, self.limit, f"recv_chunk(None) still waits after close() of {whose}")
+        assert [type(error) for error in errors] == [LinkClosedError], (
+            f"recv_chunk(None) did not raise LinkClosedError after close() of {whose}"
+        )
 
     # -- whole sets of weights -----------------------------------------------------------------------
 
@@ -199,9 +210,14 @@ class TransportContract(TransportFailureTests):
         source, destination = Zoo(1), Zoo(2)
         thread = in_background(lambda: sender.send_weights(source, strategy=strategy, timeout=self.limit))
         got = receiver.receive_weights(self.limit, model=destination, strategy=strategy)
-        thread.join(self.limit)
-        assert fingerprint(destination, strategy) == fingerprint(source, strategy)
-        assert fingerprint(got, strategy) == fingerprint(source, strategy)
+        must_end(thread, self.limit, "the weights have arrived, but send_weights() has not returned")
+        expected = fingerprint(source, strategy)
+        assert fingerprint(destination, strategy) == expected, (
+            "receive_weights(model=...) wrote other weights"
+        )
+        assert fingerprint(got, strategy) == expected, (
+            "receive_weights() returned other weights than were sent"
+        )
 
     def test_weights_wait_for_a_slow_receiver(self, ends: Ends) -> None:
         """The weights of ``send_weights`` stay available, and do not follow later changes of the model."""
@@ -210,11 +226,13 @@ class TransportContract(TransportFailureTests):
         expected = fingerprint(source)
         sender.send_weights(source, timeout=self.limit)
         scramble(source, 2)
-        assert fingerprint(receiver.receive_weights(self.limit)) == expected
+        assert fingerprint(receiver.receive_weights(self.limit)) == expected, (
+            "receive_weights() returned other weights than the model had in send_weights()"
+        )
 
     def test_no_weights_in_time(self, ends: Ends) -> None:
         """``receive_weights`` returns None on timeout."""
-        assert ends[1].receive_weights(self.moment) is None
+        assert ends[1].receive_weights(self.moment) is None, "weights arrived that were not sent"
 
     def test_weights_that_do_not_fit(self, ends: Ends) -> None:
         """All destinations are checked before the first is written."""
@@ -223,7 +241,9 @@ class TransportContract(TransportFailureTests):
         sender.send_weights({"a": torch.ones(3)}, timeout=self.limit)
         with pytest.raises(SchemaMismatchError, match="a: float32"):
             receiver.receive_weights(self.limit, weights=good, model=torch.nn.ParameterDict(bad))
-        assert good["a"].tolist() == [0, 0, 0]
+        assert good["a"].tolist() == [0, 0, 0], (
+            "weights were written, though another destination does not fit"
+        )
 
     def test_setup_methods(self, ends: Ends) -> None:
         """The pair of set-up methods carries first weights."""
@@ -231,4 +251,4 @@ class TransportContract(TransportFailureTests):
         source, destination = mlp(1), mlp(2)
         sender.setup_connection_and_weights_on_sender(weights=source)
         receiver.setup_connection_and_weights_on_receiver(worker_idx=0, model=destination, timeout=self.limit)
-        assert fingerprint(destination) == fingerprint(source)
+        assert fingerprint(destination) == fingerprint(source), "the receiver's set-up wrote other weights"

@@ -182,9 +182,10 @@ def listen(address: str, port: int = 0) -> socket.socket:
     try:
         sock = socket.create_server((address, port), family=family, backlog=_BACKLOG)
     except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]  # create_server() adds the address
         raise OSError(
             error.errno,
-            f"cannot listen on {address}:{port} ({error.strerror}); give address= of a network interface "
+            f"cannot listen on {address}:{port} ({reason}); give address= of a network interface "
             "of this machine, and a free port=, or 0 for any",
         ) from None
     no_delay(sock)  # and all that it accepts

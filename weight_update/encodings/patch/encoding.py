@@ -56,8 +56,8 @@ class PatchEncoding(DeltaEncoding):
         snapshot_device: device of the snapshot: ``"cpu"`` (pinned if weights are on a GPU) or ``"cuda"``. The
             snapshot has the size of the model in the receivers' dtypes.
         transport_device: device that compresses a patch: ``"cpu"``, or ``"cuda"`` for the GPU of the weights.
-            Without compression both are the same: a patch of weights on a GPU is built there, and sent from
-            CPU memory.
+            Without compression both are the same, also on a machine without a GPU: a patch is built where
+            the weights are, and sent from CPU memory.
         delta_encoding: whether to send distances between positions instead of positions.
         compression: compression of the patch: ``"none"``, ``"ans"`` (usually fewest bytes), ``"lz4"``,
             ``"zstd"``, ``"nvcomp_ans"``, ``"nvcomp_lz4"`` (both on the GPU) or a
@@ -152,8 +152,15 @@ class PatchTracker(Tracker[Scan]):
     """
 
     def __init__(self, options: PatchEncoding, schema: WeightSchema, tracked: Sequence[int] | None) -> None:
-        if options.snapshot_device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("snapshot_device='cuda' needs a CUDA device; use 'cpu' here")
+        if not torch.cuda.is_available():
+            if options.snapshot_device == "cuda":
+                raise ValueError("snapshot_device='cuda' needs a CUDA device; use 'cpu' here")
+            compression = resolve_compression(options.compression)
+            if compression.device == "cuda":
+                raise ValueError(
+                    f"compression={compression.label!r} works on a GPU, and there is no CUDA device here; "
+                    "choose another, such as compression='ans', with transport_device='cpu'"
+                )
         self._options, self._schema, self._tracked = options, schema, tracked
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._scanner: Scanner | CudaScanner | None = None

@@ -156,14 +156,14 @@ def _read_announcement(
 ) -> Announcement:
     """Read from a store; raise LinkClosedError if it is gone, and SyncTimeoutError if it is silent."""
     stream.send(_MAGIC + struct.pack("<BI", _PING, port), deadline)
-    stream.recv(4, deadline)
+    pong = stream.recv(4, deadline)
     give_up = time.monotonic() + _MISSING_SECONDS
     key = b"/" + _key(token).encode()  # as torch.distributed writes it
     while time.monotonic() < min(give_up, deadline):
         stream.send(bytes([_GET]) + _NUMBER.pack(len(key)) + key, deadline)
-        (size,) = _NUMBER.unpack(stream.recv(_NUMBER.size, deadline))
+        (size,) = _NUMBER.unpack(length := stream.recv(_NUMBER.size, deadline))
         if size > _LARGEST:
-            raise LinkClosedError(f"it sent {size} bytes, which are no announcement")
+            raise LinkClosedError(f"what answers there is not a sender: it sent {pong + length!r}")
         if size:  # a sender with our token writes this key, so a stranger hides what it wrote
             give_up = deadline
         with contextlib.suppress(FormatError):

@@ -149,7 +149,7 @@ def _anonymous_file(key: str, size: int, directory: str | None) -> int:
     if directory is None:
         fd = os.memfd_create(anonymous_name(key), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:  # O_EXCL: no process can give it a name
-        fd = os.open(directory, os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fd = _nameless_file(directory)
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
@@ -164,6 +164,17 @@ def _anonymous_file(key: str, size: int, directory: str | None) -> int:
             f"{where} is too small: a shared slot of {size / 1e6:.1f} MB is needed{free}; {cure}"
         ) from None
     return fd
+
+
+def _nameless_file(directory: str) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot keep shared memory in directory={directory!r} ({error.strerror}); give a directory in "
+            "which this process can create files, such as '/dev/shm', or leave directory= out",
+        ) from None
 
 
 def _seal(fd: int) -> None:

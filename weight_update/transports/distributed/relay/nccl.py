@@ -161,8 +161,8 @@ def require_known(backend: str) -> None:
     """Raise ValueError if the backend is unknown; the message names the known ones."""
     if backend not in _BACKENDS:
         known = ", ".join(map(repr, _BACKENDS))
-        hint = "" if isinstance(backend, str) else "; a strategy is given as strategy="
-        raise ValueError(f"unknown backend {backend!r:.60} (known: {known}{hint})")
+        given = repr(backend) if isinstance(backend, str) else f"of type {type(backend).__name__}"
+        raise ValueError(f"unknown backend {given:.60} (known: {known})")
 
 
 def require_backend(backend: str) -> None:
