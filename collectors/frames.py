@@ -196,7 +196,7 @@ class BatchQueue(Substitute):
             raise WorkerError(f"no worker is left: {_describe(self.lost)}")
 
     def gone(self, worker: int, seconds: float = 0.0) -> str | None:
-        """Return what happened to a worker that is gone or ends within ``seconds``, or None if it is alive."""
+        """Return the reason why a worker is gone or ends within ``seconds``; None if it is alive."""
         await_all([self._processes[worker]], seconds)
         ended = None if self._processes[worker].is_alive() else describe_exit(self._processes[worker])
         why = self.lost.get(worker, ended)
