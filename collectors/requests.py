@@ -90,20 +90,20 @@ def require_ours(schemes: Mapping[str, Any]) -> None:
         if isinstance(scheme, type) and issubclass(scheme, WeightSyncScheme):
             raise TypeError(f"the scheme of {model_id!r} is a class; give an instance: {scheme.__name__}()")
         if not isinstance(scheme, WeightSyncScheme):
-            raise TypeError(_foreign(model_id, scheme))
+            raise _foreign(model_id, scheme)
 
 
-def _foreign(model_id: str, scheme: Any) -> str:
-    """Return the message of an error about a scheme that is not of this library."""
+def _foreign(model_id: str, scheme: Any) -> TypeError:
+    """Return the error about a scheme that is not of this library."""
     kind = type(scheme)
     if hasattr(kind, "init_on_sender"):
-        return (
+        return TypeError(
             f"the scheme of {model_id!r} is a {kind.__module__}.{kind.__name__}; these collectors need one "
             "of weight_update (usually it is enough to change the import)"
         )
     known = isinstance(scheme, str) and scheme in get_args(WeightSyncBackend)
     cure = f"WeightSyncScheme.from_backend({scheme!r})" if known else "SharedMemWeightSyncScheme()"
-    return f"the scheme of {model_id!r} is {scheme!r:.60}; give a scheme object, such as {cure}"
+    return TypeError(f"the scheme of {model_id!r} is {scheme!r:.60}; give a scheme object, such as {cure}")
 
 
 def find_model(find: Callable[[str], Any], model_id: str) -> Any:
