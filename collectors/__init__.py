@@ -30,6 +30,23 @@ from collectors.weight_update import (
     WeightUpdaterBase,
 )
 
+_RENAMED = {
+    "DataCollectorBase": "BaseCollector",
+    "MultiSyncDataCollector": "MultiSyncCollector",
+    "MultiaSyncDataCollector": "MultiAsyncCollector",
+    "SyncDataCollector": "Collector",
+    "aSyncDataCollector": "AsyncCollector",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _RENAMED:  # an AttributeError's message would be lost in "from collectors import ..."
+        raise ImportError(
+            f"TorchRL renamed {name}: from collectors import {_RENAMED[name]}", name="collectors"
+        )
+    raise AttributeError(f"module 'collectors' has no attribute {name!r}")
+
+
 __all__ = [
     "AsyncBatchedCollector",
     "AsyncCollector",

@@ -8,9 +8,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from multiprocessing.connection import wait
 from typing import Any
 
+from collectors.exits import await_all, await_any, describe_exit
 from collectors.substitute import Substitute
 from weight_update import SyncTimeoutError, WorkerError
 
@@ -174,7 +174,7 @@ class BatchQueue(Substitute):
             WorkerError: a worker has ended, or no worker is left.
             WorkersLateError: workers are late.
         """
-        gone = {idx: _end_of(one) for idx, one in self._left() if not one.is_alive()}
+        gone = {idx: describe_exit(one) for idx, one in self._left() if not one.is_alive()}
         if gone and not self._may_lose:
             raise WorkerError(_describe(gone))
         if self._reader.stuck or not self._may_lose:  # the worker whose batch cannot be read is unknown
@@ -195,9 +195,10 @@ class BatchQueue(Substitute):
         if not self._left():
             raise WorkerError(f"no worker is left: {_describe(self.lost)}")
 
-    def gone(self, worker: int) -> str | None:
-        """Return what happened to a worker that is gone, or None if it is alive."""
-        ended = None if self._processes[worker].is_alive() else _end_of(self._processes[worker])
+    def gone(self, worker: int, seconds: float = 0.0) -> str | None:
+        """Return the reason why a worker is gone or ends within ``seconds``; None if it is alive."""
+        await_all([self._processes[worker]], seconds)
+        ended = None if self._processes[worker].is_alive() else describe_exit(self._processes[worker])
         why = self.lost.get(worker, ended)
         return None if why is None else f"worker {worker} {why}"
 
@@ -209,15 +210,14 @@ class BatchQueue(Substitute):
     def lost_all(self, workers: Iterable[int]) -> bool:
         """Whether all these workers are lost; waits for workers that are ending."""
         wanted = set(workers)
-        if ending := [one.sentinel for idx, one in self._alive() if idx in wanted]:
-            wait(ending, _GONE_SECONDS)  # without sentinels it would sleep all that time
+        await_all([one for idx, one in self._left() if idx in wanted], _GONE_SECONDS)
         self.look()
         return wanted <= self.lost.keys()
 
     def _lost_with_its_batch(self) -> bool:
         """Return whether the unreadable batch may be that of a lost worker; wait for one that is ending."""
         if not self._unread:
-            wait([one.sentinel for _, one in self._alive()], _EXIT_SECONDS)
+            await_any([one for _, one in self._left()], _EXIT_SECONDS)
             self.look()
         if not self._unread:
             return False
@@ -226,9 +226,6 @@ class BatchQueue(Substitute):
 
     def _left(self) -> list[tuple[int, Any]]:
         return [(idx, one) for idx, one in enumerate(self._processes) if idx not in self.lost]
-
-    def _alive(self) -> list[tuple[int, Any]]:
-        return [(idx, one) for idx, one in self._left() if one.is_alive()]
 
     def _note(self, batch: Any) -> None:
         """Note the arrival of a batch: a worker's index, or a pair that ends with it."""
@@ -243,11 +240,11 @@ class BatchQueue(Substitute):
 class ControlPipe(Substitute):
     """A substitute for the pipe to a worker, whose errors say what happened to the worker.
 
-    ``gone`` returns why the worker is gone, or None. ``drops`` says whether to drop orders to a worker that
-    is gone.
+    ``gone`` takes seconds to wait, and returns why the worker is gone, or None. ``drops`` says whether to
+    drop orders to a worker that is gone.
     """
 
-    def __init__(self, pipe: Any, gone: Callable[[], str | None], *, drops: bool) -> None:
+    def __init__(self, pipe: Any, gone: Callable[[float], str | None], *, drops: bool) -> None:
         super().__init__(pipe)
         self._gone, self._drops = gone, drops
 
@@ -262,7 +259,7 @@ class ControlPipe(Substitute):
     def poll(self, timeout: float | None = 0.0) -> bool:
         """Return whether there is an answer; raise WorkerError if the worker is gone without one."""
         found = bool(self._original.poll(timeout))
-        if not found and self._gone():
+        if not found and self._gone(0.0):
             raise self._error()
         return found
 
@@ -274,7 +271,7 @@ class ControlPipe(Substitute):
             raise self._error() from error
 
     def _error(self) -> WorkerError:
-        return WorkerError(self._gone() or "a worker has closed its connection")
+        return WorkerError(self._gone(_GONE_SECONDS) or "a worker has closed its connection")
 
 
 class WorkerProcess(Substitute):
@@ -296,10 +293,6 @@ class WorkerProcess(Substitute):
     def is_alive(self) -> bool:
         """Whether the process was alive at the last access to ``_closed``, which TorchRL reads first."""
         return not self._ended
-
-
-def _end_of(process: Any) -> str:
-    return f"has ended (exit code {process.exitcode})"
 
 
 def _describe(gone: dict[int, str]) -> str:

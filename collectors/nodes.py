@@ -18,6 +18,7 @@ from typing import Any
 import cloudpickle
 import torch.multiprocessing as mp
 
+from collectors.exits import await_all, await_any, describe_exit
 from weight_update import SyncTimeoutError, WorkerError
 
 _READY = "ready"
@@ -130,7 +131,7 @@ class Nodes:
         deadline = time.monotonic() + timeout
         while (running := self._running()) and time.monotonic() < deadline:
             ask()
-            wait([process.sentinel for process in running], _LOOK_SECONDS)
+            await_any(running, _LOOK_SECONDS)
         self.kill()
 
     def kill(self) -> None:
@@ -147,9 +148,7 @@ class Nodes:
             node.pipe.close()
 
     def _await_end(self, workers: Iterable[int]) -> None:
-        deadline = time.monotonic() + _JOIN_SECONDS
-        for node in (self._nodes[idx] for idx in workers if idx < len(self._nodes)):
-            node.process.join(max(deadline - time.monotonic(), 0.0))
+        await_all([self._nodes[idx].process for idx in workers if idx < len(self._nodes)], _JOIN_SECONDS)
 
     def _running(self) -> list[Any]:
         return [node.process for node in self._nodes if node.process.is_alive()]
@@ -157,9 +156,7 @@ class Nodes:
     def _exit_of(self, idx: int) -> str:
         node = self._nodes[idx]
         node.listen()
-        return f"worker {idx} has ended (exit code {node.process.exitcode})" + (
-            f":\n{node.error}" if node.error else ""
-        )
+        return f"worker {idx} {describe_exit(node.process)}" + (f":\n{node.error}" if node.error else "")
 
 
 def _run(pipe: Connection, target: Callable[..., None], by_value: bytes, arguments: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from collectors.requests import real
 from collectors.versions import policy_scheme, versions_of
 from weight_update import LifecycleError, Observer, Observers, PolicyLag, SyncReport, WeightSyncScheme
 
+_ENDED = "this collector was shut down; make a new collector"
 _log = logging.getLogger(__name__)
 
 
@@ -38,11 +39,17 @@ class Observed:
         Raises:
             LifecycleError: this collector was shut down.
         """
+        self._require_open()
         if self._observers is None:
             schemes = real(self._weight_sync_schemes or {})
             self._observers = Observers(*(scheme.add_observer for scheme in schemes.values()))
             weakref.finalize(self, self._observers.close)
         return self._observers.add(observer)
+
+    def _require_open(self) -> None:
+        """Raise LifecycleError if this collector was shut down."""
+        if self._has_ended:
+            raise LifecycleError(_ENDED)
 
     def _end_observers(self) -> None:
         """Tell observers what is left to tell; to be called after the schemes were shut down."""
@@ -67,7 +74,7 @@ class Observed:
         except Exception as error:
             if not ended:
                 raise
-            raise LifecycleError("this collector was shut down; make a new collector") from error
+            raise LifecycleError(_ENDED) from error
 
     def _tell_lag(self, batch: Any) -> None:
         """Tell observers of the policy lag of a batch, unless its frames have no versions."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from weight_update import (
     NoWeightSyncScheme,
     SyncReport,
+    WeightSyncBackend,
     WeightSyncScheme,
     group_schemes,
     send_together,
@@ -89,11 +90,20 @@ def require_ours(schemes: Mapping[str, Any]) -> None:
         if isinstance(scheme, type) and issubclass(scheme, WeightSyncScheme):
             raise TypeError(f"the scheme of {model_id!r} is a class; give an instance: {scheme.__name__}()")
         if not isinstance(scheme, WeightSyncScheme):
-            kind = f"{type(scheme).__module__}.{type(scheme).__name__}"
-            raise TypeError(
-                f"the scheme of {model_id!r} is a {kind}; these collectors need one of weight_update "
-                "(usually it is enough to change the import)"
-            )
+            raise _foreign(model_id, scheme)
+
+
+def _foreign(model_id: str, scheme: Any) -> TypeError:
+    """Return the error about a scheme that is not of this library."""
+    kind = type(scheme)
+    if hasattr(kind, "init_on_sender"):
+        return TypeError(
+            f"the scheme of {model_id!r} is a {kind.__module__}.{kind.__name__}; these collectors need one "
+            "of weight_update (usually it is enough to change the import)"
+        )
+    known = isinstance(scheme, str) and scheme in get_args(WeightSyncBackend)
+    cure = f"WeightSyncScheme.from_backend({scheme!r})" if known else "SharedMemWeightSyncScheme()"
+    return TypeError(f"the scheme of {model_id!r} is {scheme!r:.60}; give a scheme object, such as {cure}")
 
 
 def find_model(find: Callable[[str], Any], model_id: str) -> Any:

@@ -52,6 +52,7 @@ class Updating(Observed):
             KeyError: a model has no scheme.
             SchemaMismatchError: the weights do not fit; nothing changed.
             SyncFailedError: workers failed, died or were late; the error names them.
+            LifecycleError: this collector was shut down.
         """
         given = {
             "policy_or_weights": policy_or_weights,
@@ -66,6 +67,7 @@ class Updating(Observed):
     def _update(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         """Send by the schemes, or update the models of this process."""
         if self._weight_sync_schemes:
+            self._require_open()
             return self._send(self._weight_sync_schemes, request)
         reports = self._update_without_scheme(request)
         self._tell_observers(next(iter(reports.values())) if isinstance(reports, dict) else reports)

@@ -52,6 +52,7 @@ from weight_update.compression import AnsCompression, NoCompression
 from weight_update.convert import cast
 from weight_update.encodings import base as encodings
 from weight_update.observers import ChromeTraceObserver, CsvObserver, LogObserver, PrometheusObserver
+from weight_update.receiver.gate import Gate
 from weight_update.schemes.base import End
 from weight_update.synchronizer import CheckpointStore
 
@@ -212,9 +213,33 @@ def test_the_id_of_an_explorer(number: Any) -> None:
 def test_worker_alive_without_processes(workers: Any) -> None:
     with SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
-        scheme.worker_alive = workers
         with pytest.raises(TypeError, match="worker_alive takes a list or dict of processes, or a function"):
-            scheme.connect(timeout=1.0)
+            scheme.worker_alive = workers
+        assert scheme.worker_alive is None
+        scheme.worker_alive = [workers]
+        if not hasattr(workers, "is_alive"):
+            with pytest.raises(TypeError, match="worker_alive takes processes or a function"):
+                scheme.connect(timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ([nn.Linear(2, 2)], "cannot write weights into a list; give an nn.Module, a TensorDict or a dict"),
+        (nn.Linear, r"Linear is a class; give an instance: Linear\(...\)"),
+        (lambda: nn.Linear(2, 2), "cannot write weights into a function"),
+    ],
+)
+def test_a_model_that_cannot_take_weights(model: Any, message: str) -> None:
+    with SharedMemWeightSyncScheme() as scheme:
+        with pytest.raises(UnsupportedSourceError, match=message):
+            scheme.init_on_receiver(model=model, worker_idx=0)
+        scheme.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+
+
+def test_guarding_something_that_cannot_be_called() -> None:
+    with pytest.raises(TypeError, match=r"guarded\(\) takes a function or a module, not 3"):
+        Gate().guarded(3)  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("token", ["", 5, b"x"])

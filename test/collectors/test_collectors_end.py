@@ -59,6 +59,32 @@ def test_a_collector_that_was_shut_down_yields_nothing(cls):
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_calls_after_the_shutdown_speak_of_the_collector(cls):
+    kind = MemoryWeightSyncScheme if cls is Collector else SharedMemWeightSyncScheme
+    collector = make(cls, weight_sync_schemes={"policy": kind()})
+    collector.shutdown()
+    for call in (collector.update_policy_weights_, lambda: collector.add_observer(print)):
+        with pytest.raises(LifecycleError, match="this collector was shut down; make a new collector"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        (
+            "shared",
+            r"'policy' is 'shared'; give a scheme object, such as WeightSyncScheme.from_backend\('shared'\)",
+        ),
+        ("shm", r"'policy' is 'shm'; give a scheme object, such as SharedMemWeightSyncScheme\(\)"),
+        (3, r"'policy' is 3; give a scheme object, such as SharedMemWeightSyncScheme\(\)"),
+    ],
+)
+def test_a_scheme_that_is_no_object_of_a_scheme(scheme, message):
+    with pytest.raises(TypeError, match=message):
+        make(Collector, weight_sync_schemes={"policy": scheme})
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
 def test_a_scheme_of_an_unknown_model(cls):
     kind = MemoryWeightSyncScheme if cls is Collector else SharedMemWeightSyncScheme
     with pytest.raises(

@@ -47,6 +47,15 @@ def test_every_public_name_of_torchrl_is_here():
         assert issubclass(ours, torchrl.collectors.WeightUpdaterBase if "Updater" in name else theirs)
 
 
+def test_a_name_of_an_older_torchrl_leads_to_the_new_one():
+    with pytest.raises(ImportError, match="renamed SyncDataCollector: from collectors import Collector"):
+        from collectors import SyncDataCollector  # noqa: F401
+    for name in collectors._RENAMED.values():
+        assert name in collectors.__all__
+    with pytest.raises(AttributeError, match="module 'collectors' has no attribute 'Collectr'"):
+        collectors.Collectr  # noqa: B018
+
+
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector])
 def test_a_plain_module_is_wrapped(cls):
     policy = Plain()

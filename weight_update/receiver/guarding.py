@@ -65,6 +65,8 @@ class CallGuard(ABC):
         A coroutine function holds until its await ends; a generator or an asynchronous generator holds from
         its first item until it ends or is closed.
         """
+        if not callable(function):
+            raise TypeError(f"guarded() takes a function or a module, not {function!r:.60}")
         body: Any = function
         while isinstance(body, functools.partial):
             body = body.func

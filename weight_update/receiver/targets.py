@@ -13,7 +13,7 @@ from weight_update.encodings import Decoder, Delta
 from weight_update.engines.adapter import Loading, engine_errors
 from weight_update.engines.base import InferenceEngine, WeightChange
 from weight_update.errors import UnsupportedSourceError
-from weight_update.strategy.binding import Binding
+from weight_update.strategy.binding import Binding, require_writable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import WeightChunk
@@ -188,6 +188,12 @@ class EngineTarget(Target):
     def _begin(self, version: int) -> Loading:
         self.loading = Loading(self._engine, version, self._dtypes)
         return self.loading
+
+
+def require_target(model: Any) -> None:
+    """Raise UnsupportedSourceError if there is no target for a model of this type."""
+    if model is not None and not isinstance(model, InferenceEngine):
+        require_writable(model)
 
 
 def target_for(model: Any, strategy: WeightStrategy, stable: bool) -> Target:

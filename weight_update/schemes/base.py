@@ -18,6 +18,7 @@ from weight_update.receiver.forked_threads import warn_if_forked
 from weight_update.receiver.gate import shared_gate
 from weight_update.receiver.receiver import Receiver
 from weight_update.receiver.staging import ReceiverOptions
+from weight_update.receiver.targets import require_target
 from weight_update.report import SyncReport
 from weight_update.schemes.collector import ContextObserver, register_with_torchrl, resolve_model
 from weight_update.schemes.sender_side import SenderListener, SenderSide, close_all
@@ -87,10 +88,6 @@ class WeightSyncScheme(SchemeUpdates):
 
     Attributes:
         last_report: :class:`~weight_update.SyncReport` of the last update sent; None before.
-        worker_alive: processes of the workers, as a list in the order of their indices or as a dict by index;
-            or a function that takes a worker's index and returns whether its process is alive. If it is set
-            on the sender before :meth:`connect`, this method does not wait for a worker that died,
-            and errors of :meth:`send` tell a worker whose process has ended from a slow one.
         group: name that :func:`~weight_update.group_schemes` gives to schemes that
             :func:`~weight_update.send_together` updates as one step; None without a group.
         token: secret that workers must know to join; it is pickled with the scheme.
@@ -298,6 +295,7 @@ class WeightSyncScheme(SchemeUpdates):
         Raises:
             LifecycleError: this object is the sender, or is initialized already.
             ValueError: ``context`` was given without ``model_id``.
+            UnsupportedSourceError: ``model`` is of a type that cannot take weights.
         """
         self._begin(
             "give each receiver its own copy (a scheme that is pickled, as by passing it to a process, "
@@ -308,6 +306,7 @@ class WeightSyncScheme(SchemeUpdates):
             if model_id is None:
                 raise ValueError("init_on_receiver(context=...) needs model_id as well")
             model = resolve_model(context, model_id)
+        require_target(model)
         idx = getattr(context, "worker_idx", None) if worker_idx is None else self._index_of(worker_idx)
         self.worker_idx = None if idx is None else whole_number(idx, "worker_idx", least=0)
         self.model_id, self.context, self._model = model_id, context, model

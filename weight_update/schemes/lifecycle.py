@@ -18,7 +18,7 @@ from weight_update.receiver.receiver import Receiver
 from weight_update.receiver.staging import ReceiverOptions
 from weight_update.report import Observer, SyncReport
 from weight_update.schemes.sender_side import SenderListener, SenderSide
-from weight_update.sender.joining import WorkerAlive
+from weight_update.sender.joining import WorkerAlive, require_workers
 from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
 from weight_update.sharded.follower import Follower
@@ -50,7 +50,7 @@ class SchemeLifecycle(ABC):
         A subclass with such attributes of its own overrides this and calls ``super()._reset()``.
         """
         self.last_report: SyncReport | None = None
-        self.worker_alive: WorkerAlive | None = None
+        self._worker_alive: WorkerAlive | None = None
         self.listener: SenderListener | None = None
         self.worker_idx: int | None = None
         self._end = None
@@ -102,6 +102,36 @@ class SchemeLifecycle(ABC):
         """Raise LifecycleError if this scheme was shut down."""
         if self._finalizer is not None and not self._finalizer.alive:
             raise LifecycleError("this scheme was shut down; make a new scheme")
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if "_finalizer" not in vars(self):  # __init__ or __setstate__ has not run to its end
+            return f"<{name}: not initialized>"
+        here = self.initialized_on_sender or self.initialized_on_receiver
+        role = str(self._end) if here else "new"
+        role += "" if self.worker_idx is None else f" {self.worker_idx}"
+        model_id = getattr(self, "model_id", None)
+        of = "" if model_id is None else f" of {model_id!r}"
+        version = "" if self.version is None else f", version {self.version}"
+        ended = "" if self._finalizer is None or self._finalizer.alive else ", shut down"
+        return f"<{name}: {role}{of}{version}{ended}>"
+
+    @property
+    def worker_alive(self) -> WorkerAlive | None:
+        """Processes of the workers, as a list in the order of their indices or as a dict by index.
+
+        It may also be a function that takes a worker's index and returns whether its process is alive. If it
+        is set on the sender before ``connect()``, that does not wait for a worker that died, and errors of
+        ``send()`` tell a worker whose process has ended from a slow one.
+
+        Raises:
+            TypeError: it is set to something else.
+        """
+        return self._worker_alive
+
+    @worker_alive.setter
+    def worker_alive(self, workers: WorkerAlive | None) -> None:
+        self._worker_alive = require_workers(workers)
 
     # -- the end that this process is --------------------------------------------------------------
 

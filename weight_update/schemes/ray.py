@@ -15,7 +15,6 @@ from weight_update.schemes.base import End
 from weight_update.schemes.options import RemoteOptions, SenderOptions, takes_options_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.sender_side import SenderSide
-from weight_update.sender.joining import WorkerAlive
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.host_name import this_host
@@ -113,7 +112,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         super().init_on_sender(**options)
         self.context = context
         if self.actors:
-            self.worker_alive: WorkerAlive | None = self._watch.alive
+            self.worker_alive = self._watch.alive
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         self.namespace = self.namespace or require_ray().get_runtime_context().namespace

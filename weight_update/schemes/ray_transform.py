@@ -10,7 +10,6 @@ from weight_update.errors import LifecycleError, SyncFailedError, WorkerError
 from weight_update.schemes.options import RayOptions, takes_options_of
 from weight_update.schemes.ray import RayWeightSyncScheme
 from weight_update.schemes.sender_side import SenderSide
-from weight_update.sender.joining import WorkerAlive
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.ray.rendezvous import require_ray
 
@@ -99,7 +98,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
         call = self._actor._init_weight_sync_scheme.remote(scheme=self, model_id=self.model_id)
-        self.worker_alive: WorkerAlive | None = lambda _: _error_of(call) is None
+        self.worker_alive = lambda _: _error_of(call) is None
         try:
             super()._connect_sender(side, worker_idx, weights, limit)
         except SyncFailedError:

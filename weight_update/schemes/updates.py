@@ -224,12 +224,14 @@ class SchemeUpdates(SchemeLifecycle):
 
         Raises:
             LifecycleError: this is not a connected receiver.
-            TypeError: from a call that returned a coroutine, a generator or a future without being a
-                coroutine function or generator function, so that its end cannot be known.
+            TypeError: ``function`` cannot be called. Also from a call that returned a coroutine, a generator
+                or a future without being a coroutine function or generator function, so that its end cannot
+                be known.
         """
         receiver = self._require_receiver()
+        held = receiver.gate.guarded(function)
         receiver.staging.guard_outside()
-        return receiver.gate.guarded(function)
+        return held
 
     # -- the model ---------------------------------------------------------------------------------
 

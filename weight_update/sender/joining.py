@@ -282,19 +282,24 @@ WorkerAlive = Callable[[int], bool] | Sequence[Any] | Mapping[int, Any]
 """A function of the worker index, or processes of ``multiprocessing`` or ``subprocess`` by worker index."""
 
 
-def liveness(workers: WorkerAlive | None) -> Callable[[int], bool] | None:
-    """Return a function that tells whether the process of a worker index lives; None if that is not known.
-
-    Raises:
-        TypeError: there are no processes, or an entry is no process.
-    """
-    if workers is None or callable(workers):
-        return workers
-    if not isinstance(workers, Iterable):
+def require_workers(workers: WorkerAlive | None) -> WorkerAlive | None:
+    """Return ``workers``; raise TypeError unless they are processes, a function or None."""
+    if not (workers is None or callable(workers) or isinstance(workers, Iterable)):
         raise TypeError(
             "worker_alive takes a list or dict of processes, or a function of the worker index, not "
             f"{workers!r}"
         )
+    return workers
+
+
+def liveness(workers: WorkerAlive | None) -> Callable[[int], bool] | None:
+    """Return a function that tells whether the process of a worker index lives; None if that is not known.
+
+    Raises:
+        TypeError: an entry is no process.
+    """
+    if workers is None or callable(workers):
+        return workers
     processes = dict(workers if isinstance(workers, Mapping) else enumerate(workers))
     for process in processes.values():
         _lives(process)

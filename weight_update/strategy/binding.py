@@ -31,6 +31,16 @@ _CPU = torch.device("cpu")
 _SHAPE, _DTYPE, _IS_CPU, _IS_META = map(operator.attrgetter, ("shape", "dtype", "is_cpu", "is_meta"))
 
 
+def require_writable(destination: Any) -> None:
+    """Raise UnsupportedSourceError unless the type of ``destination`` is one that has places for weights."""
+    require_instance(destination, UnsupportedSourceError)
+    if not isinstance(destination, nn.Module | MutableMapping):
+        raise UnsupportedSourceError(
+            f"cannot write weights into a {type(destination).__name__}; give an nn.Module, a TensorDict "
+            "or a dict of tensors (an InferenceEngine takes weights only from send())"
+        )
+
+
 class Binding:
     """The tensors of one destination, found once and written many times.
 
@@ -232,16 +242,11 @@ class Binding:
 
     def _find(self) -> Iterator[_Place]:
         destination = self.destination
-        require_instance(destination, UnsupportedSourceError)
+        require_writable(destination)
         if isinstance(destination, nn.Module) and not isinstance(destination, TensorDictBase):
             yield from self._module_places(destination)
-        elif isinstance(destination, MutableMapping):
-            yield from _places(destination)
         else:
-            raise UnsupportedSourceError(
-                f"cannot write weights into a {type(destination).__name__}; give an nn.Module, a TensorDict "
-                "or a dict of tensors (an InferenceEngine takes weights only from send())"
-            )
+            yield from _places(destination)
 
     def _module_places(self, module: nn.Module) -> Iterator[_Place]:
         places = {}

@@ -59,6 +59,10 @@ class Server:
         self._listener = Listener(sock, self.token, CONTEXT, self._serve, "weight_update-synchronizer", _log)
         self._listener.start()
 
+    def __repr__(self) -> str:
+        state = vars(self)  # without an address while __init__ runs
+        return f"<Server at {state.get('address')}{', closed' if state.get('_closed') else ''}>"
+
     def close(self) -> None:
         """Stop listening and close all connections; the service lives on."""
         self._closed = True

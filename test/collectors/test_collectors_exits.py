@@ -1,0 +1,123 @@
+"""Worker processes that are ending: their files are closed, but nobody has reaped them."""
+
+import contextlib
+import math
+import multiprocessing
+import queue
+import signal
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from collectors.exits import await_any, describe_exit
+from collectors.frames import BatchQueue, ControlPipe
+from collectors.nodes import Nodes, _Node
+from weight_update import WorkerError
+
+
+class Process:
+    """A stand-in for a worker process, which lives."""
+
+    exitcode = None
+
+    def __init__(self):
+        self.reader, self.writer = multiprocessing.Pipe(duplex=False)
+        self.sentinel = self.reader.fileno()
+
+    def is_alive(self):
+        return self.exitcode is None
+
+    def join(self, timeout=None):
+        time.sleep(timeout)
+
+
+class Dying(Process):
+    """A stand-in for a killed process, whose sentinel is ready and which ``join()`` has yet to reap."""
+
+    def __init__(self):
+        super().__init__()
+        self.writer.close()
+
+    def join(self, timeout=None):
+        self.exitcode = -9
+
+
+class GoneBatches:
+    """A queue whose batch is in the memory of a worker that has ended."""
+
+    def get(self, timeout):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    def close(self):
+        pass
+
+
+@contextlib.contextmanager
+def queue_of(*processes, may_lose=True):
+    made = BatchQueue(GoneBatches(), processes, in_rounds=False, frames_timeout=math.inf, may_lose=may_lose)
+    with contextlib.closing(made):
+        yield made
+
+
+def test_an_unreadable_batch_is_that_of_a_worker_that_is_ending():
+    with queue_of(Process(), Dying()) as batches:
+        with pytest.raises(queue.Empty):
+            batches.get(1.0)
+        assert set(batches.lost) == {1}
+
+
+def test_the_error_of_an_unreadable_batch_names_the_worker_that_is_ending():
+    with (
+        queue_of(Process(), Dying(), may_lose=False) as batches,
+        pytest.raises(WorkerError, match="worker 1 has ended"),
+    ):
+        batches.get(1.0)
+
+
+def test_workers_that_are_ending_are_lost():
+    with queue_of(Process(), Dying(), Dying()) as batches:
+        assert batches.lost_all([1, 2])
+        assert not batches.lost_all([0, 1])
+
+
+def test_the_error_of_a_broken_pipe_names_the_worker_that_is_ending():
+    with queue_of(Process(), Dying()) as batches:
+        pipe = ControlPipe(Dying().reader, partial(batches.gone, 1), drops=False)
+        with pytest.raises(WorkerError, match="worker 1 has ended"):
+            pipe.recv()
+
+
+def test_workers_that_are_ending_are_asked_once_to_end():
+    nodes, asked = Nodes(), []
+    nodes._nodes.append(_Node(Dying(), multiprocessing.Pipe()[0]))
+    nodes.end(lambda: asked.append(1), 10.0)
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_killed_process_is_not_alive_once_its_end_was_awaited(method):
+    ctx = multiprocessing.get_context(method)
+    for _ in range(5 if method == "fork" else 1):
+        processes = [ctx.Process(target=time.sleep, args=(60.0,)) for _ in range(2)]
+        for process in processes:
+            process.start()
+        processes[1].kill()
+        await_any(processes, 10.0)
+        assert [process.is_alive() for process in processes] == [True, False]
+        processes[0].kill()
+        processes[0].join()
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (3, "has ended (exit code 3)"),
+        (-signal.SIGSEGV, "has ended (exit code -11, SIGSEGV)"),
+        (-signal.SIGKILL, "has ended (exit code -9, SIGKILL, often the kernel when memory ran out)"),
+        (-(signal.SIGRTMIN + 1), f"has ended (exit code {-(signal.SIGRTMIN + 1)})"),
+    ],
+)
+def test_an_exit_is_described_by_its_signal(code, text):
+    assert describe_exit(SimpleNamespace(exitcode=code)) == text
