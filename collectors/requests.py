@@ -103,7 +103,9 @@ def _foreign(model_id: str, scheme: Any) -> TypeError:
         )
     known = isinstance(scheme, str) and scheme in get_args(WeightSyncBackend)
     cure = f"WeightSyncScheme.from_backend({scheme!r})" if known else "SharedMemWeightSyncScheme()"
-    return TypeError(f"the scheme of {model_id!r} is {scheme!r:.60}; give a scheme object, such as {cure}")
+    return TypeError(
+        f"the scheme of {model_id!r} is {scheme!r:.60}; give a scheme of weight_update, such as {cure}"
+    )
 
 
 def find_model(find: Callable[[str], Any], model_id: str) -> Any:
