@@ -258,13 +258,13 @@ def test_connect_notices_a_process_that_died(form: str) -> None:
 def test_send_tells_a_process_that_ended_from_a_slow_worker(lives: Callable[[], bool], reason: str) -> None:
     """The transport does not notice it: here, the worker only holds its weights."""
     connected = False
-    with MemoryWeightSyncScheme(timeout=0.1) as scheme:
+    with MemoryWeightSyncScheme(timeout=20.0) as scheme:
         scheme.worker_alive = lambda _: lives() if connected else True
         scheme.init_on_sender(model=mlp(1), num_workers=1)
         with connect_pair(scheme, mlp(1), mlp(2)) as receiver:
             connected = True
             with receiver.hold(), pytest.raises(SyncFailedError, match=f"within 0.1 s: {reason}"):
-                scheme.send()
+                scheme.send_async().wait(0.1)
 
 
 def test_liveness_of_subprocesses() -> None:
