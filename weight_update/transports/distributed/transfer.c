@@ -16,7 +16,7 @@ enum {
     ROW = 8 * LANES,
     STEP = 256 << 10, /* bytes of one call to the system: they are still in the second-level cache afterwards */
     PATIENCE = 20,    /* milliseconds of one wait here; the caller waits longer */
-    WAITS = 100
+    WAITS = 16        /* of one call, so that an end which sends a byte now and then does not hold it for long */
 };
 
 static void add_rows(const uint8_t *from, int64_t rows, uint64_t *sums)

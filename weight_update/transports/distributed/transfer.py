@@ -23,24 +23,18 @@ library: ctypes.CDLL | None = load(Path(__file__).parent, "_transfer", 1)
 """The compiled library; None where there is none."""
 
 
-def send_piece(stream: SocketStream, piece: torch.Tensor, deadline: float | None, total: Checksum) -> None:
-    """Send a piece as :meth:`SocketStream.send` does, and add it to ``total``."""
+def transfer_piece(
+    stream: SocketStream, piece: torch.Tensor, deadline: float | None, total: Checksum, *, sends: bool
+) -> None:
+    """Send or receive a piece as a :class:`SocketStream` does, and add it to ``total``."""
     if library is None:
-        stream.send(byte_view(piece), deadline)
+        move = stream.send if sends else stream.recv_into
+        move(byte_view(piece), deadline)
         total.add(piece)
         return
-    stream.retry(stream.await_room, deadline, _transfer(library, True, stream, piece, total))
+    wait = stream.await_room if sends else stream.await_more
+    stream.retry(wait, deadline, _transfer(library, sends, stream, piece, total))
     total.end_piece(piece)
-
-
-def receive_piece(stream: SocketStream, into: torch.Tensor, deadline: float | None, total: Checksum) -> None:
-    """Receive a piece as :meth:`SocketStream.recv_into` does, and add it to ``total``."""
-    if library is None:
-        stream.recv_into(byte_view(into), deadline)
-        total.add(into)
-        return
-    stream.retry(stream.await_more, deadline, _transfer(library, False, stream, into, total))
-    total.end_piece(into)
 
 
 def _transfer(

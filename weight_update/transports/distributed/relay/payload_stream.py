@@ -13,7 +13,7 @@ import torch
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.progress import advance
 from weight_update.transports.distributed.checksum import Checksum
-from weight_update.transports.distributed.transfer import receive_piece, send_piece
+from weight_update.transports.distributed.transfer import transfer_piece
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 from weight_update.transports.signed_stream import SignedStream
 from weight_update.wire.memory import byte_view
@@ -69,11 +69,11 @@ class PayloadStream:
         if total is None:
             self.signed.stream.send(byte_view(piece), deadline)
         else:
-            send_piece(self.signed.stream, piece, deadline, total)
+            transfer_piece(self.signed.stream, piece, deadline, total, sends=True)
 
     def pull(self, into: torch.Tensor, patience: float, total: Checksum) -> None:
         """Receive a piece sent by :meth:`push`, and add it to ``total``."""
-        receive_piece(self.signed.stream, into, deadline_of(patience), total)
+        transfer_piece(self.signed.stream, into, deadline_of(patience), total, sends=False)
 
     def push_now(self, piece: torch.Tensor) -> int:
         """Send the part of a piece that can be sent without a wait; return its number of bytes."""
