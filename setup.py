@@ -73,6 +73,7 @@ LOOPS = [
         ("weight_update.encodings._copying", "weight_update/encodings/copying.c"),
         ("weight_update.encodings.patch._kernels", "weight_update/encodings/patch/kernels.c"),
         ("weight_update.transports.distributed._transfer", "weight_update/transports/distributed/transfer.c"),
+        ("weight_update.wire._unchanged", "weight_update/wire/unchanged.c"),
     )
 ]
 

@@ -32,6 +32,7 @@ from torch import nn
 from weight_update import DenseEncoding, MemoryWeightSyncScheme, SchemaMismatchError, WeightStrategy
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.repeated import RepeatedRead
+from weight_update.wire import unchanged
 from weight_update.testing import WorkerProcesses, fingerprint, scramble
 from weight_update.wire.schema import WeightSchema
 
@@ -74,6 +75,13 @@ class Reads:
         named = self.read()
         assert named.fixed is not None
         return named
+
+
+@pytest.fixture(params=["as installed", "python"], autouse=True)
+def comparisons(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test with the compiled comparisons, and without."""
+    if request.param == "python":
+        monkeypatch.setattr(unchanged, "library", None)
 
 
 @pytest.fixture(params=MODES)

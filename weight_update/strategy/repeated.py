@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from weight_update.strategy.named_weights import (
     named_parts,
 )
 from weight_update.wire.fixed import FixedTensors, are_many
+from weight_update.wire.unchanged import ModuleParts
 
 _ADDRESS = torch.Tensor.data_ptr
 _LAYOUT = operator.attrgetter("layout")
@@ -97,11 +97,6 @@ _METHODS: dict[ExtractAs, tuple[str, ...]] = {
 }
 """Methods that find the weights; a module with one of its own is read anew each time."""
 
-_Part = tuple[
-    nn.Module, type[nn.Module], dict[str, Any], dict[str, Any], dict[str, Any], int, int, int, set[str]
-]
-
-
 class ModuleStructure:
     """Everything that the names and tensors of a module depend on, as it was when this object was made.
 
@@ -115,64 +110,22 @@ class ModuleStructure:
     def __init__(self, module: nn.Module, extract_as: ExtractAs) -> None:
         self.module, parts = module, named_parts(module)
         self.extra_owners = extra_owners(parts)
-        self._as_state_dict, self._methods = extract_as == "state_dict", _METHODS[extract_as]
-        self._parts = [_described(part) for _, part in parts]
-        self._extra_of = {part[1]: part[1].get_extra_state for part in self._parts}
-        self._dicts = [held for part in self._parts for held in part[2:5] if held]
-        self._keys = list(chain.from_iterable(self._dicts))
-        self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+        self._methods = _METHODS[extract_as]
+        self._parts = ModuleParts([part for _, part in parts], as_state_dict=extract_as == "state_dict")
+        self._extra_of = {type(part): type(part).get_extra_state for _, part in parts}
 
     @classmethod
     def of(cls, module: nn.Module, extract_as: ExtractAs) -> ModuleStructure | None:
         """Return the structure; None if the module does not find its weights as torch's modules do."""
-        try:
-            structure = cls(module, extract_as)
-        except KeyError:  # a class keeps its dicts elsewhere
-            return None
-        plain = all(type(held) is dict for part in structure._parts for held in part[2:5])
-        return structure if plain and structure.unchanged() else None
+        structure = cls(module, extract_as)
+        return structure if structure.unchanged() else None
 
     def unchanged(self) -> bool:
         """Return whether everything is as it was, and torch's own methods find the weights."""
         own = vars(self.module)
         if any(name in own for name in self._methods) or not all(map(self._finds_as_torch, self._extra_of)):
             return False
-        try:
-            if not self._same_parts():
-                return False
-        except KeyError:  # an attribute of a submodule was deleted
-            return False
-        # the dicts have the sizes that they had, so no entry has gone from the end of one to the next
-        return list(chain.from_iterable(self._dicts)) == self._keys and all(
-            map(operator.is_, chain.from_iterable(map(dict.values, self._dicts)), self._values)
-        )
-
-    def _same_parts(self) -> bool:
-        # One plain loop reads the memory of each submodule once, and so is faster than several calls of map.
-        as_state_dict = self._as_state_dict
-        for one in self._parts:
-            part, kind, parameters, buffers, modules, n_parameters, n_buffers, n_modules, transient = one
-            own = part.__dict__
-            if (
-                type(part) is not kind
-                or own["_parameters"] is not parameters
-                or own["_buffers"] is not buffers
-                or own["_modules"] is not modules
-                or len(parameters) != n_parameters
-                or len(buffers) != n_buffers
-                or len(modules) != n_modules
-                or "named_modules" in own
-            ):
-                return False
-            if as_state_dict and (
-                own["_non_persistent_buffers_set"] != transient
-                or own["_state_dict_hooks"]
-                or own["_state_dict_pre_hooks"]
-                or "state_dict" in own
-                or "_save_to_state_dict" in own
-            ):
-                return False
-        return True
+        return self._parts.unchanged()
 
     def _finds_as_torch(self, kind: type[nn.Module]) -> bool:
         """Return whether a class finds weights in torch's way, and extra state in the way it did before."""
@@ -182,10 +135,3 @@ class ModuleStructure:
             and all(getattr(kind, name) is getattr(nn.Module, name) for name in self._methods)
             and not any(hasattr(kind, name) for name in (*_DICTS, *_HOOKS, "_non_persistent_buffers_set"))
         )
-
-
-def _described(part: nn.Module) -> _Part:
-    own = vars(part)
-    dicts = own["_parameters"], own["_buffers"], own["_modules"]
-    parameters, buffers, modules = map(len, dicts)
-    return part, type(part), *dicts, parameters, buffers, modules, set(own["_non_persistent_buffers_set"])

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from weight_update.wire.unchanged import TensorPlaces
+
 MANY = 256
 """Number of tensors from which it pays to know that they are as before."""
 
@@ -17,7 +19,7 @@ _LARGE = 64 << 20  # bytes of all tensors
 PLAIN = {torch.Tensor, nn.Parameter}
 """Classes of tensors whose values are those of their memory."""
 
-_DTYPE, _NBYTES = operator.attrgetter("dtype"), operator.attrgetter("nbytes")
+_NBYTES = operator.attrgetter("nbytes")
 
 
 class FixedTensors(tuple[torch.Tensor, ...]):
@@ -36,7 +38,7 @@ class FixedTensors(tuple[torch.Tensor, ...]):
     addresses: list[int]
     memo: dict[Any, Any]
     _views: list[torch.Tensor]
-    _dtypes: list[torch.dtype]
+    _places: TensorPlaces
 
     @classmethod
     def of(cls, named: Mapping[str, torch.Tensor]) -> FixedTensors | None:
@@ -50,20 +52,17 @@ class FixedTensors(tuple[torch.Tensor, ...]):
         self.names, self.addresses, self.memo = tuple(named), list(map(torch.Tensor.data_ptr, tensors)), {}
         with torch.inference_mode(False):
             self._views = list(map(torch.Tensor.detach, tensors))
-        self._dtypes = list(map(_DTYPE, tensors))
+        self._places = TensorPlaces(tensors)
         return self
 
     def unchanged(self, named: Mapping[str, torch.Tensor]) -> bool:
         """Return whether ``named`` has the same names in the same order, for the same views of memory."""
-        tensors = named.values()
+        tensors = list(named.values())
         return (
             tuple(named) == self.names
-            and set(map(type, tensors)) <= PLAIN
-            # The same storage, offset, shape and strides. The views keep the storage, so that no other one
-            # takes its place; it may have moved. Torch resolves the bit for negation into other memory first.
-            and all(map(torch.Tensor.is_set_to, tensors, self._views))
-            and list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
-            and list(map(_DTYPE, tensors)) == self._dtypes
+            # The views keep the memory, so that no other memory takes its place.
+            and self._places.same(tensors)
+            and not any(map(torch.Tensor.is_neg, tensors))  # a bit that is not part of a place
         )
 
 
