@@ -32,8 +32,8 @@ from torch import nn
 from weight_update import DenseEncoding, MemoryWeightSyncScheme, SchemaMismatchError, WeightStrategy
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.repeated import RepeatedRead
-from weight_update.wire import unchanged
 from weight_update.testing import WorkerProcesses, fingerprint, scramble
+from weight_update.wire import unchanged
 from weight_update.wire.schema import WeightSchema
 
 MODES = ("tensordict", "state_dict")

@@ -97,6 +97,7 @@ _METHODS: dict[ExtractAs, tuple[str, ...]] = {
 }
 """Methods that find the weights; a module with one of its own is read anew each time."""
 
+
 class ModuleStructure:
     """Everything that the names and tensors of a module depend on, as it was when this object was made.
 

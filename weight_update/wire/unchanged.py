@@ -86,7 +86,7 @@ class TensorPlaces:
 class ModuleParts:
     """The objects that decide which weights some modules have.
 
-    These are, for each module, its class, its dicts of parameters, buffers and submodules, and their contents.
+    For each module, these are its class and its dicts of parameters, buffers and submodules, with contents.
     For a state dict, also the names of buffers that are not persistent.
 
     Args:
