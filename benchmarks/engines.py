@@ -1,4 +1,4 @@
-"""Patches into the model of an inference engine that generates, beside loading all weights."""
+"""Patches into the model of an inference engine, busy or idle, beside loading all weights."""
 
 from __future__ import annotations
 
@@ -100,9 +100,10 @@ class Loader(Engine):
 
 
 class Receiver:
-    """A process with one engine."""
+    """A process with one engine, which computes with one thread and so leaves processors to the trainer."""
 
     def __init__(self, name: str, scheme: WeightSyncScheme, megabytes: float, device: str) -> None:
+        torch.set_num_threads(1)
         self._model, self._scheme = make_model(megabytes, device), scheme
         kind = Loader if name == LOADED else Engine
         self._engine = kind(self._model, stable_addresses=name != PATCHED)
@@ -123,10 +124,13 @@ class Receiver:
         self._running = self._engine.submit(_PROMPT, max_new_tokens=tokens)
         time.sleep(max(4 * self._step, _BEGIN_SECONDS))
 
-    def pause(self) -> float | None:
-        """Wait for the answer; return the seconds of the last pause, None if the answer missed the update."""
-        versions = set(self._running.result(_PATIENCE).versions)
-        return self._engine.pauses[-1] if len(versions) == 2 else None
+    def noticed(self) -> bool:
+        """Wait for the answer; return whether the update came while the engine computed it."""
+        return len(set(self._running.result(_PATIENCE).versions)) == 2
+
+    def pause(self) -> float:
+        """Return the seconds of the last pause."""
+        return self._engine.pauses[-1]
 
     def digests(self) -> list[str]:
         """Return a digest of each weight that the engine generates with."""
@@ -164,25 +168,29 @@ class Update(NamedTuple):
     wire_bytes: int
 
 
-def _updates(receiver: Process, scheme: WeightSyncScheme) -> list[Update]:
-    """Send an update while the engine answers; return it, or none if the answer missed it."""
-    receiver.ask("submit")
+def _updates(receiver: Process, scheme: WeightSyncScheme, *, busy: bool) -> list[Update]:
+    """Send an update while the engine answers, or is idle; return it, or none if the answer missed it."""
+    if busy:
+        receiver.ask("submit")
     start = time.perf_counter()
     report = scheme.send()
     seconds = time.perf_counter() - start
-    pause = receiver.ask("pause")
-    return [] if pause is None else [Update(seconds, pause, report.wire_bytes)]
+    if busy and not receiver.ask("noticed"):
+        return []
+    return [Update(seconds, receiver.ask("pause"), report.wire_bytes)]
 
 
-def measure(megabytes: float, fraction: float, turns: int, device: str) -> dict[str, list[Update]]:
-    """Send updates by each scheme, in turns, each while the engine answers a request."""
+def measure(
+    megabytes: float, fraction: float, turns: int, device: str
+) -> dict[bool, dict[str, list[Update]]]:
+    """Send updates by each scheme, in turns; return those that came while the engine was busy, and idle."""
     model = make_model(megabytes, device)
     live: Weights = model.state_dict()
     owned = list({value.data_ptr(): value for value in live.values()}.values())
     newest = {str(i): value.cpu() for i, value in enumerate(owned)}
     context, found, random = mp.get_context("spawn"), schemes(device), np.random.default_rng(0)
     receivers = {}
-    sent: dict[str, list[Update]] = {name: [] for name in found}
+    sent: dict[bool, dict[str, list[Update]]] = {busy: {name: [] for name in found} for busy in (True, False)}
     try:
         for name, scheme in found.items():
             scheme.init_on_sender(model=model, num_workers=1, ctx=context)
@@ -192,24 +200,31 @@ def measure(megabytes: float, fraction: float, turns: int, device: str) -> dict[
             scheme.connect()
             receivers[name].answer()
         for _ in range(_WARM + 3 * turns):
-            if all(len(updates) >= _WARM + turns for updates in sent.values()):
+            if all(len(updates) >= _WARM + turns for updates in sent[True].values()):
                 break
-            change(newest, fraction, "1..4 ulp", random)
-            torch._foreach_copy_(owned, list(newest.values()))
-            for name, scheme in found.items():
-                sent[name] += _updates(receivers[name], scheme)
-        expected = [digest(value) for value in live.values()]
-        for name, receiver in receivers.items():
-            if receiver.ask("digests") != expected:
-                raise RuntimeError(f"{name}: the engine generates with other weights than the trainer's")
+            for busy in sent:
+                change(newest, fraction, "1..4 ulp", random)
+                torch._foreach_copy_(owned, list(newest.values()))
+                for name, scheme in found.items():
+                    sent[busy][name] += _updates(receivers[name], scheme, busy=busy)
+        _require_same(live, receivers)
     finally:
         for receiver in receivers.values():
             receiver.close()
         for scheme in found.values():
             scheme.shutdown()
-    if any(len(updates) <= _WARM for updates in sent.values()):
+    if any(len(updates) <= _WARM for updates in sent[True].values()):
         raise Unable("requests ended before the updates, or began after them")
-    return {name: updates[_WARM:] for name, updates in sent.items()}
+    return {
+        busy: {name: updates[_WARM:] for name, updates in by_name.items()} for busy, by_name in sent.items()
+    }
+
+
+def _require_same(weights: Weights, receivers: dict[str, Process]) -> None:
+    expected = [digest(value) for value in weights.values()]
+    for name, receiver in receivers.items():
+        if receiver.ask("digests") != expected:
+            raise RuntimeError(f"{name}: the engine generates with other weights than the trainer's")
 
 
 def add_options(known: argparse.ArgumentParser) -> None:
@@ -225,7 +240,7 @@ def facts(options: argparse.Namespace) -> list[str]:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise Unable("it needs a CUDA device, and torch sees none here")
     try:
-        return machine(["torch", "tensordict", "transformers"], threads=torch.get_num_threads())
+        return machine(["torch", "tensordict", "transformers"])
     except PackageNotFoundError:
         raise Unable('transformers is not installed: pip install "weight-update[transformers]"') from None
 
@@ -234,37 +249,47 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     given = chosen(options, ["size", "fraction", "turns"], {"size": 40.0, "turns": 2})
     size, fraction, turns = given.get("size", 1000.0), given.get("fraction", 0.01), given.get("turns", 7)
     say(f"{size:g} MB, {fraction:.1%} changed, {turns} turns")
-    found = measure(size, fraction, turns, options.device)
     place = " on a GPU" if options.device == "cuda" else ""
-    seconds = {name: Figure(tuple(one.seconds for one in sent)) for name, sent in found.items()}
-    pauses = {name: Figure(tuple(one.pause for one in sent)) for name, sent in found.items()}
-    over = {
-        (name, link): Figure(tuple(one.seconds + one.wire_bytes / speed for one in sent))
-        for name, sent in found.items()
-        for link, speed in _LINKS.items()
-    }
-    rows = [
-        [
-            name,
-            Figure(tuple(float(one.wire_bytes) for one in sent)).show(1e-6, 1),
-            seconds[name].cell(1e3, 0),
-            *(over[name, link].cell(1e3, 0) for link in _LINKS),
-            pauses[name].cell(1e3, 1),
+    targets: list[Target] = []
+    for busy, sent in measure(size, fraction, turns, options.device).items():
+        seconds = {name: Figure(tuple(one.seconds for one in updates)) for name, updates in sent.items()}
+        pauses = {name: Figure(tuple(one.pause for one in updates)) for name, updates in sent.items()}
+        over = {
+            (name, link): Figure(tuple(one.seconds + one.wire_bytes / speed for one in updates))
+            for name, updates in sent.items()
+            for link, speed in _LINKS.items()
+        }
+        rows = [
+            [
+                name,
+                Figure(tuple(float(one.wire_bytes) for one in updates)).show(1e-6, 1),
+                seconds[name].cell(1e3, 0),
+                *(over[name, link].cell(1e3, 0) for link in _LINKS),
+                pauses[name].cell(1e3, 1),
+            ]
+            for name, updates in sent.items()
         ]
-        for name, sent in found.items()
-    ]
-    yield Table(
-        f"A Qwen3 model of {size:g} MB in bfloat16{place}, {fraction:.1%} of its elements changed",
-        "Milliseconds, median (min .. max), from ``send()`` in the trainer until the engine continues a "
-        "request that ran before. *on one host*: measured, over shared memory. *at 1 (10) Gbit/s*: the same, "
-        "plus the time that the link needs for the bytes. *pause*: time in which no decoding step could run.",
-        ["update", "MB", "on one host", *(f"at {link}" for link in _LINKS), "pause"],
-        rows,
-    )
-    yield targets_table(list(_targets(over, pauses)))
+        yield Table(
+            f"A Qwen3 model of {size:g} MB in bfloat16{place}, {fraction:.1%} of its elements changed, "
+            + ("the engine answers" if busy else "the engine is idle"),
+            "Milliseconds, median (min .. max), from ``send()`` in the trainer until the engine "
+            + ("continues a request that ran before. " if busy else "can begin a request. ")
+            + "*on one host*: measured, over shared memory. *at 1 (10) Gbit/s*: the same, plus the time that "
+            "the link needs for the bytes. *pause*: time in which no decoding step could run.",
+            ["update", "MB", "on one host", *(f"at {link}" for link in _LINKS), "pause"],
+            rows,
+        )
+        targets += _targets(over, pauses, busy=busy)
+    yield targets_table(targets)
 
 
-def _targets(over: dict[tuple[str, str], Figure], pauses: dict[str, Figure]) -> Iterator[Target]:
+def _targets(
+    over: dict[tuple[str, str], Figure], pauses: dict[str, Figure], *, busy: bool
+) -> Iterator[Target]:
     link, patched = "10 Gbit/s", PATCHED if PATCHED in pauses else IN_PLACE
-    yield target("engine, 10 Gbit/s: patch, of dense", ratio(over[patched, link], over[LOADED, link]))
-    yield target("engine: pause with a patch, of loading all", ratio(pauses[patched], pauses[LOADED]))
+    name = "busy engine" if busy else "idle engine"
+    yield target(f"{name}, 10 Gbit/s: patch, of dense", ratio(over[patched, link], over[LOADED, link]))
+    if busy:
+        yield target(
+            "busy engine: pause with a patch, of loading all", ratio(pauses[patched], pauses[LOADED])
+        )

@@ -60,8 +60,9 @@ LIMITS = {
     "conversion-bound, {place}: 2 in flight, of serial": 1.03,
     "{limit}, {place}: memory beyond the weights, of {chunks} chunks": 1.0,
     # engines: 1 % of a Qwen3 model changes
-    "engine, 10 Gbit/s: patch, of dense": 1 / 5,
-    "engine: pause with a patch, of loading all": 0.1,
+    "busy engine, 10 Gbit/s: patch, of dense": 1 / 5,
+    "busy engine: pause with a patch, of loading all": 0.1,
+    "idle engine, 10 Gbit/s: patch, of dense": 1 / 5,
     # observers
     "1 MB, an observer added and removed, of none": 1.05,
 }

@@ -280,11 +280,12 @@ def test_patches_into_an_engine(tmp_path):
     pytest.importorskip("transformers", reason="the benchmark updates its models")
     file = tmp_path / "engines.rst"
     _run("engines", "--quick", "--rst", str(file))
-    title = "A Qwen3 model of 40 MB in bfloat16, 1.0% of its elements changed"
-    tables = _tables(file.read_text(), [title, "Targets"])
-    dense, *patches = _cells(tables[title])
-    assert len(patches) == 2
-    assert all(_numbers(patch["MB"])[0] < _numbers(dense["MB"])[0] / 20 for patch in patches)
+    model = "A Qwen3 model of 40 MB in bfloat16, 1.0% of its elements changed, the engine"
+    tables = _tables(file.read_text(), [f"{model} answers", f"{model} is idle", "Targets"])
+    for state in ("answers", "is idle"):
+        dense, *patches = _cells(tables[f"{model} {state}"])
+        assert len(patches) == 2
+        assert all(_numbers(patch["MB"])[0] < _numbers(dense["MB"])[0] / 20 for patch in patches)
     assert all(row["met"] != "not measured" for row in _require_verdicts(tables["Targets"]).values())
 
 
