@@ -314,6 +314,7 @@ class Results:
     largest: float
     sync: Found = field(default_factory=dict)
     tensors: Found = field(default_factory=dict)
+    layers: Found = field(default_factory=dict)
     stall: StallFigures = field(default_factory=dict)
     memory: list[Memory] = field(default_factory=list)
 
@@ -348,8 +349,9 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     if "tensors" in parts:
         results.tensors = measure_tensors(plan)
         yield tensors_table(results.tensors)
-        if layers := measure_layers(plan):
-            yield layers_table(layers, plan.tensors_workers)
+        results.layers = measure_layers(plan)
+        if results.layers:
+            yield layers_table(results.layers, plan.tensors_workers)
     if "stall" in parts:
         results.stall = measure_stall(plan)
         yield stall_table(results.stall, plan.largest)
@@ -396,6 +398,11 @@ def _targets(results: Results) -> Iterator[Target]:
     reached = at("process", "torchrl-process", 1000.0, 4)
     yield target("MultiProcess, 1 GB, 4 workers, of torchrl's time", reached)
     yield from _many_tensors(results.tensors)
+    for key, one in results.layers.items():
+        if key[0] == "shared" and key[2] == _MANY and one.median is not None:
+            yield target(
+                "SharedMem, {tensors:,} tensors of a transformer, ms", one.median * 1e3, tensors=_MANY
+            )
 
 
 def _small(sync: Found) -> Iterator[Target]:

@@ -23,6 +23,7 @@ LIMITS = {
     "SharedMem, 1 MB, growth per worker, ms": 0.1,
     "MultiProcess, 1 GB, 4 workers, of torchrl's time": 0.5,
     "{scheme}, {tensors:,} tensors, of torchrl's SharedMem": 0.01,
+    "SharedMem, {tensors:,} tensors of a transformer, ms": 8.0,
     # cluster
     "{scheme}, 1 GB, 4 workers, of torchrl's time": 0.35,
     "{scheme}, {tensors:,} tensors, of torchrl's time": 0.01,
