@@ -100,10 +100,9 @@ class Loader(Engine):
 
 
 class Receiver:
-    """A process with one engine, which computes with one thread and so leaves processors to the trainer."""
+    """A process with one engine."""
 
     def __init__(self, name: str, scheme: WeightSyncScheme, megabytes: float, device: str) -> None:
-        torch.set_num_threads(1)
         self._model, self._scheme = make_model(megabytes, device), scheme
         kind = Loader if name == LOADED else Engine
         self._engine = kind(self._model, stable_addresses=name != PATCHED)
@@ -240,7 +239,7 @@ def facts(options: argparse.Namespace) -> list[str]:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise Unable("it needs a CUDA device, and torch sees none here")
     try:
-        return machine(["torch", "tensordict", "transformers"])
+        return machine(["torch", "tensordict", "transformers"], threads=torch.get_num_threads())
     except PackageNotFoundError:
         raise Unable('transformers is not installed: pip install "weight-update[transformers]"') from None
 
