@@ -121,6 +121,50 @@ def mapped_slots(body: Body) -> list[str]:
         return [line.split()[4] for line in file if "weight_update-" in line]
 
 
+def test_a_small_payload_goes_to_a_relay_only_if_its_host_has_other_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    relayed: list[int] = []
+    deliver = Router.deliver
+
+    def delivered(self: Router, payload: torch.Tensor, *rest: Any) -> bytes:
+        relayed.append(payload.numel())
+        return deliver(self, payload, *rest)
+
+    monkeypatch.setattr(Router, "deliver", delivered)
+    scheme = ApartInTwos(timeout=TIMEOUT)
+    model = nn.Linear(200, 200)
+    scheme.init_on_sender(model=model, num_workers=1, ctx=context_of("fork"))
+    with WorkerProcesses(scheme) as procs:
+
+        def send() -> None:
+            before = scheme.network_bytes
+            report = scheme.send()
+            assert scheme.network_bytes - before == report.wire_bytes > 0
+            assert [worker.call("run", of_model) for worker in procs.workers] == [fingerprint(model)] * len(
+                procs.workers
+            )
+
+        procs.hire(0, nn.Linear(200, 200))
+        procs.connect()
+        send()
+        assert relayed == []
+        procs.hire(1, nn.Linear(200, 200)).call("connect")
+        relayed.clear()
+        send()
+        assert len(relayed) == 2
+        procs.workers.pop().call("shutdown")
+        relayed.clear()
+        wait_until(lambda: len(scheme.worker_versions) == 1, 5.0)
+        send()
+        assert relayed == []
+
+
+def of_model(body: Body) -> str:
+    with body.scheme.hold():
+        return fingerprint(body.model)
+
+
 @pytest.mark.parametrize("encoding", quick_for(["patch", "bucket", "kept bucket"], "patch"))
 def test_patches_and_buckets_travel_once_too(hire: Hire, encoding: str) -> None:
     made = {

@@ -30,7 +30,7 @@ from weight_update import (
 from weight_update.testing import Apart, ApartInTwos, SchemeContract, WorkerProcesses, mlp, scramble
 from weight_update.testing.cases import assert_equal
 from weight_update.testing.worker_processes import context_of
-from weight_update.transports.distributed import connection as connection
+from weight_update.transports.distributed.relay import router
 
 
 class TestSharedMem(SchemeContract):
@@ -56,8 +56,22 @@ class TestDistributedAcrossHosts(SchemeContract):
     """Workers on one host each; all payloads, even small ones, go down a chain of hosts."""
 
     @pytest.fixture(autouse=True)
-    def nothing_inline(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(connection, "INLINE_BYTES", 0)
+    def all_to_relays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(router, "INLINE_BYTES", 0)
+        monkeypatch.setattr(router, "DIRECT_BYTES", 0)
+
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return Apart(**options)
+
+
+@pytest.mark.slow
+class TestDistributedDirectly(SchemeContract):
+    """Workers on one host each; all payloads, even small ones, follow their frames."""
+
+    @pytest.fixture(autouse=True)
+    def all_directly(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(router, "INLINE_BYTES", 0)
+        monkeypatch.setattr(router, "DIRECT_BYTES", 1 << 40)
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return Apart(**options)

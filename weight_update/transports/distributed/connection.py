@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, kept_error
 from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.relay.host_relay import HostRelay
+from weight_update.transports.distributed.relay.payload_stream import (
+    STALLED,
+    Forwarder,
+    PayloadStream,
+    discarded_pieces,
+    pieces_of,
+)
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.slots import SlotTable, open_slot
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.transports.signed_stream import SignedStream
-from weight_update.wire.frames import MAX_HEADER_BYTES, PRELUDE_BYTES, Kind, Prelude, WeightChunk
+from weight_update.wire.frames import (
+    MAX_HEADER_BYTES,
+    PRELUDE_BYTES,
+    Kind,
+    Prelude,
+    WeightChunk,
+    fresh_bytes,
+)
 from weight_update.wire.memory import byte_view
 
 _FRONT = struct.Struct("<II")  # bytes of the frame's head and of the payload's location
 
 INLINE_BYTES = 64 << 10
-"""Largest payload that travels with its frame; another message would cost more than such a payload."""
+"""Largest payload that travels in the message of its frame; a message of its own would cost more."""
+
+FOLLOWS = b"null"
+"""Location of a payload that follows its frame on the same connection."""
 
 _LARGEST = MAX_HEADER_BYTES + INLINE_BYTES + (1 << 16)
 
@@ -30,7 +48,7 @@ _FRAME_SECONDS = 0.5
 
 
 class Connection(LinkConnection):
-    """One end of a connection that carries frames, with payloads up to :data:`INLINE_BYTES`.
+    """One end of a connection that carries frames, and small payloads.
 
     Args:
         stream: connection to the other end.
@@ -46,7 +64,10 @@ class Connection(LinkConnection):
         self._token = token
 
     def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
-        """Make the payload available to the other end; return its location, or nothing if it goes inline."""
+        """Make the payload available to the other end; return its location.
+
+        The location is :data:`FOLLOWS` if the payload follows the frame, and empty if it goes inline.
+        """
         return b""
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
@@ -60,6 +81,10 @@ class Connection(LinkConnection):
         if left is not None:  # the payload has arrived: its frame is worth a moment more
             deadline = deadline_of(max(left, _FRAME_SECONDS))
         self.stream.send(_FRONT.pack(len(head), len(where)) + head + where + inline, deadline)
+        if where == FOLLOWS and chunk.payload is not None:
+            left = seconds_left(deadline)
+            total = self._payloads.send_payload(chunk.payload, STALLED if left is None else left)
+            self.stream.send(total.encode(), deadline)
 
     def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
         try:
@@ -76,13 +101,36 @@ class Connection(LinkConnection):
         frame = message[_FRONT.size :]
         if where_size:
             prelude, header = Prelude.decode(frame[:PRELUDE_BYTES]), bytes(frame[PRELUDE_BYTES:size])
-            pid, fd, key = json.loads(bytes(frame[size : size + where_size]))
+            where = json.loads(bytes(frame[size : size + where_size]))
             if not prelude.payload_bytes:
                 raise FormatError("the frame has no payload, but the location of one")
-            chunk = prelude.complete(header, lambda nbytes: self.map_slot(pid, fd, key, nbytes))
+            payload_of = functools.partial(self._receive, allocate or fresh_bytes)
+            if where is not None:
+                pid, fd, key = where
+                payload_of = functools.partial(self.map_slot, pid, fd, key)
+            chunk = prelude.complete(header, payload_of)
         else:
             chunk = WeightChunk.decode(frame, allocate)
         return chunk.with_token(self._token) if chunk.kind is Kind.HELLO else chunk
+
+    @functools.cached_property
+    def _payloads(self) -> PayloadStream:
+        return PayloadStream(self.stream)
+
+    def _receive(self, allocate: Allocate, nbytes: int) -> torch.Tensor:
+        """Receive a payload that follows its frame; if there is no memory for it, drop it and raise."""
+        try:
+            payload = allocate(nbytes)
+        except Exception:
+            self._fill(discarded_pieces(nbytes))
+            raise
+        self._fill(pieces_of(payload))
+        return payload
+
+    def _fill(self, pieces: Sequence[torch.Tensor]) -> None:
+        total = self._payloads.recv_payload(pieces, STALLED, Forwarder(None)).encode()
+        if self.stream.receive(deadline_of(STALLED), len(total)) != total:
+            raise FormatError("the payload's checksum is wrong")
 
     def map_slot(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
         """Map the slot of a payload, which process ``pid`` has open as ``fd``."""

@@ -13,7 +13,7 @@ import torch
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
 from weight_update.transports.base import Capabilities, TransportBackend
-from weight_update.transports.distributed.connection import INLINE_BYTES, Connection, WorkerConnection
+from weight_update.transports.distributed.connection import Connection, WorkerConnection
 from weight_update.transports.distributed.relay.client import RelayClient
 from weight_update.transports.distributed.relay.router import RemoteConnection, Router
 from weight_update.transports.distributed.rendezvous import Announcement, SenderStore, find_sender
@@ -36,7 +36,7 @@ class DistributedTransport(SharedMemTransport):
     A worker learns from the store at ``address`` where the sender listens. On the sender's host it connects
     as a :class:`SharedMemTransport` does. To other hosts, frames go over a TCP connection, signed with a key
     of this connection. A payload is sent once to each host, over another connection of one worker there; the
-    other workers map that worker's copy.
+    other workers map that worker's copy. A small payload to the only worker of a host follows its frame.
 
     Args:
         address: receiver's end: address of the sender's store. None makes a sender's end, whose connection
@@ -106,9 +106,10 @@ class DistributedTransport(SharedMemTransport):
 
     def expect(self, payload: torch.Tensor, links: Sequence[TransportBackend]) -> None:
         connections = [link._connection for link in links if isinstance(link, DistributedTransport)]
-        remotes = [connection for connection in connections if isinstance(connection, RemoteConnection)]
-        if remotes and payload.numel() > INLINE_BYTES:
-            remotes[0].router.expect(payload, remotes)
+        remotes = [one for one in connections if isinstance(one, RemoteConnection)]
+        relayed = [remote for remote in remotes if remote.needs_relay(payload.numel())]
+        if relayed:
+            relayed[0].router.expect(payload, relayed)
 
     def attach(self, stream: SocketStream, hello: WeightChunk) -> None:
         self.capabilities = replace(self.capabilities, send_never_blocks=True)

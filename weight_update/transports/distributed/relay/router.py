@@ -9,12 +9,19 @@ from collections.abc import Iterable
 import torch
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError, kept_error
-from weight_update.transports.distributed.connection import INLINE_BYTES, Connection
+from weight_update.transports.distributed.connection import FOLLOWS, INLINE_BYTES, Connection
 from weight_update.transports.distributed.relay.client import NotDeliveredError, RelayClient, send_along_chain
-from weight_update.transports.distributed.relay.payload_stream import STALLED
+from weight_update.transports.distributed.relay.payload_stream import PIECE, STALLED
 from weight_update.transports.shared_memory.slots import slot_of
 from weight_update.transports.signed_stream import SignedStream
 from weight_update.wire.frames import Kind, WeightChunk
+
+DIRECT_BYTES = PIECE
+"""Largest payload that follows its frame to a worker that is alone on its host.
+
+The relay of that host would only pass it on, in two more messages. Larger payloads are forwarded from host to
+host in pieces, so that all hosts send at the same time.
+"""
 
 _SlotUse = tuple[str, int]  # key of a slot, and how often it was borrowed for writing
 _LEAST_SHARE = 0.25  # seconds; also how long a payload waits for the usual chain of hosts
@@ -56,6 +63,16 @@ class Router:
         """Return the connection of that name, if it is there."""
         with self._changed:
             return next((one for one in self._remotes if one.name == name), None)
+
+    def is_alone(self, remote: RemoteConnection) -> bool:
+        """Return whether no other worker of its host is connected."""
+        with self._changed:
+            return [one for one in self._remotes if one.host == remote.host] == [remote]
+
+    def count_sent(self, nbytes: int) -> None:
+        """Add bytes of a payload that does not go through a host relay to :attr:`sent`."""
+        with self._changed:
+            self.sent += nbytes
 
     def expect(self, payload: torch.Tensor, remotes: Iterable[RemoteConnection]) -> None:
         """Announce that ``payload`` is about to be sent to workers on several hosts."""
@@ -144,9 +161,7 @@ class Router:
         the timeout, so that enough is left for the other workers.
         """
         share = max((STALLED if timeout is None else timeout) / _SHARE, _LEAST_SHARE)
-        with self._changed:
-            alone = sum(one.host == chosen[0].host for one in self._remotes) == 1
-        if alone and len(chosen) == 1:
+        if len(chosen) == 1 and self.is_alone(chosen[0]):
             left = max(deadline - time.monotonic(), share)
             return left, left
         return share, 2 * share
@@ -206,10 +221,15 @@ class RemoteConnection(Connection):
             self.router.add(self)  # before the worker knows: it then connects for payloads
         super().send(chunk, timeout)
 
+    def needs_relay(self, nbytes: int) -> bool:
+        """Return whether a payload of this size goes to this worker through a host relay."""
+        return nbytes > INLINE_BYTES and (nbytes > DIRECT_BYTES or not self.router.is_alone(self))
+
     def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
-        if chunk.payload is None or chunk.payload_bytes <= INLINE_BYTES:
-            return b""
-        return self.router.deliver(chunk.payload, self, timeout)
+        if chunk.payload is not None and self.needs_relay(chunk.payload_bytes):
+            return self.router.deliver(chunk.payload, self, timeout)
+        self.router.count_sent(chunk.payload_bytes)
+        return b"" if chunk.payload_bytes <= INLINE_BYTES else FOLLOWS
 
     def lose(self, error: Exception) -> None:
         super().lose(error)

@@ -1,0 +1,125 @@
+"""Payloads that follow their frames on the connection to a worker on another host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError
+from weight_update.testing.chunks import in_background
+from weight_update.transports.base import Allocate
+from weight_update.transports.distributed.checksum import Checksum
+from weight_update.transports.distributed.connection import FOLLOWS, Connection
+from weight_update.transports.distributed.relay.payload_stream import PIECE, PayloadStream
+from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
+from weight_update.transports.signed_stream import SignedStream, dial, listen
+from weight_update.wire.frames import Kind, WeightChunk
+
+HERE = "127.0.0.1"
+LONG = 20.0
+
+
+class Following(Connection):
+    """A connection on which all payloads follow their frames."""
+
+    def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
+        return FOLLOWS
+
+
+Ends = tuple[Following, Connection]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Yield the sender's end and the worker's."""
+    with listen(HERE) as sock:
+        here = dial(HERE, sock.getsockname()[1], deadline_of(LONG))
+        there = SocketStream(sock.accept()[0])
+    sender = Following(SignedStream(there, bytes(32), listener=True), "token")
+    worker = Connection(SignedStream(here, bytes(32), listener=False), "token")
+    yield sender, worker
+    sender.close()
+    worker.close()
+
+
+def update(version: int, nbytes: int) -> WeightChunk:
+    fields = {"base": None, "schema": "", "encoding": "", "index": 0, "count": 1, "commit": True}
+    header = {"version": version, **fields, "group": None, "extra": {}}
+    return WeightChunk(Kind.UPDATE, header, torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
+
+
+def passed(ends: Ends, chunk: WeightChunk, allocate: Allocate | None = None) -> WeightChunk:
+    """Send a chunk, and return it as it arrives."""
+    sending = in_background(ends[0].send, chunk, LONG)
+    try:
+        found = ends[1].recv(LONG, allocate)
+    finally:
+        sending.join()
+    assert found is not None
+    return found
+
+
+def same(one: WeightChunk, other: WeightChunk) -> bool:
+    assert one.payload is not None
+    assert other.payload is not None
+    return one.header == other.header and torch.equal(one.payload, other.payload)
+
+
+@pytest.mark.parametrize("nbytes", [1, 5000, PIECE, 3 * PIECE + 5])
+def test_a_payload_arrives_in_memory_of_the_worker(ends: Ends, nbytes: int) -> None:
+    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    for version in range(3):
+        chunk = update(version, nbytes)
+        found = passed(ends, chunk, lambda size: memory[:size])
+        assert same(found, chunk)
+        assert found.payload is not None
+        assert found.payload.data_ptr() == memory.data_ptr()
+
+
+def test_frames_without_payloads_in_between(ends: Ends) -> None:
+    for version in range(3):
+        chunk = update(version, 5000)
+        assert same(passed(ends, chunk), chunk)
+        assert passed(ends, WeightChunk(Kind.COMMIT, {"version": version})).kind is Kind.COMMIT
+
+
+def test_a_worker_without_memory_drops_the_payload(ends: Ends) -> None:
+    def allocate(nbytes: int) -> torch.Tensor:
+        raise NotEnoughMemoryError("no memory")
+
+    with pytest.raises(NotEnoughMemoryError, match="no memory") as caught:
+        passed(ends, update(7, PIECE), allocate)
+    assert caught.value.version == 7
+    chunk = update(8, PIECE)
+    assert same(passed(ends, chunk), chunk)
+
+
+def test_a_payload_that_was_changed_on_the_way(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    send = PayloadStream.send_payload
+
+    def send_another(self: PayloadStream, payload: torch.Tensor, patience: float) -> str:
+        other = payload.clone()
+        other[100] ^= 1
+        send(self, other, patience)
+        total = Checksum()
+        total.add(payload)
+        return total.hex()
+
+    monkeypatch.setattr(PayloadStream, "send_payload", send_another)
+    with pytest.raises(FormatError, match="the payload's checksum is wrong"):
+        passed(ends, update(1, 5000))
+
+
+def test_a_sender_that_ends_in_the_middle(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(self: PayloadStream, payload: torch.Tensor, patience: float) -> str:
+        self.push(payload[:1000], patience)
+        self.close()
+        raise LinkClosedError("ended")
+
+    monkeypatch.setattr(PayloadStream, "send_payload", end)
+    with pytest.raises(LinkClosedError, match="ended"):
+        ends[0].send(update(1, 5000), LONG)
+    with pytest.raises(LinkClosedError, match="gone"):
+        ends[1].recv(LONG, None)
