@@ -132,7 +132,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
 
     @property
     def network_bytes(self) -> int:
-        """Bytes of payloads sent to other hosts so far; payloads of up to 64 KiB do not count."""
+        """Bytes of payloads sent to other hosts so far."""
         return self.listener.router.sent if isinstance(self.listener, DistributedListener) else 0
 
     def sender_options(self) -> dict[str, Any]:
