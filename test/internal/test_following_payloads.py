@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError
-from weight_update.testing.chunks import in_background
+from weight_update.testing.chunks import assert_same, in_background
 from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.checksum import Checksum
-from weight_update.transports.distributed.connection import FOLLOWS, Connection
+from weight_update.transports.distributed.connection import FOLLOWS, Connection, WorkerConnection
 from weight_update.transports.distributed.relay.payload_stream import PIECE, PayloadStream
+from weight_update.transports.shared_memory.slots import SlotTable
 from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
 from weight_update.transports.signed_stream import SignedStream, dial, listen
 from weight_update.wire.frames import Kind, WeightChunk
@@ -28,20 +29,26 @@ class Following(Connection):
         return FOLLOWS
 
 
-Ends = tuple[Following, Connection]
+Ends = tuple[Following, WorkerConnection]
+
+
+def pair() -> tuple[SignedStream, SignedStream]:
+    """Return the sender's end and the worker's end of a connection over TCP."""
+    with listen(HERE) as sock:
+        here = dial(HERE, sock.getsockname()[1], deadline_of(LONG))
+        there = SocketStream(sock.accept()[0])
+    return SignedStream(there, bytes(32), listener=True), SignedStream(here, bytes(32), listener=False)
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    """Yield the sender's end and the worker's."""
-    with listen(HERE) as sock:
-        here = dial(HERE, sock.getsockname()[1], deadline_of(LONG))
-        there = SocketStream(sock.accept()[0])
-    sender = Following(SignedStream(there, bytes(32), listener=True), "token")
-    worker = Connection(SignedStream(here, bytes(32), listener=False), "token")
+    """Yield the sender's end and the worker's end, whose host relay waits for a command."""
+    (frames, received), (commands, awaited) = pair(), pair()
+    sender = Following(frames, "token")
+    worker = WorkerConnection(received, "token", connect=lambda: awaited, directory=None, slots=SlotTable())
     yield sender, worker
-    sender.close()
-    worker.close()
+    for one in (sender, worker, commands, awaited):
+        one.close()
 
 
 def update(version: int, nbytes: int) -> WeightChunk:
@@ -61,19 +68,13 @@ def passed(ends: Ends, chunk: WeightChunk, allocate: Allocate | None = None) -> 
     return found
 
 
-def same(one: WeightChunk, other: WeightChunk) -> bool:
-    assert one.payload is not None
-    assert other.payload is not None
-    return one.header == other.header and torch.equal(one.payload, other.payload)
-
-
 @pytest.mark.parametrize("nbytes", [1, 5000, PIECE, 3 * PIECE + 5])
 def test_a_payload_arrives_in_memory_of_the_worker(ends: Ends, nbytes: int) -> None:
     memory = torch.zeros(nbytes, dtype=torch.uint8)
     for version in range(3):
         chunk = update(version, nbytes)
         found = passed(ends, chunk, lambda size: memory[:size])
-        assert same(found, chunk)
+        assert_same(found, chunk)
         assert found.payload is not None
         assert found.payload.data_ptr() == memory.data_ptr()
 
@@ -81,7 +82,7 @@ def test_a_payload_arrives_in_memory_of_the_worker(ends: Ends, nbytes: int) -> N
 def test_frames_without_payloads_in_between(ends: Ends) -> None:
     for version in range(3):
         chunk = update(version, 5000)
-        assert same(passed(ends, chunk), chunk)
+        assert_same(passed(ends, chunk), chunk)
         assert passed(ends, WeightChunk(Kind.COMMIT, {"version": version})).kind is Kind.COMMIT
 
 
@@ -93,7 +94,7 @@ def test_a_worker_without_memory_drops_the_payload(ends: Ends) -> None:
         passed(ends, update(7, PIECE), allocate)
     assert caught.value.version == 7
     chunk = update(8, PIECE)
-    assert same(passed(ends, chunk), chunk)
+    assert_same(passed(ends, chunk), chunk)
 
 
 def test_a_payload_that_was_changed_on_the_way(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,3 +124,12 @@ def test_a_sender_that_ends_in_the_middle(ends: Ends, monkeypatch: pytest.Monkey
         ends[0].send(update(1, 5000), LONG)
     with pytest.raises(LinkClosedError, match="gone"):
         ends[1].recv(LONG, None)
+
+
+def test_a_sender_takes_no_such_payload(ends: Ends) -> None:
+    sender, worker = ends
+    worker.place = sender.place  # type: ignore[method-assign]
+    sending = in_background(worker.send, update(1, 5000), LONG)
+    with pytest.raises(FormatError, match="only a sender"):
+        sender.recv(LONG, None)
+    sending.join()

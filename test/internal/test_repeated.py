@@ -34,6 +34,7 @@ from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.repeated import RepeatedRead
 from weight_update.testing import WorkerProcesses, fingerprint, scramble
 from weight_update.wire import unchanged
+from weight_update.wire.fixed import MANY, FixedTensors
 from weight_update.wire.schema import WeightSchema
 
 MODES = ("tensordict", "state_dict")
@@ -202,6 +203,17 @@ def test_a_tensor_of_another_kind() -> None:
     name = "head.weight"
     tensors[name] = tensors[name].as_subclass(Wrapped)
     assert reads.read().fixed is None
+
+
+@pytest.mark.parametrize(
+    "other", [torch.ones(4).to_sparse(), torch.ones(4, device="meta")], ids=["sparse", "meta"]
+)
+def test_a_tensor_without_memory(other: torch.Tensor) -> None:
+    tensors = {str(i): torch.ones(4) for i in range(MANY)}
+    fixed = FixedTensors.of(tensors)
+    assert fixed is not None
+    assert fixed.unchanged(tensors)
+    assert not fixed.unchanged({**tensors, "7": other})
 
 
 def test_a_buffer_called_like_extra_state() -> None:

@@ -73,7 +73,10 @@ class TensorPlaces:
     def same(self, tensors: list[torch.Tensor]) -> bool:
         """Return whether ``tensors`` are in the same places."""
         if self._facts:
-            return _facts_of(tensors) == self._facts
+            try:
+                return _facts_of(tensors) == self._facts
+            except RuntimeError:  # one of them has no memory, such as a sparse tensor
+                return False
         return self._agrees(tensors, writes=False)
 
     def _agrees(self, tensors: list[torch.Tensor], *, writes: bool) -> bool:
@@ -95,7 +98,7 @@ class ModuleParts:
     """
 
     def __init__(self, parts: list[nn.Module], *, as_state_dict: bool) -> None:
-        self._parts, self._as_state_dict, self._loops = parts, as_state_dict, library
+        self._parts, self._as_state_dict, self._compiled = parts, as_state_dict, library
         self._objects: list[object] = []  # which stay alive, so that no other object takes an address
         self._known = self._add_objects(self._objects)
 
@@ -103,8 +106,8 @@ class ModuleParts:
         """Return whether all are as before, and no module has hooks or methods of its own for its weights."""
         if not self._known:
             return False
-        if self._loops is not None:
-            return self._walk(self._loops, self._objects, appends=False)
+        if self._compiled is not None:
+            return self._walk(self._compiled, self._objects, appends=False)
         found: list[object] = []
         return (
             self._add_objects(found)
@@ -112,14 +115,14 @@ class ModuleParts:
             and all(map(operator.is_, found, self._objects))
         )
 
-    def _walk(self, loops: ctypes.CDLL, objects: list[object], *, appends: bool) -> bool:
+    def _walk(self, compiled: ctypes.CDLL, objects: list[object], *, appends: bool) -> bool:
         lists = ctypes.py_object(self._parts), ctypes.py_object(objects)
-        return bool(loops.wu_modules(*lists, int(self._as_state_dict), int(appends)))
+        return bool(compiled.wu_modules(*lists, int(self._as_state_dict), int(appends)))
 
     def _add_objects(self, objects: list[object]) -> bool:
         """Append the objects; return False if a module has hooks or methods of its own for its weights."""
-        if self._loops is not None:
-            return self._walk(self._loops, objects, appends=True)
+        if self._compiled is not None:
+            return self._walk(self._compiled, objects, appends=True)
         for part in self._parts:
             own = vars(part)
             objects.append(type(part))

@@ -6,6 +6,7 @@ import functools
 import json
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -104,11 +105,9 @@ class Connection(LinkConnection):
             where = json.loads(bytes(frame[size : size + where_size]))
             if not prelude.payload_bytes:
                 raise FormatError("the frame has no payload, but the location of one")
-            payload_of = functools.partial(self._receive, allocate or fresh_bytes)
-            if where is not None:
-                pid, fd, key = where
-                payload_of = functools.partial(self.map_slot, pid, fd, key)
-            chunk = prelude.complete(header, payload_of)
+            chunk = prelude.complete(
+                header, lambda nbytes: self.payload_at(where, nbytes, allocate or fresh_bytes)
+            )
         else:
             chunk = WeightChunk.decode(frame, allocate)
         return chunk.with_token(self._token) if chunk.kind is Kind.HELLO else chunk
@@ -117,24 +116,9 @@ class Connection(LinkConnection):
     def _payloads(self) -> PayloadStream:
         return PayloadStream(self.stream)
 
-    def _receive(self, allocate: Allocate, nbytes: int) -> torch.Tensor:
-        """Receive a payload that follows its frame; if there is no memory for it, drop it and raise."""
-        try:
-            payload = allocate(nbytes)
-        except Exception:
-            self._fill(discarded_pieces(nbytes))
-            raise
-        self._fill(pieces_of(payload))
-        return payload
-
-    def _fill(self, pieces: Sequence[torch.Tensor]) -> None:
-        total = self._payloads.recv_payload(pieces, STALLED, Forwarder(None)).encode()
-        if self.stream.receive(deadline_of(STALLED), len(total)) != total:
-            raise FormatError("the payload's checksum is wrong")
-
-    def map_slot(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
-        """Map the slot of a payload, which process ``pid`` has open as ``fd``."""
-        raise FormatError("only a sender names slots")
+    def payload_at(self, where: Any, nbytes: int, allocate: Allocate) -> torch.Tensor:
+        """Return the payload at the location ``where``, in memory of ``allocate`` if it is received."""
+        raise FormatError("only a sender puts payloads elsewhere than into their messages")
 
     def lose(self, error: Exception) -> None:
         """End the connection; its users get ``error``, unless an earlier error was set."""
@@ -173,11 +157,33 @@ class WorkerConnection(Connection):
                 self._relay.close()
         return chunk
 
-    def map_slot(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
-        """Map the replica that a worker of this host keeps; NotEnoughMemoryError if it has none."""
+    def payload_at(self, where: Any, nbytes: int, allocate: Allocate) -> torch.Tensor:
+        """Receive the payload, or map the replica that a worker of this host keeps.
+
+        Raises:
+            NotEnoughMemoryError: there is no memory for it here, or that worker had none.
+        """
+        if where is None:
+            return self._receive(nbytes, allocate)
+        pid, fd, key = where
         if fd < 0:
             raise NotEnoughMemoryError(key)
         return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)
+
+    def _receive(self, nbytes: int, allocate: Allocate) -> torch.Tensor:
+        """Receive a payload that follows its frame; if there is no memory for it, drop it and raise."""
+        try:
+            payload = allocate(nbytes)
+        except Exception:
+            self._fill(discarded_pieces(nbytes))
+            raise
+        self._fill(pieces_of(payload))
+        return payload
+
+    def _fill(self, pieces: Sequence[torch.Tensor]) -> None:
+        total = self._payloads.recv_payload(pieces, STALLED, Forwarder(None)).encode()
+        if self.stream.receive(deadline_of(STALLED), len(total)) != total:
+            raise FormatError("the payload's checksum is wrong")
 
     def close(self) -> None:
         super().close()
