@@ -6,11 +6,12 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import NoReturn
 
 import pytest
 
-from weight_update.errors import JoinRefusedError, LinkClosedError
+from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.testing import TransportContract, greet
 from weight_update.testing.chunks import (
     Ends,
@@ -26,7 +27,7 @@ from weight_update.transports import (
     RPCTransport,
     SharedMemTransport,
 )
-from weight_update.transports.distributed.rendezvous import SenderStore
+from weight_update.transports.distributed.rendezvous import Announcement, SenderStore
 from weight_update.transports.distributed.transport import DistributedListener
 from weight_update.transports.shared_memory.transport import SharedMemListener
 from weight_update.transports.shared_memory.unix_stream import SocketStream
@@ -59,6 +60,61 @@ class TestMPTransport(TransportContract):
         with pytest.raises(LinkClosedError):
             sender.recv_chunk(10.0)
         sender.close()
+
+
+def join_and_wait(name: str, nbytes: int, *queues: multiprocessing.Queue) -> None:
+    worker = MPTransport(*queues, end="receiver", name=name)
+    worker.restart()
+    worker.send_chunk(hello_of_a_large_model(nbytes))
+    time.sleep(60.0)
+
+
+def hello_of_a_large_model(nbytes: int) -> WeightChunk:
+    return hello(schema={"names": "x" * nbytes})
+
+
+@pytest.mark.parametrize("nbytes", [300_000, 3 << 20], ids=["fits into a pipe", "does not fit"])
+def test_workers_are_killed_before_their_hello_is_read(nbytes: int) -> None:
+    name, fork = uuid.uuid4().hex, multiprocessing.get_context("fork")
+    queues = fork.Queue(), fork.Queue()
+    workers = [fork.Process(target=join_and_wait, args=(name, nbytes, *queues)) for _ in range(3)]
+    with contextlib.closing(MPTransport(*queues)) as sender:
+        for worker in workers:
+            worker.start()
+            worker.join(0.5)
+            if worker is not workers[-1]:
+                worker.kill()
+                worker.join()
+        assert must_receive(sender).header["pid"] == workers[-1].pid
+        workers[-1].kill()
+        workers[-1].join()
+
+
+def test_a_killed_worker_whose_hello_is_read_is_replaced() -> None:
+    name, fork = uuid.uuid4().hex, multiprocessing.get_context("fork")
+    queues = fork.Queue(), fork.Queue()
+    with contextlib.closing(MPTransport(*queues)) as sender:
+        for _ in range(2):
+            worker = fork.Process(target=join_and_wait, args=(name, 300_000, *queues))
+            worker.start()
+            worker.join(0.5)
+            worker.kill()
+            worker.join()
+            assert must_receive(sender).header["pid"] == worker.pid
+
+
+def test_a_worker_tries_again_while_its_hello_is_not_read(capfd: pytest.CaptureFixture[str]) -> None:
+    queues, nbytes = (multiprocessing.Queue(), multiprocessing.Queue()), 3 << 20  # more than a pipe takes
+    sender, worker = MPTransport(*queues), MPTransport(*queues, end="receiver", name=uuid.uuid4().hex)
+    for _ in range(2):
+        worker.restart()
+        worker.send_chunk(hello_of_a_large_model(nbytes))
+        time.sleep(0.2)
+    for _ in range(2):
+        assert must_receive(sender).kind is Kind.HELLO
+    for end in (sender, worker):
+        end.close()
+    assert capfd.readouterr().err == ""
 
 
 def speak_and_end(*queues: multiprocessing.Queue) -> None:
@@ -122,6 +178,25 @@ class TestRPCTransport(TestDistributedTransport):
     """Links without an object to call; ``test_rpc`` tests the calls."""
 
     sender_class = RPCTransport
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=["refused", "dropped"])
+def test_a_firewall_blocks_the_port_for_workers_of_other_hosts(drops: bool) -> None:
+    with ExitStack() as stack:
+        blocked = stack.enter_context(socket.socket())
+        blocked.bind(("127.0.0.1", 0))
+        port = blocked.getsockname()[1]
+        if drops:
+            blocked.listen(0)
+            for _ in range(2):  # the second one fills the backlog
+                caller = stack.enter_context(socket.socket())
+                caller.setblocking(False)
+                caller.connect_ex(("127.0.0.1", port))
+        store = stack.enter_context(contextlib.closing(SenderStore("127.0.0.1", 0)))
+        store.announce(Announcement("here", "", port, "name"), "token")
+        worker = DistributedTransport("127.0.0.1", store.port, token="token", host="there")
+        with pytest.raises(SyncTimeoutError if drops else LinkClosedError, match=f"port {port} .* firewall"):
+            worker.restart(1.0)
 
 
 @pytest.mark.parametrize("backlog", [5, 0], ids=["silent", "full"])

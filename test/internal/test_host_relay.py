@@ -19,6 +19,7 @@ from weight_update.testing.processes import eventually
 from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.relay.client import RelayClient
 from weight_update.transports.distributed.relay.host_relay import HostRelay
+from weight_update.transports.distributed.relay.router import RemoteConnection, Router
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.slots import SharedBuffer, open_slot
 from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
@@ -104,6 +105,27 @@ def test_a_payload_that_was_changed_on_the_way(joint: Joint) -> None:
     with slot_of_size(SMALL) as slot:
         assert joint.take(slot, sum="0" * 32) == {"error": "the payload's checksum is wrong"}
         assert torch.equal(replica(joint.take(slot), SMALL), slot.tensor)
+
+
+def test_a_directory_that_does_not_exist_on_this_host(joint: Joint) -> None:
+    joint.relay._directory = "/nowhere"
+    with slot_of_size(SMALL) as slot:
+        answer = joint.take(slot)
+        assert answer["fd"] == -1
+        assert "directory='/nowhere'" in answer["key"]
+        joint.relay._directory = None
+        assert torch.equal(replica(joint.take(slot), SMALL), slot.tensor)
+
+
+def test_a_router_forgets_slots_that_the_sender_has_freed(joint: Joint) -> None:
+    router = Router()
+    remote = RemoteConnection(joint.here, TOKEN, name="", host="there", client=joint.client, router=router)
+    router.add(remote)
+    for _ in range(3):
+        with slot_of_size(SMALL) as slot:
+            router.deliver(slot.tensor, remote, LONG)
+        del slot
+    assert eventually(lambda: not router._delivered, LONG)
 
 
 def test_a_sender_that_is_gone_ends_the_relay(joint: Joint) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import queue
 import socket
@@ -34,6 +35,8 @@ _Item = tuple[bytes, tuple[int, int, str] | None]
 _CHECK_SECONDS = 0.2
 """Seconds between checks of a waiting end that the other process lives; messages do not wait for it."""
 _BACKLOG = 128
+_PICKLED_BYTES = 1 << 12  # more than pickling adds to a message
+_READ_BYTES = 1 << 16
 _TRIES, _RETRY_SECONDS = 10, 0.02
 
 
@@ -159,13 +162,14 @@ class MPTransport(TransportBackend):
             raise LinkClosedError("another receiver uses the queues of this worker")
         if self._outbox is None:
             raise TransportError("this end has no queue to send on")
-        where = None
+        head, where = chunk.encode_head(checksum=False), None
         if chunk.kind is Kind.HELLO:
             where = (os.getpid(), -1, _pid_namespace())
+            self._make_room(len(head))
         if chunk.payload is not None and chunk.payload_bytes:
             slot = slot_of(chunk.payload)
             where = (os.getpid(), slot.fd, slot.key)
-        self._put((chunk.encode_head(checksum=False), where))
+        self._put((head, where))
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
@@ -205,15 +209,36 @@ class MPTransport(TransportBackend):
         Raises:
             JoinRefusedError: another process uses these queues.
         """
-        if self._name is not None and self._reader_lock is None:
-            self._reader_lock = ReaderLock(self._name)
+        if self._reader_lock is None:  # later, a thread of this process may hold a lock
+            if self._name is not None:
+                self._reader_lock = ReaderLock(self._name)
+            self._take_over_queues()
+        with contextlib.suppress(LinkClosedError, FormatError):
+            while self._get(0.0) is not None:
+                pass
+
+    def _take_over_queues(self) -> None:
+        """Release the locks that a dead worker held, and drop what the sender does not read of it."""
         for lock in (getattr(self._inbox, "_rlock", None), getattr(self._outbox, "_wlock", None)):
             if lock is not None:
                 lock.acquire(timeout=_CHECK_SECONDS)
                 lock.release()
-        with contextlib.suppress(LinkClosedError, FormatError):
-            while self._get(0.0) is not None:
-                pass
+        reading = getattr(self._outbox, "_rlock", None)
+        if reading is not None and reading.acquire(timeout=_CHECK_SECONDS):  # the sender reads nothing now
+            while self._outbox._reader.poll():
+                os.read(self._outbox._reader.fileno(), _READ_BYTES)
+            reading.release()
+
+    def _make_room(self, nbytes: int) -> None:
+        """Enlarge the pipe so that a message fits into it, as far as the kernel allows.
+
+        A worker that is killed while its message waits for room leaves a part of the message in the pipe. The
+        sender would then take the next worker's message for the rest.
+        """
+        with contextlib.suppress(AttributeError, OSError):
+            pipe = self._outbox._writer
+            if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) < nbytes + _PICKLED_BYTES:
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, nbytes + _PICKLED_BYTES)
 
     def close(self) -> None:
         self._closed = True

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.transports.base import Capabilities, TransportBackend
 from weight_update.transports.distributed.connection import Connection, WorkerConnection
 from weight_update.transports.distributed.relay.client import RelayClient
@@ -22,7 +22,7 @@ from weight_update.transports.join_listener import refusal_of
 from weight_update.transports.listener import Listener
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
-from weight_update.transports.shared_memory.unix_stream import SocketStream, seconds_left
+from weight_update.transports.shared_memory.unix_stream import SHORTAGES, SocketStream, seconds_left
 from weight_update.transports.signed_stream import SignedStream, call, closing_on_error, dial, listen
 from weight_update.wire.frames import Kind, WeightChunk
 
@@ -82,7 +82,7 @@ class DistributedTransport(SharedMemTransport):
                     "different host="
                 ) from None
         name, context = uuid.uuid4().hex, _context(sender)
-        self._last = stream = dial(address, sender.port, deadline)
+        self._last = stream = self._dial(address, sender.port, deadline)
         signed = SignedStream(stream, self.authenticate(stream, context, deadline), listener=False)
         with closing_on_error(stream):
             signed.send_json({"do": "join", "name": name, "host": self.host}, seconds_left(deadline))
@@ -103,6 +103,19 @@ class DistributedTransport(SharedMemTransport):
         return WorkerConnection(
             signed, self._token, connect=connect_for_payloads, directory=self._directory, slots=self._slots
         )
+
+    def _dial(self, address: str, port: int, deadline: float | None) -> SocketStream:
+        try:
+            return dial(address, port, deadline)
+        except OSError as error:
+            if isinstance(error, BlockingIOError) or error.errno in SHORTAGES:
+                raise
+            kind = SyncTimeoutError if isinstance(error, TimeoutError) else LinkClosedError
+            raise kind(
+                f"the sender answered at {address}:{self._port}, and cannot be reached at its port {port} "
+                f"({error}): it has just ended, or a firewall blocks that port; open the ports of "
+                "net.ipv4.ip_local_port_range on the sender's machine"
+            ) from None
 
     def expect(self, payload: torch.Tensor, links: Sequence[TransportBackend]) -> None:
         connections = [link._connection for link in links if isinstance(link, DistributedTransport)]

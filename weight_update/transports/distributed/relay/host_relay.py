@@ -161,7 +161,7 @@ class HostRelay:
             outgoing.close()
 
     def _replica(self, slot: str, nbytes: int) -> SharedBuffer:
-        """Return the copy of a slot of ``nbytes`` bytes; NotEnoughMemoryError if there is no memory for one.
+        """Return the copy of a slot of ``nbytes`` bytes; raise as :class:`SharedBuffer`.
 
         The sender writes into a slot again only when no worker reads it, so an arriving payload may be
         written into the copy at once.
@@ -182,7 +182,7 @@ class HostRelay:
         try:
             replica = self._replica(command["slot"], command["size"])
             into = pieces_of(replica.tensor[: command["nbytes"]])
-        except NotEnoughMemoryError as error:
+        except (NotEnoughMemoryError, OSError) as error:  # OSError: no descriptor, or no such directory
             problem, into, forwarder = str(error), discarded_pieces(command["nbytes"]), Forwarder(None)
         source, patience = sender, STALLED
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -12,7 +13,7 @@ from weight_update.errors import LinkClosedError, SyncTimeoutError, kept_error
 from weight_update.transports.distributed.connection import FOLLOWS, INLINE_BYTES, Connection
 from weight_update.transports.distributed.relay.client import NotDeliveredError, RelayClient, send_along_chain
 from weight_update.transports.distributed.relay.payload_stream import PIECE, STALLED
-from weight_update.transports.shared_memory.slots import slot_of
+from weight_update.transports.shared_memory.slots import SharedSlot, slot_of
 from weight_update.transports.signed_stream import SignedStream
 from weight_update.wire.frames import Kind, WeightChunk
 
@@ -23,7 +24,7 @@ The relay of that host would only pass it on, in two more messages. Larger paylo
 host in pieces, so that all hosts send at the same time.
 """
 
-_SlotUse = tuple[str, int]  # key of a slot, and how often it was borrowed for writing
+_SlotUse = tuple[SharedSlot, int]  # a slot, and how often it was borrowed for writing
 _LEAST_SHARE = 0.25  # seconds; also how long a payload waits for the usual chain of hosts
 _SHARE = 4  # a worker that does not answer is given up after this share of the timeout
 
@@ -43,8 +44,11 @@ class Router:
         self._changed = threading.Condition()
         self._remotes: list[RemoteConnection] = []
         self._busy: dict[int, tuple[str, _SlotUse]] = {}  # host and payload on its way, by id of a connection
-        self._delivered: dict[tuple[str, str], tuple[int, RemoteConnection, bytes]] = {}  # by host and slot
-        self._expected: dict[_SlotUse, list[str]] = {}  # hosts that need it
+        # Slots of both are forgotten when the sender frees them.
+        self._delivered: WeakKeyDictionary[SharedSlot, dict[str, tuple[int, RemoteConnection, bytes]]] = (
+            WeakKeyDictionary()  # by slot and host
+        )
+        self._expected: WeakKeyDictionary[SharedSlot, tuple[int, list[str]]] = WeakKeyDictionary()
 
     def add(self, remote: RemoteConnection) -> None:
         """Add a worker that joined."""
@@ -56,7 +60,9 @@ class Router:
         with self._changed:
             if remote in self._remotes:
                 self._remotes.remove(remote)
-            self._delivered = {key: one for key, one in self._delivered.items() if one[1] is not remote}
+            for delivered in self._delivered.values():
+                if remote.host in delivered and delivered[remote.host][1] is remote:
+                    del delivered[remote.host]
             self._changed.notify_all()
 
     def named(self, name: str) -> RemoteConnection | None:
@@ -79,8 +85,7 @@ class Router:
         hosts = list(dict.fromkeys(remote.host for remote in remotes))
         slot, use = _slot_use_of(payload)
         with self._changed:
-            self._expected = {other: value for other, value in self._expected.items() if other[0] != slot}
-            self._expected[slot, use] = hosts
+            self._expected[slot] = use, hosts
 
     def deliver(self, payload: torch.Tensor, remote: RemoteConnection, timeout: float | None) -> bytes:
         """Return where ``remote`` finds ``payload`` on its host; send it there if no other thread does.
@@ -123,7 +128,7 @@ class Router:
 
     def _usual_chain_is_idle(self, slot_use: _SlotUse, host: str) -> bool:
         """Return whether the first worker of each host that needs ``slot_use`` is idle; they are linked."""
-        hosts = {host, *self._expected.get(slot_use, ())}
+        hosts = {host, *self._hosts_expecting(slot_use)}
         able = [one for one in reversed(self._remotes) if one.lost is None and one.host in hosts]
         usual = {one.host: id(one) for one in able}
         return self._busy.keys().isdisjoint(usual.values())
@@ -131,7 +136,7 @@ class Router:
     def _reserve(self, slot_use: _SlotUse, first: RemoteConnection) -> list[RemoteConnection]:
         """Reserve ``first`` and one idle worker of each other host that needs ``slot_use``."""
         chosen = [first]
-        for host in self._expected.pop(slot_use, []):
+        for host in self._hosts_expecting(slot_use):
             has_it = (host, slot_use) in self._busy.values() or self._location(host, slot_use) is not None
             other = None if has_it or host == first.host else self._idle(host)
             if other is not None:
@@ -139,13 +144,20 @@ class Router:
         chosen.sort(key=self._remotes.index)  # always the same neighbours in the chain
         for one in chosen:
             self._busy[id(one)] = one.host, slot_use
-            self._delivered.pop((one.host, slot_use[0]), None)
+            self._delivered.get(slot_use[0], {}).pop(one.host, None)
+        self._expected.pop(slot_use[0], None)
         return chosen
+
+    def _hosts_expecting(self, slot_use: _SlotUse) -> list[str]:
+        """Return the hosts that :meth:`expect` named for a payload."""
+        slot, use = slot_use
+        expected_use, hosts = self._expected.get(slot, (use, []))
+        return hosts if expected_use == use else []
 
     def _location(self, host: str, slot_use: _SlotUse) -> bytes | None:
         """Return where the workers of a host find a payload; None if the host does not have it."""
         slot, use = slot_use
-        delivered_use, _, location = self._delivered.get((host, slot), (None, None, None))
+        delivered_use, _, location = self._delivered.get(slot, {}).get(host, (None, None, None))
         return location if delivered_use == use else None
 
     def _idle(self, host: str) -> RemoteConnection | None:
@@ -191,13 +203,14 @@ class Router:
         with self._changed:
             self._busy.pop(id(one), None)
             if isinstance(result, bytes) and one in self._remotes:
-                self._delivered[one.host, slot_use[0]] = (slot_use[1], one, result)
+                slot, use = slot_use
+                self._delivered.setdefault(slot, {})[one.host] = use, one, result
             self._changed.notify_all()
 
 
 def _slot_use_of(payload: torch.Tensor) -> _SlotUse:
     slot = slot_of(payload)
-    return slot.key, slot.use
+    return slot, slot.use
 
 
 class RemoteConnection(Connection):
