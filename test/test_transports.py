@@ -62,6 +62,19 @@ class TestMPTransport(TransportContract):
         sender.close()
 
 
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_queues_tell_which_end_disconnected(end: str) -> None:
+    queues = multiprocessing.Queue(), multiprocessing.Queue()
+    ends = {"sender": MPTransport(*queues), "receiver": MPTransport(*queues, end="receiver")}
+    other = ends["receiver" if end == "sender" else "sender"]
+    ends[end].disconnect()
+    with pytest.raises(LinkClosedError, match="the (sender|worker) disconnected") as caught:
+        other.recv_chunk(10.0)
+    assert ("the sender" in str(caught.value)) == (end == "sender")
+    for one in ends.values():
+        one.close()
+
+
 def join_and_wait(name: str, nbytes: int, *queues: multiprocessing.Queue) -> None:
     worker = MPTransport(*queues, end="receiver", name=name)
     worker.restart()

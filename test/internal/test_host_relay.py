@@ -17,6 +17,7 @@ from stranger_parts import Tap
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.testing.processes import eventually
 from weight_update.transports.distributed.checksum import CHECKSUM
+from weight_update.transports.distributed.connection import INLINE_BYTES
 from weight_update.transports.distributed.relay.client import RelayClient
 from weight_update.transports.distributed.relay.host_relay import HostRelay
 from weight_update.transports.distributed.relay.router import RemoteConnection, Router
@@ -117,15 +118,40 @@ def test_a_directory_that_does_not_exist_on_this_host(joint: Joint) -> None:
         assert torch.equal(replica(joint.take(slot), SMALL), slot.tensor)
 
 
+def remote_of(joint: Joint, router: Router, host: str) -> RemoteConnection:
+    """Return the connection of a worker on ``host``, which has joined."""
+    remote = RemoteConnection(joint.here, TOKEN, name=host, host=host, client=joint.client, router=router)
+    router.add(remote)
+    return remote
+
+
 def test_a_router_forgets_slots_that_the_sender_has_freed(joint: Joint) -> None:
     router = Router()
-    remote = RemoteConnection(joint.here, TOKEN, name="", host="there", client=joint.client, router=router)
-    router.add(remote)
+    remote = remote_of(joint, router, "there")
     for _ in range(3):
         with slot_of_size(SMALL) as slot:
             router.deliver(slot.tensor, remote, LONG)
         del slot
     assert eventually(lambda: not router._delivered, LONG)
+
+
+def test_an_unexpected_error_loses_all_hosts_of_the_chain(
+    joint: Joint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        time.sleep(0.5)  # the other host answers meanwhile
+        raise RuntimeError("unexpected")
+
+    router = Router()
+    with closing(Joint()) as after, slot_of_size(INLINE_BYTES) as one, slot_of_size(INLINE_BYTES) as other:
+        remotes = remote_of(joint, router, "first"), remote_of(after, router, "second")
+        router.expect(one.tensor, remotes)
+        with monkeypatch.context() as patch:
+            patch.setattr(joint.client, "receive_location", fail)
+            with pytest.raises(RuntimeError, match="unexpected"):
+                router.deliver(one.tensor, remotes[0], LONG)
+        with pytest.raises(LinkClosedError):  # its answer is not taken for the one to this payload
+            router.deliver(other.tensor, remotes[1], LONG)
 
 
 def test_a_sender_that_is_gone_ends_the_relay(joint: Joint) -> None:

@@ -266,6 +266,8 @@ class MPTransport(TransportBackend):
         except (OSError, ValueError, EOFError):
             raise LinkClosedError("the queue was closed") from None
         if item is None:
+            if self._end == "sender":
+                raise LinkClosedError("the worker disconnected")
             raise LinkClosedError("the sender disconnected this worker; it has to join again")
         return item
 

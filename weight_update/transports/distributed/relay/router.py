@@ -189,8 +189,8 @@ class Router:
             for place, result in send_along_chain(clients, payload, patience, limit):
                 self._note(pending.pop(place), slot_use, result, first=place == 0)
         finally:
-            for place, one in pending.items():
-                self._note(one, slot_use, NotDeliveredError("it was not sent"), first=place == 0)
+            for place, one in pending.items():  # an unread answer must not be taken for the next one
+                self._note(one, slot_use, LinkClosedError("it was not sent"), first=place == 0)
 
     def _note(
         self, one: RemoteConnection, slot_use: _SlotUse, result: bytes | Exception, *, first: bool
