@@ -223,11 +223,12 @@ class MPTransport(TransportBackend):
             if lock is not None:
                 lock.acquire(timeout=_CHECK_SECONDS)
                 lock.release()
-        reading = getattr(self._outbox, "_rlock", None)
-        if reading is not None and reading.acquire(timeout=_CHECK_SECONDS):  # the sender reads nothing now
-            while self._outbox._reader.poll():
-                os.read(self._outbox._reader.fileno(), _READ_BYTES)
-            reading.release()
+        with contextlib.suppress(AttributeError, OSError):
+            reader, lock = self._outbox._reader, self._outbox._rlock
+            if reader.poll() and lock.acquire(timeout=_CHECK_SECONDS):
+                while reader.poll():
+                    os.read(reader.fileno(), _READ_BYTES)
+                lock.release()
 
     def _make_room(self, nbytes: int) -> None:
         """Enlarge the pipe so that a message fits into it, as far as the kernel allows.

@@ -14,6 +14,7 @@ from torch.distributed import rpc
 from weight_update.errors import LinkClosedError
 from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.transport import DistributedTransport
+from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 
@@ -45,7 +46,7 @@ class RPCTransport(DistributedTransport):
         self._rref, self._model_id, self._timeout = rref, model_id, timeout
         self._pid: int | None = None
         self._joined = False
-        self._call: futures.Future[WeightChunk] | None = None
+        self._call: tuple[LinkConnection | None, futures.Future[WeightChunk]] | None = None
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
@@ -53,18 +54,19 @@ class RPCTransport(DistributedTransport):
         """Return the next chunk, or None on timeout; APPLIED comes when the call has returned."""
         deadline = deadline_of(timeout)
         if self._call is None:
+            connection = self._connection
             chunk = super().recv_chunk(timeout, allocate)
             if chunk is None or not self._wants_call(chunk):
                 return chunk
-            self._call = _call(self._rref, self._model_id, chunk, self._timeout)
-            if self._closed:  # close() may not have seen the call
-                self._call.cancel()
+            self._call = connection, _call(self._rref, self._model_id, chunk, self._timeout)
+            self._abandon_old_call()  # the connection may have ended meanwhile
         try:
-            outcome = self._call.result(seconds_left(deadline))
+            outcome = self._call[1].result(seconds_left(deadline))
         except futures.TimeoutError:
             return None
         except futures.CancelledError:
-            raise LinkClosedError("this end was closed") from None
+            self._call = None
+            raise LinkClosedError("its connection ended during a call") from None
         self._call = None
         return outcome
 
@@ -72,12 +74,23 @@ class RPCTransport(DistributedTransport):
     def arrivals(self) -> None:
         """None: an APPLIED that arrived does not count before the call has returned."""
 
+    def take_over(self, connection: LinkConnection, hello: WeightChunk | None = None) -> None:
+        super().take_over(connection, hello)
+        self._abandon_old_call()
+
+    def disconnect(self) -> None:
+        super().disconnect()
+        self._abandon_old_call()
+
     def close(self) -> None:
-        """Close the link; a running call is abandoned."""
         super().close()
+        self._abandon_old_call()
+
+    def _abandon_old_call(self) -> None:
+        """End the wait for a call whose connection is not the present one."""
         call = self._call
-        if call is not None:
-            call.cancel()
+        if call is not None and call[0] is not self._connection:
+            call[1].cancel()
 
     def _wants_call(self, chunk: WeightChunk) -> bool:
         if chunk.kind is Kind.HELLO:
