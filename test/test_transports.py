@@ -117,9 +117,12 @@ def test_a_killed_worker_whose_hello_is_read_is_replaced() -> None:
             assert must_receive(sender).header["pid"] == worker.pid
 
 
-def test_a_worker_tries_again_while_its_hello_is_not_read(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", [None, uuid.uuid4().hex], ids=["unnamed", "named"])
+def test_a_worker_tries_again_while_its_hello_is_not_read(
+    name: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
     queues, nbytes = (multiprocessing.Queue(), multiprocessing.Queue()), 3 << 20  # more than a pipe takes
-    sender, worker = MPTransport(*queues), MPTransport(*queues, end="receiver", name=uuid.uuid4().hex)
+    sender, worker = MPTransport(*queues), MPTransport(*queues, end="receiver", name=name)
     for _ in range(2):
         worker.restart()
         worker.send_chunk(hello_of_a_large_model(nbytes))

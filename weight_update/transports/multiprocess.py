@@ -128,6 +128,7 @@ class MPTransport(TransportBackend):
     ) -> None:
         self._end, self._name = end, name
         self._reader_lock: ReaderLock | None = None
+        self._took_over = False
         self._outbox, self._inbox = weight_queue, ack_queue
         if end == "receiver":
             self._outbox, self._inbox = ack_queue, weight_queue
@@ -209,10 +210,11 @@ class MPTransport(TransportBackend):
         Raises:
             JoinRefusedError: another process uses these queues.
         """
-        if self._reader_lock is None:  # later, a thread of this process may hold a lock
+        if not self._took_over:  # later, a thread of this process may hold a lock
             if self._name is not None:
                 self._reader_lock = ReaderLock(self._name)
             self._take_over_queues()
+            self._took_over = True
         with contextlib.suppress(LinkClosedError, FormatError):
             while self._get(0.0) is not None:
                 pass
