@@ -66,8 +66,8 @@ class Updating(Observed):
 
     def _update(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         """Send by the schemes, or update the models of this process."""
+        self._require_open()
         if self._weight_sync_schemes:
-            self._require_open()
             return self._send(self._weight_sync_schemes, request)
         reports = self._update_without_scheme(request)
         self._tell_observers(next(iter(reports.values())) if isinstance(reports, dict) else reports)
