@@ -125,7 +125,7 @@ def test_bench_makes_no_model_that_does_not_fit_into_memory(monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--size", "nan"), ("--size", "inf"), ("--changed", "nan"), ("--seconds", "nan"), ("--seconds", "1e300")],
+    [("--size", "nan"), ("--size", "inf"), ("--changed", "nan"), ("--seconds", "1e300")],
 )
 def test_bench_refuses_a_number_that_is_none(option: str, value: str) -> None:
     result = call("bench", option, value)

@@ -78,7 +78,8 @@ class CheckpointExplorer(ExplorerMethod):
         if isinstance(model, nn.Module):
             self.gate.guard(model)
         if client.plan.style is SyncStyle.FULLY_ASYNC:
-            self._reader = start_thread("weight_update-files", self._read_all, weakref.ref(client), client.closed)
+            args = weakref.ref(client), client.closed
+            self._reader = start_thread("weight_update-files", self._read_all, *args)
 
     def held(self, version: int | None) -> Held:
         return None if version is None else [_SOURCE, version]

@@ -38,8 +38,8 @@ class RayHost:
                 ray.get(self._actor.ready.remote(), timeout=_START_SECONDS)
             except ray.exceptions.GetTimeoutError:
                 raise SyncTimeoutError(
-                    f"the actor {name!r} did not start in {_START_SECONDS:g} s; does the cluster have what its "
-                    "options ask for?"
+                    f"the actor {name!r} did not start in {_START_SECONDS:g} s; does the cluster have what "
+                    "its options ask for?"
                 ) from None
         self.address: str = f"ray:{name}" if namespace is None else f"ray:{namespace}/{name}"
 
