@@ -264,8 +264,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
     ) -> None:
         """Shut down as in TorchRL, and end the schemes of this collector."""
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
-        schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
-        close_all(end, *(scheme.shutdown for scheme in schemes), self._end_observers)
+        close_all(end, self._end_schemes)
 
     def _end_at_exit(self) -> None:
         self.shutdown(raise_on_error=False)

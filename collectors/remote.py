@@ -138,8 +138,7 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
     def _end_schemes(self) -> None:
         self._disown()
         self._weight_sync_schemes = self._schemes or None  # TorchRL drops them, but they can report errors
-        schemes = (*self._receivers.values(), *self._schemes.values())
-        close_all(*(scheme.shutdown for scheme in schemes), self._end_observers)
+        super()._end_schemes()
 
     def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         raise LifecycleError(

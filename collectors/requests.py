@@ -68,11 +68,11 @@ def send(schemes: Schemes, request: Request) -> SyncReport | dict[str, SyncRepor
     if not request.several:
         ((model_id, weights),) = request.weights.items()
         return schemes[model_id].send(weights, request.worker_ids)
-    chosen = {model_id: schemes[model_id] for model_id in request.weights}
-    idle = {model_id: SyncReport(0, "none") for model_id in chosen.keys() - real(chosen).keys()}
-    step = {scheme: request.weights[model_id] for model_id, scheme in real(chosen).items()}
+    chosen = real({model_id: schemes[model_id] for model_id in request.weights})
+    step = {scheme: request.weights[model_id] for model_id, scheme in chosen.items()}
     reports = send_together(step, request.worker_ids) if step else {}
-    return {**idle, **{model_id: reports[scheme] for model_id, scheme in real(chosen).items()}}
+    idle = SyncReport(0, "none")
+    return {model_id: reports.get(schemes[model_id], idle) for model_id in request.weights}
 
 
 def real(schemes: Schemes) -> dict[str, WeightSyncScheme]:

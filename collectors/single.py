@@ -293,8 +293,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
     ) -> None:
         """Shut down as in TorchRL, and end the schemes of this collector."""
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
-        schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
-        close_all(end, *(scheme.shutdown for scheme in schemes), self._end_observers)
+        close_all(end, self._end_schemes)
 
 
 def _module(model_id: str, model: Any) -> nn.Module:

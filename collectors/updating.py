@@ -18,6 +18,7 @@ class Updating(Observed):
     """A mixin for TorchRL's collectors, placed before them."""
 
     _legacy_weight_updater: bool
+    _receivers: dict[str, WeightSyncScheme]
 
     def update_policy_weights_(
         self,
@@ -66,8 +67,8 @@ class Updating(Observed):
 
     def _update(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         """Send by the schemes, or update the models of this process."""
+        self._require_open()
         if self._weight_sync_schemes:
-            self._require_open()
             return self._send(self._weight_sync_schemes, request)
         reports = self._update_without_scheme(request)
         self._tell_observers(next(iter(reports.values())) if isinstance(reports, dict) else reports)
@@ -90,11 +91,14 @@ class Updating(Observed):
     def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         raise NotImplementedError
 
+    def _end_schemes(self) -> None:
+        """Shut down all schemes, then end the observers."""
+        schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
+        close_all(*(scheme.shutdown for scheme in schemes), self._end_observers)
+
 
 class WithWorkers(Updating):
     """A mixin for collectors whose models are in other processes; it ends these at exit."""
-
-    _receivers: dict[str, WeightSyncScheme]
 
     def _adopt(self, schemes: Mapping[str, WeightSyncScheme]) -> None:
         """Check and group the schemes that send to the workers."""

@@ -116,6 +116,23 @@ def test_bench_refuses_a_model_that_does_not_fit_into_memory(monkeypatch: pytest
     assert "give a smaller --size, fewer --workers, or one --scheme" in result.stderr
 
 
+def test_bench_makes_no_model_that_does_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelSource, "make", lambda self: pytest.fail("it was made"))
+    result = call("bench", "--size", "1e12")
+    assert result.exit_code == 1
+    assert "give a smaller --size" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--size", "nan"), ("--size", "inf"), ("--changed", "nan"), ("--seconds", "1e300")],
+)
+def test_bench_refuses_a_number_that_is_none(option: str, value: str) -> None:
+    result = call("bench", option, value)
+    assert result.exit_code == 2
+    assert option in result.stderr
+
+
 @pytest.mark.slow
 def test_bench_ends_at_its_time_limit() -> None:
     began = time.monotonic()

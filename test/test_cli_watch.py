@@ -208,7 +208,7 @@ def test_an_address_of_something_else(reply: bytes, reason: str, monkeypatch: py
     assert reason in result.output
 
 
-@pytest.mark.parametrize("seconds", ["nan", "inf", "0"])
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "1e300"])
 def test_a_number_of_seconds_that_is_none(seconds: str) -> None:
     result = call("watch", "http://127.0.0.1:1/metrics", "--every", seconds)
     assert result.exit_code == 2

@@ -69,6 +69,14 @@ def test_calls_after_the_shutdown_speak_of_the_collector(cls):
             call()
 
 
+def test_weights_of_a_collector_that_was_shut_down_are_not_changed():
+    collector, policy = make(Collector), make_policy(1.0)
+    collector.update_policy_weights_(policy)
+    collector.shutdown()
+    with pytest.raises(LifecycleError, match="this collector was shut down; make a new collector"):
+        collector.update_policy_weights_(policy)
+
+
 @pytest.mark.parametrize(
     ("scheme", "cure"),
     [

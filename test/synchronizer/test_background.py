@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,33 @@ def test_after_close_the_model_stays_and_nothing_is_read(tmp_path: Path) -> None
             time.sleep(0.1)
             assert step_of(model) == before
             assert not list((tmp_path / str(k)).rglob("*.lease"))
+
+
+def test_an_explorer_that_is_dropped_is_freed_and_counts_as_gone(tmp_path: Path) -> None:
+    where = Synchronizer(SyncMethod.CHECKPOINT, ASYNC, directory=tmp_path, lease=1.0)
+    with where, TrainerClient(where, model_at(0)) as trainer:
+        explorer = ExplorerClient(where, model_at(-1), id=7)
+        client = weakref.ref(explorer.blocking)
+        del explorer
+        wait_until(lambda: client() is None and not followers())
+        wait_until(lambda: not trainer.blocking.status()["explorers"])
+
+
+def test_an_error_of_the_model_does_not_end_later_updates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with background(tmp_path) as (trainer, source, explorer, model):
+
+        def fail(*args: object) -> None:
+            raise RuntimeError("out of memory")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(explorer.blocking.strategy, "apply_weights", fail)
+            publish(trainer, source)
+            wait_until(lambda: "keeps version 0: out of memory" in caplog.text)
+        publish(trainer, source)
+        wait_until(lambda: has_step(model, 2))
+        assert explorer.version == 2
 
 
 def test_close_takes_no_longer_than_a_look(tmp_path: Path) -> None:

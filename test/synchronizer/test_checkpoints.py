@@ -205,6 +205,26 @@ def test_a_broken_version_is_warned_about_once(tmp_path: Path, caplog: pytest.Lo
     assert store.latest().version == 1, "looked at again, because it changed"
 
 
+def test_a_version_that_cannot_be_read_for_a_moment_is_read_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path)
+    store.publish(0, weights(0), step=0)
+    opened = os.open
+
+    def fail(path: Any, *args: Any, **options: Any) -> int:
+        if str(path).endswith(".json"):
+            raise OSError(errno.EIO, "the file server is away", str(path))
+        return opened(path, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        assert store.latest() is None
+        assert store.latest() is None
+    assert len(caplog.records) == 1
+    assert store.latest().version == 0, "its files have not changed"
+
+
 def test_wrong_bits_are_found_by_reading(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(tmp_path)
     store.publish(0, weights(0), step=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,16 @@ import psutil
 import pytest
 from sync_parts import ExplorerThread, Waiting, model_at, set_to, step_of, train, wait_until
 
-from weight_update import ExplorerClient, Synchronizer, SyncMethod, SyncStyle, TrainerClient
+from weight_update import (
+    ExplorerClient,
+    LinkClosedError,
+    Synchronizer,
+    SyncMethod,
+    SyncStyle,
+    SyncTimeoutError,
+    TrainerClient,
+)
+from weight_update.synchronizer import ray_actor
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -67,3 +77,23 @@ def test_an_actor_that_dies_is_started_again_and_goes_on_from_the_last_version(
             kill(ray.get_actor("sync-again"), no_restart=step == 2)
     assert versions[1] > versions[0]
     made.close()
+
+
+def test_an_actor_for_which_the_cluster_has_no_room(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_actor, "_START_SECONDS", 3.0)
+    made = Synchronizer(SyncMethod.MEMORY)
+    with pytest.raises(SyncTimeoutError, match="'sync-big' did not start in 3 s; does the cluster have"):
+        made.as_ray_actor("sync-big", num_cpus=1000)
+    wait_until(lambda: "sync-big" not in ray.util.list_named_actors())
+    made.close()
+
+
+def test_clients_start_no_cluster_when_ray_has_ended(cluster: None) -> None:
+    host = Synchronizer(SyncMethod.MEMORY, lease=1.0).as_ray_actor("sync-end")
+    explorer = ExplorerClient(host, model_at(-1), timeout=1.0)
+    ray.shutdown()
+    time.sleep(1.0)  # in which a sign of life is due
+    with pytest.raises(LinkClosedError, match="Ray does not run in this process"):
+        explorer.blocking.need_sync()
+    explorer.close()
+    assert not ray.is_initialized()

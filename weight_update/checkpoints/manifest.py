@@ -90,6 +90,7 @@ class ManifestIndex:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._broken: dict[int, object] = {}
+        self._unreadable = set[int]()  # skipped now, and tried again: perhaps a file server is away
         self._seen = False  # whether the directory existed
 
     def path(self, version: int) -> Path:
@@ -150,17 +151,27 @@ class ManifestIndex:
         if version in self._broken and self._broken[version] == self._marks(version):
             return None
         try:
-            return self.load(version)
+            manifest = self.load(version)
         except FileNotFoundError:
             return None
-        except (CorruptCheckpointError, OSError) as error:
+        except CorruptCheckpointError as error:
             self.distrust(version, error)
             return None
+        except OSError as error:
+            if version not in self._unreadable:
+                self._unreadable.add(version)
+                self._warn(version, error)
+            return None
+        self._unreadable.discard(version)
+        return manifest
 
-    def distrust(self, version: int, why: Exception) -> None:
+    def distrust(self, version: int, why: CorruptCheckpointError) -> None:
         """Take a version for broken until its files change."""
-        _log.warning("checkpoint %d in %s is skipped: %s", version, self.directory, why)
+        self._warn(version, why)
         self._broken[version] = self._marks(version)
+
+    def _warn(self, version: int, why: Exception) -> None:
+        _log.warning("checkpoint %d in %s is skipped: %s", version, self.directory, why)
 
     def _marks(self, version: int) -> object:
         marks = []

@@ -149,7 +149,8 @@ class CheckpointStore:
         """Return the manifest of the newest complete version; None if there is none.
 
         Broken versions are skipped: each is warned about once, and not looked at again until its files
-        change. Wrong bits in the data are found by :meth:`reading`, and remembered.
+        change. A version whose manifest cannot be read now is skipped until it can. Wrong bits in the data
+        are found by :meth:`reading`, and remembered.
         """
         return self._newest(above=-1)
 

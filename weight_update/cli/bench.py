@@ -18,6 +18,7 @@ from weight_update.cli.measuring.advice import case_row, network_advice, recomme
 from weight_update.cli.measuring.chart import draw, require_matplotlib
 from weight_update.cli.measuring.models import ModelSource
 from weight_update.cli.measuring.rounds import ENCODINGS, RAY, SCHEMES, Plan, Results, measure
+from weight_update.cli.options import MOST_SECONDS, FiniteRange
 from weight_update.cli.output import json_option, progress, show
 from weight_update.text import format_size, plural
 from weight_update.transports.ray.rendezvous import import_ray
@@ -42,7 +43,7 @@ def _picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> 
 @click.command("bench", epilog="Example: weight-update bench --size 200 --workers 4 --changed 0.02")
 @click.option(
     "--size",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=50.0,
     show_default=True,
     help="Size of the model in MB, in bfloat16; not with --model.",
@@ -58,7 +59,7 @@ def _picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> 
 )
 @click.option(
     "--changed",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.01,
     show_default=True,
     help="Share of the elements that change in each update.",
@@ -81,7 +82,7 @@ def _picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> 
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=_LEAST_SECONDS),
+    type=FiniteRange(min=_LEAST_SECONDS, max=MOST_SECONDS),
     default=60.0,
     show_default=True,
     help="Time limit, from the start of the command. The measurement ends earlier when it has enough rounds.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 import urllib.error
 import urllib.parse
@@ -13,6 +12,7 @@ from http.client import HTTPException
 import click
 
 from weight_update.cli.metrics import Metrics, document_of, fetch
+from weight_update.cli.options import MOST_SECONDS, FiniteRange
 from weight_update.cli.output import Document, json_option, screen
 
 _CURE = (
@@ -35,19 +35,11 @@ def _address(ctx: click.Context, param: click.Parameter, value: str) -> str:
     return value
 
 
-def _seconds(ctx: click.Context, param: click.Parameter, value: float) -> float:
-    del ctx, param
-    if not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not a number of seconds")
-    return value
-
-
 @click.command("watch", epilog="Example: weight-update watch http://127.0.0.1:9400/metrics")
 @click.argument("url", callback=_address)
 @click.option(
     "--every",
-    type=click.FloatRange(min=0, min_open=True),
-    callback=_seconds,
+    type=FiniteRange(min=0, min_open=True, max=MOST_SECONDS),
     default=1.0,
     show_default=True,
     help="Seconds between two looks.",

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from weight_update.checkpoints.manifest import Manifest
 from weight_update.checkpoints.store import CheckpointStore
 from weight_update.engines.base import InferenceEngine
-from weight_update.errors import CorruptCheckpointError, UnsupportedSourceError, WeightSyncError
+from weight_update.errors import CorruptCheckpointError, UnsupportedSourceError
 from weight_update.receiver.gate import Gate
 from weight_update.report import SyncReport
 from weight_update.strategy.named_weights import from_items
@@ -77,7 +78,8 @@ class CheckpointExplorer(ExplorerMethod):
         if isinstance(model, nn.Module):
             self.gate.guard(model)
         if client.plan.style is SyncStyle.FULLY_ASYNC:
-            self._reader = start_thread("weight_update-files", self._read_all, client)
+            args = weakref.ref(client), client.closed
+            self._reader = start_thread("weight_update-files", self._read_all, *args)
 
     def held(self, version: int | None) -> Held:
         return None if version is None else [_SOURCE, version]
@@ -148,31 +150,34 @@ class CheckpointExplorer(ExplorerMethod):
             return None
         return manifest
 
-    def _read_all(self, client: ClientBase) -> None:
-        """Read new versions as they come, as a thread."""
-        warned = False
-        while not client.closed.is_set():
-            reason = self._read_next(client)
-            if reason is not None and not client.closed.is_set():
-                if not warned:
-                    _log.warning("explorer %s keeps version %s: %s", client.id, client.version, reason)
-                client.closed.wait(_LOOK_SECONDS)  # a file that is broken now stays so for a moment
-            warned = reason is not None
+    def _read_all(self, ref: weakref.ref[ClientBase], closed: threading.Event) -> None:
+        """Read new versions as they come, as a thread, until the client is closed or dropped."""
+        have, warned = -1, False
+        while not closed.is_set():
+            newest, reason = None, None
+            try:
+                newest = self._store.wait_newer(max(have, self._unfit), _LOOK_SECONDS, closed)
+            except OSError as error:  # a directory that is away for a while
+                reason = str(error)
+            client = ref()
+            if client is None:
+                return
+            if newest is not None:
+                reason = self._read_newest(client, newest.version)
+            if reason is not None and not (warned or closed.is_set()):
+                _log.warning("explorer %s keeps version %s: %s", client.id, client.version, reason)
+            have, warned = -1 if client.version is None else client.version, reason is not None
+            del client
+            if reason is not None:
+                closed.wait(_LOOK_SECONDS)  # a file that is broken now stays so for a moment
 
-    def _read_next(self, client: ClientBase) -> str | None:
-        """Wait a while for a newer version and read it; return None, or the reason for which that failed."""
-        have = -1 if client.version is None else client.version
+    def _read_newest(self, client: ClientBase, version: int) -> str | None:
+        """Read a new version; return None, or the reason for which that failed."""
         try:
-            newest = self._store.wait_newer(max(have, self._unfit), _LOOK_SECONDS, client.closed)
-        except OSError as error:  # a directory that is away for a while
-            return str(error)
-        if newest is None:
-            return None
-        try:
-            read, _, reason = self._read(client, newest.version)
-        except WeightSyncError as error:  # the model does not fit; sync_weight() will raise it
-            self._unfit = newest.version
-            return str(error)
+            read, _, reason = self._read(client, version)
+        except Exception as error:  # noqa: BLE001 - later versions are read all the same
+            self._unfit = version
+            return str(error) or type(error).__name__
         return reason if read is None else None
 
 

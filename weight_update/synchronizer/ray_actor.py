@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from weight_update.errors import LifecycleError, LinkClosedError
+from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError, undo_on_error
 from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
-from weight_update.transports.ray.rendezvous import require_ray
+from weight_update.transports.ray.rendezvous import ray_runs, require_ray
 
 _THREADS = 1000  # each client that waits occupies a thread
-_CLOSE_SECONDS = 10.0
+_START_SECONDS, _CLOSE_SECONDS = 300.0, 10.0
 
 
 class RayHost:
@@ -33,7 +33,14 @@ class RayHost:
         settings = {"num_cpus": 0, **options, "max_concurrency": _THREADS}
         named = ray.remote(_Actor).options(**settings, name=name, namespace=namespace)
         self._actor = named.remote(make)
-        ray.get(self._actor.ready.remote())
+        with undo_on_error(lambda: ray.kill(self._actor)):  # its name is free again
+            try:
+                ray.get(self._actor.ready.remote(), timeout=_START_SECONDS)
+            except ray.exceptions.GetTimeoutError:
+                raise SyncTimeoutError(
+                    f"the actor {name!r} did not start in {_START_SECONDS:g} s; does the cluster have what "
+                    "its options ask for?"
+                ) from None
         self.address: str = f"ray:{name}" if namespace is None else f"ray:{namespace}/{name}"
 
     def close(self) -> None:
@@ -76,6 +83,9 @@ class RayChannel(Channel):
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
         last, errors = time.monotonic() + timeout + longer, self._ray.exceptions
+        if not ray_runs():  # or Ray would start a new cluster, which has no such actor
+            self._actor = None
+            raise LinkClosedError("Ray does not run in this process any more; call ray.init() again")
         try:
             if self._actor is None:
                 self._actor = self._ray.get_actor(self._name, namespace=self._namespace)

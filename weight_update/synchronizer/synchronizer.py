@@ -185,6 +185,7 @@ class Synchronizer:
 
         Raises:
             ImportError: Ray is not installed.
+            SyncTimeoutError: the actor did not start in 300 s.
         """
         if self._service is not None:
             raise LifecycleError(

@@ -115,6 +115,8 @@ def measure(plan: Plan, tell: Tell) -> Results:
     """
     clock = _Clock(plan.seconds, tell)
     clock.begin("making the model")
+    if plan.source.path is None:  # or making it could take all memory
+        _check_memory(plan, round(plan.source.megabytes * 1e6))
     model = plan.source.make()
     tensors = tensors_of(model)
     nbytes = sum(value.numel() * value.element_size() for value in tensors.values())
