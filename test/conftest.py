@@ -9,9 +9,11 @@ import gc
 gc.disable()  # a quarter of the time that importing and collecting takes; see pytest_collection_finish
 
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import fuzz
 import interpreters
@@ -103,6 +105,25 @@ def hired() -> Iterator[Callable[..., WorkerProcesses]]:
     """Return :func:`start_workers`, whose senders and workers end with the test."""
     with ExitStack() as stack:
         yield lambda *args, **options: stack.enter_context(start_workers(*args, **options))
+
+
+@pytest.fixture
+def small_mount(tmp_path: Path) -> Iterator[Path]:
+    """Yield a tmpfs of 1 MiB."""
+    where = tmp_path / "small"
+    where.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"this machine does not let us mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "-l", str(where)], check=True)
 
 
 @pytest.fixture

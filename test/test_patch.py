@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from background import one_thread
 from marks import slow
 from torch import nn
 
@@ -86,11 +87,8 @@ def one_yard() -> Iterator[Yard]:
 
 
 def _yard(kind: str) -> Iterator[Yard]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops
-    with ExitStack() as stack:
+    with one_thread(), ExitStack() as stack:
         yield Yard(kind, stack)
-    torch.set_num_threads(threads)
 
 
 def net(seed: int) -> nn.Sequential:

@@ -6,7 +6,6 @@ import ctypes
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from background import repeating
 from scan_parts import flat_of, flip, schema_of
 
 from weight_update import PatchEncoding
@@ -115,27 +115,22 @@ def test_weights_that_change_while_they_are_compared(width: int) -> None:
     """Every position lies in its tile, also if the only element that differed is equal again."""
     new, old = np.zeros((2, 65), f"<u{width}")
     new[64] = 1  # behind each tile
-    count, over = 2000, threading.Event()
+    count = 2000
     starts = range(0, 64 * count, 64)
     rows = [(new.ctypes.data, old.ctypes.data, 64, start, 64, 0) for start in starts]
     buffer, table = kernels.GapBuffer(width, 64 * count), np.array(rows, kernels.TILE)
 
     def toggle() -> None:
-        while not over.is_set():
+        for _ in range(100):
             new[63] ^= 1
 
-    thread = threading.Thread(target=toggle)
-    thread.start()
-    try:
+    with repeating(toggle):
         for _ in range(200):
             buffer.start(0)
             buffer.scan(table, False)
             units, _ = buffer.take()
             places = Gaps(0, buffer.last, units, buffer.found).offsets if buffer.found else np.empty(0)
             assert (places % 64 == 63).all()
-    finally:
-        over.set()
-        thread.join()
 
 
 def random_segments(dice: np.random.Generator, wide: bool) -> list[tuple[int, np.ndarray]]:
