@@ -100,4 +100,5 @@ docs: $(DOCS_READY)
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(SGLANG) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find weight_update -name '*.abi3.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -118,7 +118,7 @@ def train(options: argparse.Namespace) -> None:
             episodes = [episode for one in played for episode in one]
             versions = sorted(set().union(*(episode.versions for episode in episodes)))
             mean = learn(policy, optimizer, episodes)
-            if update == options.kill_at:
+            if update == options.kill_at and options.players > 1:
                 print(f"killing player 1 of {options.players}", flush=True)
                 ray.kill(players[1], no_restart=False)
                 wait_until(lambda: scheme.worker_versions[1] is None)
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=30)
     parser.add_argument("--players", type=int, default=2)
     parser.add_argument("--episodes", type=int, default=4, help="of each player for one update")
-    parser.add_argument("--kill-at", type=int, default=10, help="the update at which player 1 is killed")
+    parser.add_argument("--kill-at", type=int, default=10, help="update at which player 1, if any, is killed")
     parser.add_argument("--data", choices=["torch", "object_store"], default="torch")
     parser.add_argument("--listen", default="127.0.0.1", help="address of the driver's network interface")
     parser.add_argument("--address", help="of a Ray cluster; by default one is started here")

@@ -9,8 +9,11 @@ import gc
 gc.disable()  # a quarter of the time that importing and collecting takes; see pytest_collection_finish
 
 import os
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import fuzz
 import interpreters
@@ -20,6 +23,7 @@ import torch
 from weight_update.compression import ans
 from weight_update.encodings.patch import kernels
 from weight_update.testing.processes import eventually
+from weight_update.testing.worker_processes import WorkerProcesses, start_workers
 
 # By default 15: on a busy machine, Ray's workers then start only when all other tests have ended.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -94,6 +98,32 @@ def nothing_goes_on_after_a_file() -> Iterator[None]:
     eventually(lambda: not threads(), 10.0)
     assert threads() == []
     assert not torch.distributed.is_initialized()
+
+
+@pytest.fixture
+def hired() -> Iterator[Callable[..., WorkerProcesses]]:
+    """Return :func:`start_workers`, whose senders and workers end with the test."""
+    with ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(start_workers(*args, **options))
+
+
+@pytest.fixture
+def small_mount(tmp_path: Path) -> Iterator[Path]:
+    """Yield a tmpfs of 1 MiB."""
+    where = tmp_path / "small"
+    where.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"this machine does not let us mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "-l", str(where)], check=True)
 
 
 @pytest.fixture

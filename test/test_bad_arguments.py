@@ -45,10 +45,11 @@ from weight_update import (
     WeightSyncScheme,
     WholeEncoding,
     group_schemes,
+    register_compression,
     register_encoding,
     send_together,
 )
-from weight_update.compression import AnsCompression, NoCompression
+from weight_update.compression import AnsCompression, Compression, NoCompression
 from weight_update.convert import cast
 from weight_update.encodings import base as encodings
 from weight_update.observers import ChromeTraceObserver, CsvObserver, LogObserver, PrometheusObserver
@@ -304,17 +305,26 @@ def test_a_scheme_that_was_shut_down_is_not_used_again() -> None:
         scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
 
 
-def test_an_encoding_whose_name_is_taken() -> None:
-    class Another(WholeEncoding):
-        name = "dense/1"
-
-    class Nameless(WholeEncoding):
-        pass
-
-    with pytest.raises(ValueError, match="'dense/1' of Another is taken by DenseEncoding; choose another"):
-        register_encoding(Another)
+@pytest.mark.parametrize(
+    ("register", "base", "taken"),
+    [
+        (register_encoding, WholeEncoding, DenseEncoding),
+        (register_compression, Compression, AnsCompression),
+    ],
+)
+def test_a_name_that_is_taken_or_missing(register: Any, base: type, taken: Any) -> None:
+    another, nameless = type("Another", (base,), {"name": taken.name}), type("Nameless", (base,), {})
+    message = f"'{taken.name}' of Another is taken by {taken.__name__}; choose another"
+    with pytest.raises(ValueError, match=message):
+        register(another)
     with pytest.raises(ValueError, match="Nameless needs a class attribute name"):
-        register_encoding(Nameless)
+        register(nameless)
+
+
+@pytest.mark.parametrize("name", ["a_long_compression/1", "größe/1"])
+def test_a_name_of_a_compression_that_does_not_fit_into_a_patch(name: str) -> None:
+    with pytest.raises(ValueError, match=f"a compression has at most 15 ASCII characters: '{name}'"):
+        register_compression(type("Mine", (Compression,), {"name": name}))
 
 
 def test_a_class_instead_of_an_object() -> None:

@@ -23,7 +23,7 @@ from weight_update.observers import PrometheusObserver
 from weight_update.report import PolicyLag
 from weight_update.testing.models import mlp
 from weight_update.testing.processes import freeze, wait_until
-from weight_update.testing.worker_processes import WorkerProcesses, context_of
+from weight_update.testing.worker_processes import start_workers
 
 
 class Trainer:
@@ -33,14 +33,10 @@ class Trainer:
         self.observer = stack.enter_context(PrometheusObserver())
         self.url = self.observer.url
         self.scheme = SharedMemWeightSyncScheme(timeout=2.0)
-        self.scheme.init_on_sender(model=mlp(1), num_workers=2, ctx=context_of("fork"))
         self.told: list[Any] = []
         self.scheme.add_observer(self.told.append)
         self.scheme.add_observer(self.observer)
-        self.procs = stack.enter_context(WorkerProcesses(self.scheme))
-        for idx in range(2):
-            self.procs.hire(idx, mlp(2))
-        self.procs.connect()
+        self.procs = stack.enter_context(start_workers(self.scheme, [mlp(2), mlp(2)], model=mlp(1)))
         wait_until(lambda: self.look()["version"] == 0)
 
     def look(self) -> dict[str, Any]:

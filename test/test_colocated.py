@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from torch import nn
 from weight_update import BucketEncoding, SharedMemWeightSyncScheme, WeightStrategy
 from weight_update.encodings import bucket
 from weight_update.testing import Body, WorkerProcesses, fingerprint, scramble
-from weight_update.testing.worker_processes import context_of
 
 LAYERS = 12
 KINDS: dict[str, WeightStrategy] = {
@@ -42,21 +41,15 @@ def layers() -> nn.Sequential:
 
 
 @pytest.fixture
-def hire() -> Iterator[Hire]:
-    running: list[WorkerProcesses] = []
-
+def hire(hired: Hire) -> Hire:
     def build(source: nn.Module, kind: str, workers: int = 1) -> WorkerProcesses:
         scheme = SharedMemWeightSyncScheme(strategy=KINDS[kind], timeout=20.0, connect_timeout=30.0)
-        scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of("fork"))
-        running.append(WorkerProcesses(scheme, "fork"))
-        for index in range(workers):
-            running[-1].hire(index, layers()).call("run", note_what_was_inherited)
-        running[-1].connect()
-        return running[-1]
+        procs = hired(scheme, [layers() for _ in range(workers)], model=source, connect=False)
+        procs.ask("run", note_what_was_inherited)
+        procs.connect()
+        return procs
 
-    yield build
-    for procs in running:
-        procs.__exit__()
+    return build
 
 
 def files_of_the_sender(procs: WorkerProcesses) -> dict[str, int]:

@@ -31,17 +31,14 @@ from weight_update.convert import (
     rename,
 )
 from weight_update.testing import WorkerProcesses, fingerprint
-from weight_update.testing.worker_processes import context_of
+from weight_update.testing.worker_processes import start_workers
 from weight_update.testing.workers import Method
 
 
 def procs_of(
     scheme: WeightSyncScheme, source: Any, target: nn.Module, method: Method = "thread"
 ) -> WorkerProcesses:
-    scheme.init_on_sender(model=source, num_workers=1, ctx=context_of(method))
-    procs = WorkerProcesses(scheme, method)
-    procs.hire(0, target)
-    return procs
+    return start_workers(scheme, [target], method, model=source, connect=False)
 
 
 def change(model: nn.Module, seed: int) -> None:

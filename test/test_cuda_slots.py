@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,7 +30,6 @@ from weight_update import (
 )
 from weight_update.testing import Body, WorkerProcesses, Zoo, fingerprint, mlp, scramble
 from weight_update.testing.processes import freeze
-from weight_update.testing.worker_processes import context_of
 from weight_update.transports.shared_memory import cuda_slots
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer, CudaHandle
 
@@ -118,26 +117,19 @@ def open_shared(handle: CudaHandle) -> torch.UntypedStorage:
 
 
 @pytest.fixture
-def hire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hire]:
+def hire(monkeypatch: pytest.MonkeyPatch, hired: Hire) -> Hire:
     monkeypatch.setattr("weight_update.schemes.shared_mem.cuda_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr("weight_update.sender.sender._PARTING_SECONDS", 1.0)
     monkeypatch.setattr(CudaHandle, "of", share)
     monkeypatch.setattr(CudaHandle, "open", open_shared)
-    running: list[WorkerProcesses] = []
 
     def build(source: nn.Module, target: nn.Module, kind: str = "dense", workers: int = 1) -> WorkerProcesses:
         scheme = SharedMemWeightSyncScheme(
             KINDS[kind], slot_device="cuda", timeout=20.0, connect_timeout=20.0
         )
-        scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of("fork"))
-        running.append(WorkerProcesses(scheme, "fork"))
-        for index in range(workers):
-            running[-1].hire(index, target)
-        return running[-1]
+        return hired(scheme, [target] * workers, model=source, connect=False)
 
-    yield build
-    for procs in running:
-        procs.__exit__()
+    return build
 
 
 def slots_of(procs: WorkerProcesses) -> list[CudaBuffer]:

@@ -13,8 +13,18 @@ from weight_update import (
     WeightSchema,
     WeightStrategy,
 )
-from weight_update.encodings import Encoding, decoder_for, read_delta, register_encoding, resolve_encoding
+from weight_update.encodings import (
+    Encoding,
+    Lend,
+    decoder_for,
+    read_delta,
+    register_encoding,
+    resolve_encoding,
+)
 from weight_update.encodings.base import _registry
+from weight_update.encodings.bucket import _BucketDecoder
+from weight_update.encodings.patch.encoding import PatchTracker
+from weight_update.encodings.patch.format import Patch
 from weight_update.errors import FormatError
 from weight_update.testing import EncodingContract
 
@@ -52,6 +62,32 @@ class TestPatchEncodingAsRlinfHasIt(EncodingContract):
 class TestRelativePatches(EncodingContract):
     def make_encoding(self) -> Encoding:
         return PatchEncoding(values="relative", compression="zstd", init_sync_bucket_size=256)
+
+
+def _no_changes(tracker: PatchTracker, version: int, lend: Lend) -> torch.Tensor:
+    return tracker.encode(tracker.compare(tracker.weights()), version, version, lend)
+
+
+@pytest.mark.parametrize(
+    ("broken", "method", "result", "test"),
+    [
+        (BucketEncoding, "payload_sizes", lambda self, schema: [64], "test_chunks"),
+        (_BucketDecoder, "stream", lambda self, index, payload: [], "test_chunks"),
+        (Patch, "kept", lambda self: self, "test_changes"),
+        (Patch, "touched", lambda self, schema: [0], "test_changes"),
+        (Patch, "elements_of", lambda self, meta: torch.empty(0, dtype=torch.int64), "test_changes"),
+        (PatchTracker, "bootstrap", _no_changes, "test_first_changes"),
+        (PatchTracker, "copy", lambda self: self, "test_copy_of_a_tracker"),
+    ],
+)
+def test_the_contract_notices(
+    broken: type, method: str, result: Any, test: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contract = TestPatchEncoding()
+    getattr(contract, test)()
+    monkeypatch.setattr(broken, method, result)
+    with pytest.raises((AssertionError, FormatError)):
+        getattr(contract, test)()
 
 
 SCHEMA = WeightSchema.of({"a": torch.zeros(2)})

@@ -37,7 +37,6 @@ from weight_update import (
 from weight_update.encodings.bucket import Joiner
 from weight_update.engines import ExclusiveEngine
 from weight_update.testing import Apart, WorkerProcesses, Zoo, fingerprint, mlp, random_bits, scramble
-from weight_update.testing.worker_processes import context_of
 from weight_update.testing.workers import Method
 
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
@@ -65,26 +64,16 @@ def tensors_of(source: Any) -> dict[str, str]:
 
 
 @pytest.fixture
-def hire() -> Iterator[Callable[..., WorkerProcesses]]:
-    running: list[WorkerProcesses] = []
-
+def hire(hired: Callable[..., WorkerProcesses]) -> Callable[..., WorkerProcesses]:
     def build(
         source: Any, *engines: InferenceEngine, kind: str = "shared_mem", **options: Any
     ) -> WorkerProcesses:
         connects = options.pop("connects", True)
         cls, method = SCHEMES[kind]
         scheme = cls(**{"timeout": 20.0, "connect_timeout": 30.0, **options})
-        scheme.init_on_sender(model=source, num_workers=len(engines), ctx=context_of(method))
-        running.append(WorkerProcesses(scheme, method))
-        for index, engine in enumerate(engines):
-            running[-1].hire(index, engine)
-        if connects:
-            running[-1].connect()
-        return running[-1]
+        return hired(scheme, engines, method, model=source, connect=connects)
 
-    yield build
-    for procs in running:
-        procs.__exit__()
+    return build
 
 
 def in_order(noted: list[tuple[str, Any]], version: int) -> list[str]:

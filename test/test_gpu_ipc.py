@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import nn
 
 from weight_update import BucketEncoding, SharedMemWeightSyncScheme, SyncFailedError, WeightStrategy
 from weight_update.testing import Body, WorkerProcesses, Zoo, fingerprint, scramble
-from weight_update.testing.worker_processes import context_of
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer
 
 pytestmark = [
@@ -54,22 +53,14 @@ def layers(device: str = "cuda", dtype: torch.dtype = torch.float32) -> nn.Modul
 
 
 @pytest.fixture
-def hire() -> Iterator[Hire]:
-    running: list[WorkerProcesses] = []
-
+def hire(hired: Hire) -> Hire:
     def build(source: nn.Module, target: nn.Module, kind: str = "dense", workers: int = 1) -> WorkerProcesses:
         scheme = SharedMemWeightSyncScheme(
             KINDS[kind], slot_device="cuda", timeout=60.0, connect_timeout=120.0
         )
-        scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of("spawn"))
-        running.append(WorkerProcesses(scheme, "spawn"))
-        for index in range(workers):
-            running[-1].hire(index, target)
-        return running[-1]
+        return hired(scheme, [target] * workers, "spawn", model=source, connect=False)
 
-    yield build
-    for procs in running:
-        procs.__exit__()
+    return build
 
 
 def slots_of(procs: WorkerProcesses) -> dict[str, int]:

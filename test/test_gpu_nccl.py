@@ -14,8 +14,8 @@ from torch import nn
 
 from weight_update import SyncFailedError
 from weight_update.schemes.base import End
-from weight_update.testing import Apart, WorkerProcesses, fingerprint
-from weight_update.testing.worker_processes import context_of
+from weight_update.testing import Apart, fingerprint
+from weight_update.testing.worker_processes import start_workers
 from weight_update.transports import TransportBackend
 
 pytestmark = [
@@ -46,11 +46,7 @@ def test_weights_go_through_nccl(workers: int, monkeypatch: pytest.MonkeyPatch) 
     options: dict[str, Any] = {"backend": "nccl", "timeout": 60.0}
     source = large(0.0)
     scheme = OwnDevices(**options)
-    scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of("spawn"))
-    with WorkerProcesses(scheme, "spawn") as procs:
-        for index in range(workers):
-            procs.hire(index, large(-1.0))
-        procs.connect()
+    with start_workers(scheme, [large(-1.0)] * workers, "spawn", model=source) as procs:
         for value in (1.0, 2.0, 3.0):
             nn.init.constant_(source.weight, value)
             before = scheme.network_bytes
@@ -63,11 +59,7 @@ def test_a_worker_that_is_killed_delays_no_one(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("NCCL_HOSTID", "sender")
     source = large(0.0)
     scheme = OwnDevices(backend="nccl", timeout=20.0)
-    scheme.init_on_sender(model=source, num_workers=2, ctx=context_of("spawn"))
-    with WorkerProcesses(scheme, "spawn") as procs:
-        for index in range(2):
-            procs.hire(index, large(-1.0))
-        procs.connect()
+    with start_workers(scheme, [large(-1.0)] * 2, "spawn", model=source) as procs:
         start = time.monotonic()
         victim = procs.workers.pop(0)
         os.kill(victim.runner.pid, signal.SIGKILL)

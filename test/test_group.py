@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -86,19 +87,8 @@ def test_an_error_covers_all_models(models: Models) -> None:
 
 def in_thread(action: Any) -> None:
     """Run ``action`` in a thread and raise its exception: hold() belongs to the thread of the caller."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            action()
-        except SyncFailedError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(action).result()
 
 
 def test_a_failure_to_stage_covers_all_models(models: Models) -> None:

@@ -27,7 +27,7 @@ from weight_update import (
 from weight_update.errors import LinkClosedError, NotEnoughMemoryError
 from weight_update.testing import Apart, ApartInTwos, Body, WorkerProcesses, fingerprint, mlp
 from weight_update.testing.processes import eventually, freeze, wait_until
-from weight_update.testing.worker_processes import context_of
+from weight_update.testing.worker_processes import context_of, start_workers
 from weight_update.testing.workers import Worker
 from weight_update.transports.distributed.checksum import BLOCK, Checksum
 from weight_update.transports.distributed.relay.host_relay import HostRelay
@@ -52,17 +52,14 @@ class Large(nn.Module):
 
 
 @pytest.fixture
-def hire() -> Iterator[Hire]:
+def hire(hired: Hire) -> Iterator[Hire]:
     running: list[WorkerProcesses] = []
 
     def build(
         cls: type[DistributedWeightSyncScheme], count: int, encoding: Any = "dense", timeout: float = TIMEOUT
     ) -> WorkerProcesses:
         scheme = cls(timeout=timeout, strategy=WeightStrategy(encoding=encoding))
-        scheme.init_on_sender(model=Large(0.0), num_workers=count, ctx=context_of("fork"))
-        running.append(WorkerProcesses(scheme))
-        for index in range(count):
-            running[-1].hire(index, Large(-1.0))
+        running.append(hired(scheme, [Large(-1.0)] * count, model=Large(0.0), connect=False))
         connecting = threading.Thread(target=scheme.connect)
         connecting.start()
         for worker in running[-1].workers:
@@ -74,7 +71,6 @@ def hire() -> Iterator[Hire]:
     for procs in running:
         for worker in procs.workers:
             send_signal(worker, signal.SIGCONT)
-        procs.__exit__()
 
 
 def send_signal(worker: Worker, number: int) -> None:
@@ -378,10 +374,7 @@ def _existing(links: Iterator[str]) -> Iterator[str]:
 
 def test_death_of_a_worker_with_a_tiny_model_is_noticed() -> None:
     scheme = Apart(timeout=TIMEOUT)
-    scheme.init_on_sender(model=mlp(1), num_workers=1, ctx=context_of("fork"))
-    with WorkerProcesses(scheme) as procs:
-        procs.hire(0, mlp(2))
-        procs.connect()
+    with start_workers(scheme, [mlp(2)], model=mlp(1)) as procs:
         procs.workers[0].runner.kill()
         wait_until(lambda: scheme.worker_versions[0] is None, 5.0)
 
@@ -389,8 +382,7 @@ def test_death_of_a_worker_with_a_tiny_model_is_noticed() -> None:
 def test_death_of_a_worker_before_it_connects_for_payloads_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    context = context_of("fork")
-    connected, run = context.Event(), HostRelay._run
+    connected, run = context_of("fork").Event(), HostRelay._run
 
     def die(relay: HostRelay) -> None:
         if multiprocessing.parent_process() is not None and connected.wait(30.0):
@@ -399,10 +391,7 @@ def test_death_of_a_worker_before_it_connects_for_payloads_is_noticed(
 
     monkeypatch.setattr(HostRelay, "_run", die)
     scheme = Apart(timeout=TIMEOUT)
-    scheme.init_on_sender(model=mlp(1), num_workers=1, ctx=context)
-    with WorkerProcesses(scheme) as procs:
-        procs.hire(0, mlp(2))
-        procs.connect()
+    with start_workers(scheme, [mlp(2)], model=mlp(1)):
         connected.set()
         wait_until(lambda: scheme.worker_versions[0] is None, 5.0)
 
@@ -421,10 +410,7 @@ def test_a_connection_for_payloads_that_breaks_at_once_is_closed_and_made_again(
 
     monkeypatch.setattr(SignedStream, "send_json", fail_once)
     scheme = Apart(timeout=TIMEOUT)
-    scheme.init_on_sender(model=Large(0.0), num_workers=1)
-    with WorkerProcesses(scheme, "thread") as procs:
-        procs.hire(0, Large(1.0))
-        procs.connect()
+    with start_workers(scheme, [Large(1.0)], "thread", model=Large(0.0)) as procs:
         scheme.send(Large(2.0))
         assert [value_of(worker) for worker in procs.workers] == [2.0]
     assert [one.stream.sock.fileno() for one in failed] == [-1]

@@ -21,11 +21,11 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.sender.sender import Sender
-from weight_update.testing import LateJoinerContract, WorkerProcesses, mlp
+from weight_update.testing import LateJoinerContract, mlp
 from weight_update.testing.cases import Assemble
 from weight_update.testing.late_joiners import KilledLateJoinerTests
 from weight_update.testing.processes import eventually
-from weight_update.testing.worker_processes import context_of
+from weight_update.testing.worker_processes import start_workers
 
 
 class TestSharedMem(LateJoinerContract, KilledLateJoinerTests):
@@ -66,10 +66,7 @@ def test_queues_must_exist_before_the_process() -> None:
         with pytest.raises(LifecycleError, match=r"no queues for worker 1; pass the scheme .* after init"):
             scheme.connect()
     scheme = MultiProcessWeightSyncScheme()
-    scheme.init_on_sender(model=mlp(1), num_workers=1, ctx=context_of("fork"))
-    with WorkerProcesses(scheme) as procs:
-        procs.hire(0, mlp(2))
-        procs.connect()
+    with start_workers(scheme, [mlp(2)], model=mlp(1)) as procs:
         procs.hire(1, mlp(3))
         message = (
             r"no queues for worker 1 \(only for 0\): this scheme admits no late joiners; raise num_workers, "

@@ -26,7 +26,6 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.testing import Apart, WorkerProcesses, Zoo, fingerprint, mlp, scramble
-from weight_update.testing.worker_processes import context_of
 from weight_update.testing.workers import Method
 
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
@@ -85,22 +84,15 @@ def same_bits_cases() -> Iterator[Any]:
 
 
 @pytest.fixture(params=quick_for(SCHEMES, "memory", "shared_mem"), ids=str)
-def hire(request: pytest.FixtureRequest) -> Any:
+def hire(request: pytest.FixtureRequest, hired: Callable[..., WorkerProcesses]) -> Any:
     """Return a function that starts one worker and connects it."""
     cls, method = SCHEMES[request.param]
-    running: list[WorkerProcesses] = []
 
     def build(source: Any, target: Any, **options: Any) -> WorkerProcesses:
         scheme = cls(timeout=20.0, connect_timeout=30.0, **options)
-        scheme.init_on_sender(model=source, num_workers=1, ctx=context_of(method))
-        running.append(WorkerProcesses(scheme, method))
-        running[-1].hire(0, target)
-        running[-1].connect()
-        return running[-1]
+        return hired(scheme, [target], method, model=source)
 
-    yield build
-    for procs in running:
-        procs.__exit__()
+    return build
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from weight_update import (
 from weight_update.observers import ChromeTraceObserver
 from weight_update.testing.models import mlp, scramble
 from weight_update.testing.processes import eventually, freeze, wait_until
-from weight_update.testing.worker_processes import WorkerProcesses, context_of
+from weight_update.testing.worker_processes import WorkerProcesses
 
 KINDS = [SharedMemWeightSyncScheme, DistributedWeightSyncScheme]
 
@@ -54,22 +54,9 @@ class Told(list[Any]):
 
 
 @pytest.fixture
-def running() -> Iterator[Any]:
-    """Return a function that connects a scheme with two workers; end them afterwards."""
-    started = []
-
-    def run(scheme: WeightSyncScheme, model: Any) -> WorkerProcesses:
-        scheme.init_on_sender(model=model, num_workers=2, ctx=context_of("fork"))
-        procs = WorkerProcesses(scheme)
-        started.append(procs.__enter__())
-        for idx in range(2):
-            procs.hire(idx, mlp(2))
-        procs.connect()
-        return procs
-
-    yield run
-    for procs in started:
-        procs.__exit__()
+def running(hired: Callable[..., WorkerProcesses]) -> Callable[..., WorkerProcesses]:
+    """Return a function that connects a scheme with two workers; they end with the test."""
+    return lambda scheme, model: hired(scheme, [mlp(2), mlp(2)], model=model)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from background import one_thread
 from marks import slow
 from torch import nn
 
@@ -31,7 +32,7 @@ from weight_update import (
 from weight_update.testing import WorkerProcesses, fingerprint, scramble
 from weight_update.testing.models import Brittle
 from weight_update.testing.processes import wait_until
-from weight_update.testing.worker_processes import context_of
+from weight_update.testing.worker_processes import start_workers
 from weight_update.testing.workers import Method
 from weight_update.wire.schema import WeightSchema
 
@@ -63,18 +64,14 @@ class Yard:
         connect: bool = True,
         **options: Any,
     ) -> WorkerProcesses:
-        scheme = self.scheme(strategy, **options)
-        self.init(scheme, source, len(models))
-        procs = self._stack.enter_context(WorkerProcesses(scheme, self._method))
-        for index, model in enumerate(models):
-            procs.hire(index, model)
-        if connect:
-            procs.connect()
-        return procs
+        return self.start(self.scheme(strategy, **options), source, models, connect)
 
-    def init(self, scheme: WeightSyncScheme, source: Any, count: int) -> None:
+    def start(
+        self, scheme: WeightSyncScheme, source: Any, models: list[Any], connect: bool = True
+    ) -> WorkerProcesses:
         given = {"model" if isinstance(source, nn.Module) else "weights": source}
-        scheme.init_on_sender(num_workers=count, ctx=context_of(self._method), **given)
+        procs = start_workers(scheme, models, self._method, connect=connect, **given)
+        return self._stack.enter_context(procs)
 
 
 @pytest.fixture(params=[slow(name) if name == "multiprocess" else name for name in KINDS])
@@ -90,11 +87,8 @@ def one_yard() -> Iterator[Yard]:
 
 
 def _yard(kind: str) -> Iterator[Yard]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops
-    with ExitStack() as stack:
+    with one_thread(), ExitStack() as stack:
         yield Yard(kind, stack)
-    torch.set_num_threads(threads)
 
 
 def net(seed: int) -> nn.Sequential:
@@ -288,18 +282,14 @@ def test_workers_with_weights_of_their_own_come_together(yard: Yard) -> None:
 def test_an_aborted_step_brings_no_workers_together(one_yard: Yard) -> None:
     scheme, first, second = one_yard.scheme(), Brittle(1), Brittle(2)
     group_schemes([scheme])
-    one_yard.init(scheme, first, 2)
-    with WorkerProcesses(scheme, "thread") as procs:
-        procs.hire(0, Brittle(3))
-        procs.hire(1, Brittle(4))
-        procs.connect()
-        scheme.send({0: first, 1: second})
-        staged = scheme.stage(Brittle(5), None, "step/1")
-        assert staged.wait_staged() == {}
-        staged.abort()
-        same(procs, first, second)
-        scheme.send({0: first, 1: second})
-        same(procs, first, second)
+    procs = one_yard.start(scheme, first, [Brittle(3), Brittle(4)])
+    scheme.send({0: first, 1: second})
+    staged = scheme.stage(Brittle(5), None, "step/1")
+    assert staged.wait_staged() == {}
+    staged.abort()
+    same(procs, first, second)
+    scheme.send({0: first, 1: second})
+    same(procs, first, second)
 
 
 def brittle(seed: int, **options: Any) -> Brittle:
@@ -315,21 +305,17 @@ def test_a_step_together_after_a_failure(yard: Yard, small: bool) -> None:
     make = Brittle if small else brittle
     scheme, source = yard.scheme(), make(1)
     group_schemes([scheme])
-    yard.init(scheme, source, 2)
-    with WorkerProcesses(scheme, yard._method) as procs:
-        procs.hire(0, make(2))
-        procs.hire(1, make(3, refuses="nothing"))
-        procs.connect()
-        poke(source, 4)
-        source.note = "poison"
-        with pytest.raises(SyncFailedError, match="poison refused"):
-            scheme.send()
-        source.note = "fine"
-        poke(source, 5)
-        start = time.monotonic()
-        send_together({scheme: None})
-        assert time.monotonic() - start < 5.0
-        same(procs, source)
+    procs = yard.start(scheme, source, [make(2), make(3, refuses="nothing")])
+    poke(source, 4)
+    source.note = "poison"
+    with pytest.raises(SyncFailedError, match="poison refused"):
+        scheme.send()
+    source.note = "fine"
+    poke(source, 5)
+    start = time.monotonic()
+    send_together({scheme: None})
+    assert time.monotonic() - start < 5.0
+    same(procs, source)
 
 
 def test_one_after_the_other_over_many_workers_does_not_block(one_yard: Yard) -> None:

@@ -25,7 +25,7 @@ from weight_update import (
     group_schemes,
     send_together,
 )
-from weight_update.testing import WorkerProcesses, fingerprint, scramble
+from weight_update.testing import fingerprint, scramble
 
 BF16 = torch.bfloat16
 
@@ -299,29 +299,25 @@ def test_a_worker_that_comes_back_with_another_dtype(yard: Yard) -> None:  # noq
         pytest.skip("a link in memory ends with its worker")
     scheme, source = yard.scheme(timeout=2.0), net(1)
     group_schemes([scheme])
-    yard.init(scheme, source, 2)
-    with WorkerProcesses(scheme, yard._method) as procs:
-        procs.hire(0, cast(net(2)))
-        procs.hire(1, cast(net(3)))
-        procs.connect()
-        for dtype, send in (
-            (torch.float32, scheme.send),
-            (torch.float16, lambda: send_together({scheme: None})),
-        ):
-            procs.workers.pop(0).stop()
-            procs.hire(0, cast(net(4), dtype)).post("connect")
-            procs.workers.reverse()
-            poke(source, 5)
-            deadline = time.monotonic() + 10.0
-            while procs.workers[0].busy():
-                assert time.monotonic() < deadline
-                with contextlib.suppress(SyncFailedError):  # it may not be there yet
-                    send()
-            procs.workers[0].answer()
-            for step in range(2):
-                poke(source, step)
-                scheme.send()
-                same(procs, cast(source, dtype), cast(source))
+    procs = yard.start(scheme, source, [cast(net(2)), cast(net(3))])
+    for dtype, send in (
+        (torch.float32, scheme.send),
+        (torch.float16, lambda: send_together({scheme: None})),
+    ):
+        procs.workers.pop(0).stop()
+        procs.hire(0, cast(net(4), dtype)).post("connect")
+        procs.workers.reverse()
+        poke(source, 5)
+        deadline = time.monotonic() + 10.0
+        while procs.workers[0].busy():
+            assert time.monotonic() < deadline
+            with contextlib.suppress(SyncFailedError):  # it may not be there yet
+                send()
+        procs.workers[0].answer()
+        for step in range(2):
+            poke(source, step)
+            scheme.send()
+            same(procs, cast(source, dtype), cast(source))
 
 
 # -- configuration -------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from weight_update import (
 from weight_update.sender.sender import Sender
 from weight_update.testing import Apart, WorkerProcesses, Zoo, fingerprint, scramble
 from weight_update.testing.processes import freeze, wait_until
-from weight_update.testing.worker_processes import context_of
 from weight_update.testing.workers import Method, Worker
 
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
@@ -80,22 +79,13 @@ class Doubled:
 
 
 @pytest.fixture
-def hire() -> Iterator[Callable[..., WorkerProcesses]]:
-    running: list[WorkerProcesses] = []
-
+def hire(hired: Callable[..., WorkerProcesses]) -> Callable[..., WorkerProcesses]:
     def build(kind: str, source: Any, target: Any, workers: int = 1, **options: Any) -> WorkerProcesses:
         cls, method = SCHEMES[kind]
         scheme = cls(**{"timeout": 20.0, "connect_timeout": 30.0, **options})
-        scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of(method))
-        running.append(WorkerProcesses(scheme, method))
-        for index in range(workers):
-            running[-1].hire(index, target)
-        running[-1].connect()
-        return running[-1]
+        return hired(scheme, [target] * workers, method, model=source)
 
-    yield build
-    for procs in running:
-        procs.__exit__()
+    return build
 
 
 def doubled(model: nn.Module) -> dict[str, str]:

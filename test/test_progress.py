@@ -29,7 +29,7 @@ from weight_update.checkpoints.store import CheckpointStore
 from weight_update.progress import LEAST_BYTES, Progress, advance, notice
 from weight_update.testing import Apart, Body, WorkerProcesses, mlp
 from weight_update.testing.processes import wait_until
-from weight_update.testing.worker_processes import context_of
+from weight_update.testing.worker_processes import context_of, start_workers
 
 LARGE = 3 * LEAST_BYTES
 LOGGER = "weight_update.progress"
@@ -240,11 +240,9 @@ def large() -> nn.Module:
 def connected(count: int, encoding: str | Encoding) -> Iterator[WorkerProcesses]:
     strategy = WeightStrategy("state_dict", encoding=encoding)
     scheme = Apart(timeout=30.0, strategy=strategy)
-    scheme.init_on_sender(model=large(), num_workers=count, ctx=context_of("fork"))
-    with WorkerProcesses(scheme) as procs:
-        for index in range(count):
-            procs.hire(index, large())
-            procs.workers[index].call("run", log_to_memory)
+    models = [large() for _ in range(count)]
+    with start_workers(scheme, models, model=large(), connect=False) as procs:
+        procs.ask("run", log_to_memory)
         procs.connect()
         yield procs
 
@@ -291,10 +289,8 @@ def test_workers_leave_the_terminal_to_the_trainer(terminal: Terminal) -> None:
 def test_pipeline(caplog: pytest.LogCaptureFixture) -> None:
     strategy = WeightStrategy("state_dict", encoding=BucketEncoding(LEAST_BYTES), max_in_flight=2)
     scheme = Apart(strategy=strategy)
-    scheme.init_on_sender(model=large(), num_workers=1)
-    with WorkerProcesses(scheme, "thread") as procs:
-        procs.hire(0, large())
-        procs.connect()
+    with start_workers(scheme, [large()], "thread", model=large()):
+        pass
     sent = [line.partition(" of ")[0] for line in caplog.messages if line.startswith("sending weights")]
     assert sent == [f"sending weights: {share}%" for share in (33, 67, 100, 100)]
 
@@ -319,10 +315,7 @@ def test_connect_names_the_workers_that_it_waits_for(
 ) -> None:
     monkeypatch.setattr("weight_update.sender.joining.SHOW_AFTER", 0.5)
     scheme = SharedMemWeightSyncScheme(timeout=20.0)
-    scheme.init_on_sender(model=mlp(0), num_workers=2, ctx=context_of("fork"))
-    with WorkerProcesses(scheme) as procs:
-        for index in range(2):
-            procs.hire(index, mlp(1))
+    with start_workers(scheme, [mlp(1), mlp(1)], model=mlp(0), connect=False) as procs:
         procs.workers[0].post("connect")
         trainer = threading.Thread(target=scheme.connect)
         trainer.start()

@@ -27,9 +27,9 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
 )
-from weight_update.testing import Apart, ApartInTwos, SchemeContract, WorkerProcesses, mlp, scramble
+from weight_update.testing import Apart, ApartInTwos, SchemeContract, mlp, scramble
 from weight_update.testing.cases import assert_equal
-from weight_update.testing.worker_processes import context_of
+from weight_update.testing.worker_processes import start_workers
 from weight_update.transports.distributed.relay import router
 
 
@@ -108,10 +108,7 @@ def test_spawned_workers(make: type[WeightSyncScheme], method: Any) -> None:
     source = mlp(1)
     scheme = make()
     use_template_for_forkserver()
-    scheme.init_on_sender(model=source, num_workers=1, ctx=context_of(method))
-    with WorkerProcesses(scheme, method) as procs:
-        procs.hire(0, mlp(2))
-        procs.connect()
+    with start_workers(scheme, [mlp(2)], method, model=source) as procs:
         for version in range(3):
             assert_equal(procs, source)
             scramble(source, version)

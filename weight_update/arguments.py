@@ -5,7 +5,10 @@ from __future__ import annotations
 import ipaddress
 import numbers
 import threading
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 
 def require_seconds(option: str, given: Any, *, zero: bool = False) -> float:
@@ -32,6 +35,35 @@ def require_instance(given: Any, error: type[TypeError] = TypeError) -> None:
     """Raise ``error`` if a class was given where an object is needed."""
     if isinstance(given, type):
         raise error(f"{given.__name__} is a class; give an instance: {given.__name__}(...)")
+
+
+def require_new_name(cls: type, registry: Mapping[str, type]) -> str:
+    """Return the ``name`` of a class; raise ValueError if it has none, or the registry has it already.
+
+    The same class may be defined again, as a notebook does.
+    """
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str):
+        raise ValueError(f"{cls.__name__} needs a class attribute name, such as 'mine/1'")
+    former = registry.get(name, cls)
+    if former.__qualname__ != cls.__qualname__ or former.__module__ != cls.__module__:
+        raise ValueError(f"the name {name!r} of {cls.__name__} is taken by {former.__name__}; choose another")
+    return name
+
+
+def made_by_label(given: Any, registry: Mapping[str, Callable[[], _T]], kind: str) -> _T:
+    """Return a new object of the class whose name begins with ``given`` and a slash.
+
+    Raises:
+        TypeError: a class was given.
+        ValueError: there is none; the message lists what is known of this ``kind``.
+    """
+    require_instance(given)
+    for name, make in registry.items():
+        if given == name.partition("/")[0]:
+            return make()
+    known = ", ".join(sorted(name.partition("/")[0] for name in registry))
+    raise ValueError(f"unknown {kind} {given!r} (known {kind}s: {known})")
 
 
 def require_token(token: Any) -> str | None:

@@ -31,13 +31,17 @@ def threads_for(numbers: int) -> int:
     return torch.get_num_threads() if numbers >= _MANY else 1
 
 
+def exiting() -> bool:
+    """Return whether the main thread has ended; pools then start no threads."""
+    return not threading.main_thread().is_alive()
+
+
 def in_threads(work: Callable[[_T], _R], items: Sequence[_T], threads: int) -> list[_R]:
     """Return ``[work(item) for item in items]``, computed by ``threads`` threads.
 
     ``work`` sets its own ``torch.no_grad``, which is local to a thread.
     """
-    exiting = not threading.main_thread().is_alive()  # a pool starts no threads then
-    if exiting or min(threads, len(items)) < 2:
+    if exiting() or min(threads, len(items)) < 2:
         return [work(item) for item in items]
     with ThreadPoolExecutor(threads) as pool:  # not kept: threads do not survive a fork
         return list(pool.map(work, items))

@@ -1,9 +1,9 @@
 """Environment and policies of these tests; importable by workers."""
 
 import contextlib
-import threading
 
 import torch
+from background import repeating
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -101,26 +101,15 @@ def require_stamps(data):
 @contextlib.contextmanager
 def updates(collector, policy):
     """Send version after version, as fast as they are applied; yields the list of versions sent."""
-    sent, stop, problems = [], threading.Event(), []
+    sent = []
 
-    def run():
-        try:
-            while not stop.is_set():
-                report = collector.update_policy_weights_(fill(policy, len(sent) + 1))
-                assert report.version == len(sent) + 1
-                sent.append(report.version)
-        except Exception as error:  # noqa: BLE001 - raised below, in the test
-            problems.append(error)
+    def update():
+        report = collector.update_policy_weights_(fill(policy, len(sent) + 1))
+        assert report.version == len(sent) + 1
+        sent.append(report.version)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    with repeating(update):
         yield sent
-    finally:
-        stop.set()
-        thread.join()
-    if problems:
-        raise problems[0]
 
 
 def see_versions(frames, check, enough=30, limit=3000):

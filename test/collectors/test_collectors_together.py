@@ -1,7 +1,6 @@
-import threading
-
 import pytest
 import torch
+from background import repeating
 from collector_parts import OPTIONS, Env, fill, require_exact, see_versions
 from marks import slow
 from tensordict import TensorDict
@@ -60,22 +59,18 @@ def test_a_pair_is_never_mixed(cls, scheme):
         weight_sync_schemes={ACTOR: scheme(), CRITIC: scheme()},
         **OPTIONS,
     )
-    sent, stop = [], threading.Event()
+    sent = []
 
     def update():
-        while not stop.is_set():
-            reports = collector.update_policy_weights_(weights_dict=both(len(sent) + 1))
-            sent.append({key: report.version for key, report in reports.items()})
+        reports = collector.update_policy_weights_(weights_dict=both(len(sent) + 1))
+        sent.append({key: report.version for key, report in reports.items()})
 
-    thread = threading.Thread(target=update)
     try:
         frames = iter(collector)
         next(frames)
-        thread.start()
-        see_versions(frames, require_exact)
+        with repeating(update):
+            see_versions(frames, require_exact)
     finally:
-        stop.set()
-        thread.join()
         collector.shutdown()
     assert sent == [{ACTOR: number, CRITIC: number} for number in range(1, len(sent) + 1)]
 

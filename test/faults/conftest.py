@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
-import torch
+from background import one_thread
 from faults_kinds import kinds
 from faults_tools import Processes
 
@@ -27,11 +28,5 @@ def kind(request: pytest.FixtureRequest) -> type[WeightSyncScheme]:
 @pytest.fixture
 def procs() -> Iterator[Processes]:
     """Starts workers, and ends them whatever happens."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops
-    procs = Processes()
-    try:
+    with one_thread(), closing(Processes()) as procs:
         yield procs
-    finally:
-        procs.close()
-        torch.set_num_threads(threads)

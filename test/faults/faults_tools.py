@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing as mp
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from background import repeating
 from torch import nn
 
 from weight_update import WeightSyncScheme
@@ -288,26 +290,10 @@ def eventually(condition: Callable[[], bool], timeout: float = WAIT) -> bool:
 @contextlib.contextmanager
 def sending(scheme: WeightSyncScheme, model: Stripes) -> Iterator[None]:
     """Updates flow meanwhile, as fast as they can."""
-    stop, errors = threading.Event(), []
-
-    def run() -> None:
-        version = 0
-        try:
-            while not stop.is_set():
-                version += 1
-                scheme.send(fill(model, version))
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    versions = itertools.count(1)
+    with repeating(lambda: scheme.send(fill(model, next(versions)))):
         assert eventually(lambda: (scheme.version or 0) > 5)
         yield
-    finally:
-        stop.set()
-        thread.join(30.0)
-    assert errors == []
 
 
 def flows_on(scheme: WeightSyncScheme) -> bool:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+from background import one_thread, repeating
+
 if __name__ == "__main__":
     sys.path[:0] = [
         str(Path(__file__).parent),
@@ -106,11 +108,8 @@ class Training:
 
 @pytest.fixture(scope="module")
 def training() -> Iterator[Training]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops
-    with closing(Processes()) as procs:
+    with one_thread(), closing(Processes()) as procs:
         yield Training(procs)
-    torch.set_num_threads(threads)
 
 
 def stranger_of(training: Training) -> TCPStore:
@@ -156,22 +155,16 @@ def spoil(stranger: TCPStore, key: str, way: str) -> None:
 @pytest.mark.parametrize("way", quick_for(WAYS, "set", "delete"))
 def test_the_announcement_is_spoiled_without_pause(training: Training, way: str) -> None:
     before = training.connections()
-    stranger, stop, done = stranger_of(training), threading.Event(), [0]
+    stranger, done = stranger_of(training), [0]
     key = key_of(stranger)
 
-    def run() -> None:
-        while not stop.is_set():
-            spoil(stranger, key, way)
-            done[0] += 1
+    def spoil_once() -> None:
+        spoil(stranger, key, way)
+        done[0] += 1
 
-    spoiling = threading.Thread(target=run)
-    spoiling.start()
-    try:
+    with repeating(spoil_once):
         assert eventually(lambda: done[0] > 10)
         training.goes_on()
-    finally:
-        stop.set()
-        spoiling.join()
     assert training.connections() == before, "a connection broke"
 
 

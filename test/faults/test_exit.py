@@ -126,6 +126,23 @@ def work():
 
 threading.Thread(target=work).start()
 """
+AT_EXIT = """
+import atexit
+import torch
+from weight_update import PatchEncoding
+from weight_update.wire.schema import WeightSchema
+
+weights = torch.zeros(200_000)
+tracker = PatchEncoding().tracker(WeightSchema.of({"a": weights}), None)
+tracker.begin([weights])
+
+def update():
+    weights.add_(1)
+    tracker.advance(tracker.compare([weights]))
+    print(torch.equal(tracker.weights()[0], weights), flush=True)
+
+atexit.register(update)
+"""
 WAYS = {
     "shut down": 0,
     "not shut down": 0,
@@ -187,6 +204,7 @@ def test_exit_waits_for_threads_that_the_end_of_a_scheme_ends(program: str) -> N
     assert (done.returncode, done.stdout) == (0, "left in order\n"), done.stderr
 
 
-def test_large_copies_in_a_thread_that_outlives_the_main_thread() -> None:
-    done = run_python("-c", AFTER_MAIN)
+@pytest.mark.parametrize("program", [AFTER_MAIN, AT_EXIT], ids=["large copy", "large patch"])
+def test_no_pool_of_threads_is_needed_after_the_main_thread(program: str) -> None:
+    done = run_python("-c", program)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

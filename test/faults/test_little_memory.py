@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +39,6 @@ from weight_update.receiver.staging import Staging
 from weight_update.transports.shared_memory import slots
 
 
-@pytest.fixture
-def small_mount(tmp_path: Path) -> Iterator[str]:
-    """A tmpfs of 1 MiB."""
-    where = str(tmp_path / "small")
-    Path(where).mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", where], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"this machine does not let us mount a tmpfs: {mounted.stderr.strip()}")
-    try:
-        yield where
-    finally:
-        subprocess.run(["umount", "-l", where], check=True)
-
-
 def one_megabyte() -> Stripes:
     return Stripes(4, 1 << 16)
 
@@ -65,11 +47,11 @@ def half_a_megabyte() -> Stripes:
     return Stripes(4, 25_000)  # two slots fit into 1 MiB, three do not
 
 
-def test_a_mount_that_is_too_small(kind, procs: Processes, small_mount: str) -> None:
-    scheme = procs.scheme(kind, directory=small_mount)
+def test_a_mount_that_is_too_small(kind, procs: Processes, small_mount: Path) -> None:
+    scheme = procs.scheme(kind, directory=str(small_mount))
     with pytest.raises(NotEnoughMemoryError, match=r"1\.0 MB") as caught:
         scheme.init_on_sender(model=one_megabyte(), num_workers=1)
-    assert small_mount in str(caught.value)
+    assert str(small_mount) in str(caught.value)
     assert "remount,size=" in str(caught.value)
     assert isinstance(caught.value, MemoryError)
     assert not scheme.initialized_on_sender
@@ -86,9 +68,9 @@ def use(procs: Processes, scheme) -> None:
 
 
 @quick_over("shared_mem")
-def test_no_room_for_a_third_slot(kind, procs: Processes, small_mount: str) -> None:
+def test_no_room_for_a_third_slot(kind, procs: Processes, small_mount: Path) -> None:
     """Two slots are reserved: asynchronous sends wait for one of them instead of failing."""
-    scheme, model = procs.scheme(kind, directory=small_mount, timeout=20.0), half_a_megabyte()
+    scheme, model = procs.scheme(kind, directory=str(small_mount), timeout=20.0), half_a_megabyte()
     (worker,) = procs.launch(scheme, model, half_a_megabyte, 1)
     worker.call(hold)
     scheme.send_async(fill(model, 1))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from faults_tools import WAIT, Processes, Remote, Stripes, Worker, fill
 from marks import quick_for, slow
@@ -63,16 +62,6 @@ def in_time(call: Callable[[], Any], enter: Enter = lambda: None) -> Any:
     assert outcome, f"it was still waiting after {LIMIT + SLACK + 1.0:g} s, with a timeout of {LIMIT:g} s"
     assert outcome[1] < LIMIT + SLACK
     return outcome[0]
-
-
-@pytest.fixture
-def procs() -> Iterator[Processes]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops
-    procs = Processes()
-    yield procs
-    procs.close()
-    torch.set_num_threads(threads)
 
 
 # -- before there is a connection ----------------------------------------------------------------------

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from functools import cache
 
 import pytest
-import torch
+from background import one_thread
 from hosts_processes import HostsProcesses
 
 from benchmarks.network import Network, why_not
@@ -26,11 +27,5 @@ def network() -> Iterator[Network]:
 def procs(network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsProcesses]:
     """Start workers on hosts, and end them after the test."""
     monkeypatch.setenv("WEIGHT_UPDATE_HOST", "trainer")  # they all have the boot id of this machine
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops
-    procs = HostsProcesses(network)
-    try:
+    with one_thread(), closing(HostsProcesses(network)) as procs:
         yield procs
-    finally:
-        procs.close()
-        torch.set_num_threads(threads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,6 @@ from weight_update.receiver.flat_buffers import OwnCopy
 from weight_update.receiver.targets import ModelTarget
 from weight_update.testing import Body, SchemeContract, WorkerProcesses, fingerprint, scramble
 from weight_update.testing.processes import wait_until
-from weight_update.testing.worker_processes import context_of
 
 COUNT = 300
 PLACES = [("fork", SharedMemWeightSyncScheme), ("thread", MemoryWeightSyncScheme)]
@@ -45,22 +44,15 @@ def many() -> nn.Module:
 
 
 @pytest.fixture(params=PLACES, ids=[method for method, _ in PLACES])
-def hire(request: pytest.FixtureRequest) -> Iterator[Hire]:
+def hire(request: pytest.FixtureRequest, hired: Hire) -> Hire:
     method, scheme_class = request.param
-    running: list[WorkerProcesses] = []
 
     def build(source: nn.Module, target: nn.Module | None = None, workers: int = 1) -> WorkerProcesses:
         scheme: WeightSyncScheme = scheme_class(timeout=20.0, connect_timeout=30.0)
-        scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of(method))
-        running.append(WorkerProcesses(scheme, method))
-        for index in range(workers):
-            running[-1].hire(index, copy.deepcopy(target or many()))
-        running[-1].connect()
-        return running[-1]
+        models = [copy.deepcopy(target or many()) for _ in range(workers)]
+        return hired(scheme, models, method, model=source)
 
-    yield build
-    for procs in running:
-        procs.__exit__()
+    return build
 
 
 def expected(source: nn.Module, procs: WorkerProcesses) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from background import repeating
 from torch import nn
 
 from weight_update import LifecycleError, SyncTimeoutError
@@ -87,25 +88,15 @@ def test_nesting_counts() -> None:
 
 
 def test_threads_that_overlap_without_pause_do_not_starve_an_update() -> None:
-    gate, stop, done = Gate(), threading.Event(), threading.Event()
+    gate = Gate()
 
     def compute() -> None:
-        while not stop.is_set():
-            with gate.hold():
-                time.sleep(0.002)
+        with gate.hold():
+            time.sleep(0.002)
 
-    threads = [threading.Thread(target=compute) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
+    with repeating(*[compute] * 4):
         for _ in range(20):
             gate.run(lambda: None, timeout=WAIT)
-        done.set()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(WAIT)
-    assert done.is_set()
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])

@@ -16,6 +16,7 @@ from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError,
 from weight_update.testing.chunks import (
     in_background,
 )
+from weight_update.testing.processes import eventually
 from weight_update.transports.handshake import Challenge, prove_token
 from weight_update.transports.shared_memory.unix_stream import SocketStream
 
@@ -66,10 +67,7 @@ def call(
 
 
 def settled(*lists: list) -> bool:
-    deadline = soon()
-    while not any(lists) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return any(lists)
+    return eventually(lambda: any(lists), 5.0)
 
 
 def test_both_ends_get_one_key(ends) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from background import repeating
 from scan_parts import flat_of, flip, schema_of
 
 from weight_update import PatchEncoding
@@ -106,6 +107,30 @@ def test_tiles_with_too_many_differences(width: int) -> None:
     units, values = buffer.take()
     assert Gaps(0, buffer.last, units, buffer.found).offsets.tolist() == [5, 639, 1300, 1301]
     assert values.tolist() == [1] * 4
+
+
+@pytest.mark.usefixtures("portable")
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_weights_that_change_while_they_are_compared(width: int) -> None:
+    """Every position lies in its tile, also if the only element that differed is equal again."""
+    new, old = np.zeros((2, 65), f"<u{width}")
+    new[64] = 1  # behind each tile
+    count = 2000
+    starts = range(0, 64 * count, 64)
+    rows = [(new.ctypes.data, old.ctypes.data, 64, start, 64, 0) for start in starts]
+    buffer, table = kernels.GapBuffer(width, 64 * count), np.array(rows, kernels.TILE)
+
+    def toggle() -> None:
+        for _ in range(100):
+            new[63] ^= 1
+
+    with repeating(toggle):
+        for _ in range(200):
+            buffer.start(0)
+            buffer.scan(table, False)
+            units, _ = buffer.take()
+            places = Gaps(0, buffer.last, units, buffer.found).offsets if buffer.found else np.empty(0)
+            assert (places % 64 == 63).all()
 
 
 def random_segments(dice: np.random.Generator, wide: bool) -> list[tuple[int, np.ndarray]]:

@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+from background import repeating
 from marks import slow
 
 from weight_update.errors import JoinRefusedError, LinkClosedError
@@ -173,25 +175,14 @@ def test_the_first_request_is_due_as_well(service: Service, monkeypatch: pytest.
 
 
 def test_a_flood_keeps_nobody_out(service: Service) -> None:
-    stop = threading.Event()
+    def flood(stack: ExitStack) -> None:
+        try:
+            stack.enter_context(service.stranger()).send(b"WUH1")
+        except OSError:
+            stack.close()
 
-    def flood() -> None:
-        with ExitStack() as stack:
-            while not stop.is_set():
-                try:
-                    stack.enter_context(service.stranger()).send(b"WUH1")
-                except OSError:
-                    stack.close()
-
-    flooding = [threading.Thread(target=flood) for _ in range(2)]
-    for thread in flooding:
-        thread.start()
-    try:
+    with ExitStack() as one, ExitStack() as other, repeating(partial(flood, one), partial(flood, other)):
         assert eventually(lambda: tried(service.admits))
-    finally:
-        stop.set()
-        for thread in flooding:
-            thread.join()
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ from weight_update.sender import joining as joining_module
 from weight_update.sender.joining import liveness
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import ReceiverId
-from weight_update.testing import WorkerProcesses, mlp
+from weight_update.testing import mlp
 from weight_update.testing.late_joiners import forgotten, gone, join
-from weight_update.testing.worker_processes import context_of
+from weight_update.testing.worker_processes import context_of, start_workers
 from weight_update.transports.shared_memory.transport import SharedMemTransport
 from weight_update.wire.frames import Kind
 
@@ -283,10 +283,10 @@ def test_liveness_of_subprocesses() -> None:
 @KINDS
 def test_log(kind: type[WeightSyncScheme], caplog: pytest.LogCaptureFixture) -> None:
     scheme = kind(timeout=10.0)
-    scheme.init_on_sender(model=mlp(1), num_workers=1, ctx=context_of("fork"))
-    with caplog.at_level(logging.INFO, "weight_update"), WorkerProcesses(scheme) as procs:
-        procs.hire(0, mlp(2))
-        procs.connect()
+    with (
+        caplog.at_level(logging.INFO, "weight_update"),
+        start_workers(scheme, [mlp(2)], model=mlp(1)) as procs,
+    ):
         first = join(procs, 5)
         second = join(procs, 5)
         pids = [worker.runner.pid for worker in (procs.workers[0], first, second)]

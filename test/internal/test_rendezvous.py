@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 
 import psutil
 import pytest
+from background import repeating
 from marks import slow
 from torch.distributed import DistError, TCPStore
 
@@ -59,23 +60,12 @@ def key_of(stranger: TCPStore) -> str:
 
 
 @contextlib.contextmanager
-def repeating(action: Callable[[], object]) -> Iterator[None]:
-    """Call ``action`` without pause meanwhile."""
-    stop, count = threading.Event(), [0]
-
-    def run() -> None:
-        while not stop.is_set():
-            action()
-            count[0] += 1
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        assert eventually(lambda: count[0] > 3)
+def repeatedly(action: Callable[[], object]) -> Iterator[None]:
+    """Call ``action`` without pause meanwhile, several times before."""
+    calls: list[object] = []
+    with repeating(lambda: calls.append(action())):
+        assert eventually(lambda: len(calls) > 3)
         yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def test_the_announcement_is_found(store: SenderStore) -> None:
@@ -286,7 +276,7 @@ def test_a_stranger_goes_on_and_on(store: SenderStore, way: str) -> None:
         "overwrites with much": lambda: stranger.set(key, much),
         "appends much": lambda: stranger.append(key, much),
     }
-    with repeating(actions[way]):
+    with repeatedly(actions[way]):
         for _ in range(3):
             assert find(store.port) == WHERE
     assert find(store.port) == WHERE
@@ -294,7 +284,7 @@ def test_a_stranger_goes_on_and_on(store: SenderStore, way: str) -> None:
 
 def test_a_stranger_floods_the_store(store: SenderStore) -> None:
     flooding, names = stranger_of(store), iter(range(1 << 30))
-    with repeating(lambda: flooding.set(f"key {next(names)}", bytes(100_000))):
+    with repeatedly(lambda: flooding.set(f"key {next(names)}", bytes(100_000))):
         for _ in range(3):
             assert find(store.port) == WHERE
 

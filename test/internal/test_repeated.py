@@ -32,7 +32,8 @@ from torch import nn
 from weight_update import DenseEncoding, MemoryWeightSyncScheme, SchemaMismatchError, WeightStrategy
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.repeated import RepeatedRead
-from weight_update.testing import WorkerProcesses, fingerprint, scramble
+from weight_update.testing import fingerprint, scramble
+from weight_update.testing.worker_processes import start_workers
 from weight_update.wire import unchanged
 from weight_update.wire.fixed import MANY, FixedTensors
 from weight_update.wire.schema import WeightSchema
@@ -267,10 +268,7 @@ def test_large_tensors_are_not_kept_alive() -> None:
 def test_workers_get_what_changed(mode: str) -> None:
     model = Model()
     scheme = MemoryWeightSyncScheme(strategy=mode, timeout=20.0, connect_timeout=30.0)
-    scheme.init_on_sender(model=model, num_workers=1)
-    with WorkerProcesses(scheme, "thread") as workers:
-        workers.hire(0, Model())
-        workers.connect()
+    with start_workers(scheme, [Model()], "thread", model=model) as workers:
 
         def update(seed: int) -> None:
             scramble(model, seed)

@@ -7,7 +7,6 @@ import operator
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from background import repeating
 from interpreters import run_python
 
 from weight_update import NotEnoughMemoryError
@@ -32,31 +32,19 @@ from weight_update.transports.shared_memory.slots import (
 def test_clearing_while_another_thread_releases():
     """A receiver's thread may release a payload while another thread closes the link."""
     slots = [SharedBuffer(64) for _ in range(4)]
-    table, errors, stop = SlotTable(), [], threading.Event()
-
-    def release() -> None:
-        try:
-            while not stop.is_set():
-                table.release(torch.empty(0))
-        except RuntimeError as error:
-            errors.append(error)
-
+    table = SlotTable()
     switching = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    thread = threading.Thread(target=release)
-    thread.start()
     try:
-        for _ in range(300):
-            for slot in slots:
-                table.payload(slot.key, 64, lambda slot=slot: HostSlotMapping(slot.fd))
-            table.clear()
+        with repeating(lambda: table.release(torch.empty(0))):
+            for _ in range(300):
+                for slot in slots:
+                    table.payload(slot.key, 64, lambda slot=slot: HostSlotMapping(slot.fd))
+                table.clear()
     finally:
-        stop.set()
-        thread.join()
         sys.setswitchinterval(switching)
         for slot in slots:
             slot.close()
-    assert not errors
 
 
 WRITING: dict[str, Callable[[int], object]] = {

@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -177,25 +176,6 @@ def test_a_manifest_that_points_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="secret"), store.reading(1):
         pass
     assert store.latest().version == 0
-
-
-@pytest.fixture
-def small_mount(tmp_path: Path) -> Iterator[Path]:
-    """Yield a tmpfs of 1 MiB."""
-    where = tmp_path / "small"
-    where.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"this machine does not let us mount a tmpfs: {mounted.stderr.strip()}")
-    try:
-        yield where
-    finally:
-        subprocess.run(["umount", "-l", str(where)], check=True)
 
 
 def free(directory: Path) -> int:

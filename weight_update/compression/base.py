@@ -9,8 +9,11 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from weight_update.arguments import require_instance
+from weight_update.arguments import made_by_label, require_new_name
 from weight_update.errors import FormatError
+
+_MAX_NAME = 15
+"""Characters of the longest name for which the table of a patch has room."""
 
 _SAMPLE_BYTES = 16 << 10
 _SAMPLES = 3
@@ -22,7 +25,9 @@ class Compression(ABC):
     """Lossless compression of raw bytes. Instances are immutable, picklable and thread-safe."""
 
     name: ClassVar[str]
-    """Name and version on the wire, e.g. ``"zstd/1"``; a new layout takes a new number."""
+    """Name and version on the wire, e.g. ``"zstd/1"``, at most 15 ASCII characters.
+
+    A new layout takes a new number."""
 
     device: ClassVar[str]
     """Device type of the memory that it processes (``"cpu"``, ``"cuda"``, or ``"any"`` for both)."""
@@ -89,8 +94,15 @@ _C = TypeVar("_C", bound=type[Compression])
 
 
 def register_compression(cls: _C) -> _C:
-    """Register a compression class under its ``name``; a class decorator, which both ends need."""
-    _registry[cls.name] = cls
+    """Register a compression class under its ``name``. Use it as a class decorator; both ends need the class.
+
+    Raises:
+        ValueError: the class has no ``name``, the name is too long, or another class has the same one.
+    """
+    name = require_new_name(cls, _registry)
+    if not name.isascii() or len(name) > _MAX_NAME:
+        raise ValueError(f"the name of a compression has at most {_MAX_NAME} ASCII characters: {name!r}")
+    _registry[name] = cls
     return cls
 
 
@@ -105,12 +117,7 @@ def resolve_compression(compression: str | Compression) -> Compression:
     """
     if isinstance(compression, Compression):
         return compression
-    require_instance(compression)
-    for name, cls in _registry.items():
-        if compression == name.partition("/")[0]:
-            return cls()
-    known = sorted(name.partition("/")[0] for name in _registry)
-    raise ValueError(f"unknown compression {compression!r} (known compressions: {', '.join(known)})")
+    return made_by_label(compression, _registry, "compression")
 
 
 def decompressor_for(wire_name: str) -> type[Compression]:
@@ -119,7 +126,10 @@ def decompressor_for(wire_name: str) -> type[Compression]:
         return _registry[wire_name]
     except KeyError:
         known = ", ".join(sorted(_registry))
-        raise FormatError(f"unknown compression {wire_name!r:.40} (known: {known})") from None
+        raise FormatError(
+            f"unknown compression {wire_name!r:.40} (known: {known}); call register_compression() in every "
+            "process"
+        ) from None
 
 
 @register_compression

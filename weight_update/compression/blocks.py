@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from weight_update.arguments import whole_number
 from weight_update.compression.base import Compression
 from weight_update.errors import FormatError
 from weight_update.threads import in_threads
@@ -39,8 +40,7 @@ class BlockCompression(Compression):
     threads: int = field(default=4, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise ValueError(f"threads must be at least 1, got {self.threads}")
+        whole_number(self.threads, "threads", least=1)
 
     @abstractmethod
     def shrink(self, block: memoryview) -> Buffer:

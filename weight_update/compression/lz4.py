@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from weight_update.arguments import whole_number
 from weight_update.compression.base import optional, register_compression
 from weight_update.compression.blocks import BlockCompression, Buffer
 from weight_update.errors import FormatError
@@ -30,8 +31,7 @@ class Lz4Compression(BlockCompression):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.acceleration < 1:
-            raise ValueError(f"acceleration starts at 1, got {self.acceleration}")
+        whole_number(self.acceleration, "acceleration", least=1)
         optional("lz4.block", "lz4")
 
     def shrink(self, block: memoryview) -> Buffer:

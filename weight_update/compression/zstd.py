@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from weight_update.arguments import whole_number
 from weight_update.compression.base import optional, register_compression
 from weight_update.compression.blocks import BlockCompression, Buffer
 from weight_update.errors import FormatError
-
-LEVELS = range(-7, 23)
 
 
 @register_compression
@@ -32,8 +31,7 @@ class ZstdCompression(BlockCompression):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.level not in LEVELS:
-            raise ValueError(f"level is from {LEVELS.start} to {LEVELS.stop - 1}, got {self.level}")
+        whole_number(self.level, "level", least=-7, most=22)
         optional("zstandard", "zstd")
 
     def shrink(self, block: memoryview) -> Buffer:

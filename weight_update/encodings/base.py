@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
-from weight_update.arguments import require_instance
+from weight_update.arguments import made_by_label, require_new_name
 from weight_update.errors import FormatError
 from weight_update.wire.schema import TensorMeta, WeightSchema
 
@@ -273,13 +273,7 @@ def register_encoding(cls: _E) -> _E:
     Raises:
         ValueError: the class has no ``name``, or another class has the same one.
     """
-    name = getattr(cls, "name", None)
-    if not isinstance(name, str):
-        raise ValueError(f"{cls.__name__} needs a class attribute name, such as 'mine/1'")
-    former = _registry.get(name, cls)
-    if former.__qualname__ != cls.__qualname__ or former.__module__ != cls.__module__:
-        raise ValueError(f"the name {name!r} of {cls.__name__} is taken by {former.__name__}; choose another")
-    _registry[name] = cls
+    _registry[require_new_name(cls, _registry)] = cls
     return cls
 
 
@@ -292,12 +286,7 @@ def resolve_encoding(encoding: object) -> Encoding:
     """
     if isinstance(encoding, Encoding):
         return encoding
-    require_instance(encoding)
-    for name, cls in _registry.items():
-        if encoding == name.partition("/")[0]:
-            return cls()
-    known = sorted(name.partition("/")[0] for name in _registry)
-    raise ValueError(f"unknown encoding {encoding!r} (known encodings: {', '.join(known)})")
+    return made_by_label(encoding, _registry, "encoding")
 
 
 def decoder_for(wire_name: str, schema: WeightSchema) -> Decoder:

@@ -207,6 +207,7 @@ class _BucketDecoder(Decoder):
     def __init__(self, schema: WeightSchema) -> None:
         self._schema = schema
         self._flat: torch.Tensor | None = None  # filled bucket by bucket as they arrive
+        self._dtype: torch.dtype | None = None
         self._sent, self._views, self._joiner = schema, ViewCache(schema), Joiner(schema)
         self._end = 0
 
@@ -246,8 +247,8 @@ class _BucketDecoder(Decoder):
         head = _Head.of(payload)
         if first:
             self._end = 0
-            sent = _as_sent(self._schema, head.dtype)
-            if sent.digest != self._sent.digest:
+            if head.dtype is not self._dtype:
+                self._dtype, sent = head.dtype, _as_sent(self._schema, head.dtype)
                 self._sent, self._views, self._joiner = sent, ViewCache(sent), Joiner(sent)
         if head.total != self._sent.nbytes or head.start != self._end or head.stop > head.total:
             raise FormatError(f"got a bucket of bytes {head.start} to {head.stop}, expected byte {self._end}")
@@ -334,10 +335,12 @@ class _Head:
         return cls(bool(instant), DTYPES[label] if label else None, start, stop, total)
 
 
-@functools.lru_cache(maxsize=16)
 def _as_sent(schema: WeightSchema, dtype: torch.dtype | None) -> WeightSchema:
     """Return ``schema`` with its floating tensors in ``dtype``."""
-    return schema if dtype is None else schema.with_dtype(dtype)
+    return schema if dtype is None else _with_dtype(schema, dtype)
+
+
+_with_dtype = functools.lru_cache(maxsize=16)(WeightSchema.with_dtype)
 
 
 def _cuts(schema: WeightSchema, size: int) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from weight_update.schemes import WeightSyncScheme
 from weight_update.testing.models import fingerprint, mlp
-from weight_update.testing.worker_processes import WorkerProcesses, context_of
+from weight_update.testing.worker_processes import WorkerProcesses, start_workers
 from weight_update.testing.workers import Method
 
 Assemble = Callable[..., WorkerProcesses]
@@ -46,17 +46,10 @@ class SchemeCase:
             ) -> WorkerProcesses:
                 models = [mlp(100), mlp(101)] if models is None else models
                 scheme = self.make_scheme(**{"timeout": 20.0, "connect_timeout": 30.0, **(options or {})})
-                if not init.keys() & {"params_map", "devices", "context"}:
-                    init["num_workers"] = len(models)
                 if source is not None:
                     init["model"] = source
-                scheme.init_on_sender(ctx=context_of(self.method), **init)
-                procs = stack.enter_context(WorkerProcesses(scheme, self.method))
-                for index, model in enumerate(models):
-                    procs.hire(index, model)
-                if connect:
-                    procs.connect()
-                return procs
+                procs = start_workers(scheme, models, self.method, connect=connect, **init)
+                return stack.enter_context(procs)
 
             yield build
 

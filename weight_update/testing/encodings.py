@@ -94,6 +94,73 @@ class EncodingContract:
             with pytest.raises(FormatError):
                 channel.decode(wrong)
 
+    def test_chunks(self) -> None:
+        """Payloads have the announced sizes; where there are chunks, they complete each weight once."""
+        whole, named = self.make_encoding().whole, dict(Zoo(1).named_parameters(remove_duplicate=False))
+        channel, tensors = Channel(whole, named), list(named.values())
+        sizes = whole.payload_sizes(channel.schema)
+        assert sizes in ([], [payload.numel() for payload in channel.encode(named)])
+        if not whole.in_chunks:
+            return
+        chunks = whole.encoder(channel.schema).stream(iter(tensors), channel.lend)
+        decoder, found = decoder_for(whole.name, channel.schema), list[tuple[int, torch.Tensor]]()
+        for index, chunk in enumerate(chunks):
+            assert chunk.numel() == sizes[index]
+            found += [(i, value.clone()) for i, value in decoder.stream(index, chunk)]
+        assert sorted(i for i, _ in found) == list(range(len(tensors)))
+        assert fingerprint({channel.schema.names[i]: value for i, value in found}) == fingerprint(named)
+
+    def test_changes(self) -> None:
+        """Changes name what they change, and may be kept while the memory of their payload is used again."""
+        channel, named = self.tracked()
+        named["0.weight"].view(-1)[[3, 30]] += 1
+        named["2.bias"] += 1
+        (payload,) = channel.encode(named)
+        delta = read_delta(channel.encoding.name, payload, channel.schema)
+        changed = {"0.weight": {3, 30}, "2.bias": {0, 1}}
+        assert [channel.schema.names[i] for i in delta.touched(channel.schema)] == list(changed)
+        for meta in channel.schema.tensors:
+            elements = delta.elements_of(meta)
+            assert elements is None or set(elements.tolist()) >= changed.get(meta.name, set())
+        kept = delta.kept()
+        payload.fill_(0xAA)
+        kept.write(channel.flat)
+        assert fingerprint(channel.received()) == fingerprint(named)
+
+    def test_first_changes(self) -> None:
+        """``bootstrap`` carries the entries that ``bootstraps`` names, whatever the receiver has."""
+        channel, named = self.tracked()
+        assert isinstance(channel.encoding, DeltaEncoding)
+        assert channel.tracker is not None
+        payload = channel.tracker.bootstrap(5, channel.lend)
+        delta = read_delta(channel.encoding.name, payload, channel.schema)
+        assert (delta.base, delta.version) == (5, 5)
+        channel.flat.fill_(0xAA)
+        delta.write(channel.flat)
+        chosen = [channel.schema.names[i] for i in channel.encoding.bootstraps(channel.schema)]
+        received = channel.received()
+        assert fingerprint({n: received[n] for n in chosen}) == fingerprint({n: named[n] for n in chosen})
+
+    def test_copy_of_a_tracker(self) -> None:
+        """A copy remembers the same weights, and keeps them when the tracker advances."""
+        channel, named = self.tracked()
+        assert channel.tracker is not None
+        before, copy = fingerprint(named), channel.tracker.copy()
+        named["0.weight"] += 1
+        channel.send(named)
+        for tracker, expected in ((copy, before), (channel.tracker, fingerprint(named))):
+            assert fingerprint(dict(zip(named, tracker.weights(), strict=True))) == expected
+
+    def tracked(self) -> tuple[Channel, dict[str, torch.Tensor]]:
+        """Return a channel whose receiver has the weights; skip the test if updates carry all weights."""
+        encoding = self.make_encoding()
+        if not isinstance(encoding, DeltaEncoding):
+            pytest.skip("updates carry all weights")
+        named = {name: value.detach() for name, value in mlp(1).named_parameters()}
+        channel = Channel(encoding, named)
+        channel.send(named)
+        return channel, named
+
     def test_is_known_by_name(self) -> None:
         """The encoding is found by its short name, in a strategy too, and by its name on the wire."""
         encoding = self.make_encoding()
@@ -116,10 +183,10 @@ class Channel:
         self.encoding, self.schema = encoding, WeightSchema.of(named)
         self.lent: list[torch.Tensor] = []
         self._encoder = encoding.whole.encoder(self.schema)
-        self._flat = torch.zeros(self.schema.nbytes, dtype=torch.uint8)
-        self._tracker: Tracker[Any] | None = None
+        self.flat = torch.zeros(self.schema.nbytes, dtype=torch.uint8)
+        self.tracker: Tracker[Any] | None = None
         if isinstance(encoding, DeltaEncoding):
-            self._tracker = encoding.tracker(self.schema, None)
+            self.tracker = encoding.tracker(self.schema, None)
         self._version: int | None = None
         self._difference: Any = None
 
@@ -131,16 +198,16 @@ class Channel:
     def encode(self, named: Named) -> list[torch.Tensor]:
         """Payloads of ``named``: whole the first time, then as the encoding has it."""
         tensors = [named[name] for name in self.schema.names]
-        if self._tracker is None or self._version is None:
+        if self.tracker is None or self._version is None:
             return self._encoder.encode(tensors, self.lend)
-        self._difference = self._tracker.compare(tensors)
-        payload = self._tracker.encode(self._difference, self._version, self._version + 1, self.lend)
+        self._difference = self.tracker.compare(tensors)
+        payload = self.tracker.encode(self._difference, self._version, self._version + 1, self.lend)
         assert payload is not None
         return [payload]
 
     def decode(self, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the weights that ``payloads`` decode to."""
-        if self._tracker is None or self._version is None:
+        if self.tracker is None or self._version is None:
             decoder = decoder_for(self.encoding.whole.name, self.schema)
             fed = [decoder.feed(i, payload, self.lend) for i, payload in enumerate(payloads)]
             return decoder.decode(fed)
@@ -148,19 +215,23 @@ class Channel:
             raise FormatError("one delta at a time")
         delta = read_delta(self.encoding.name, payloads[0], self.schema)
         assert (delta.base, delta.version) == (self._version, self._version + 1)
-        flat = self._flat.clone()
+        flat = self.flat.clone()
         delta.write(flat)
         return self.schema.views(flat)
+
+    def received(self) -> Named:
+        """Return the weights that the receiver has."""
+        return dict(zip(self.schema.names, self.schema.views(self.flat), strict=True))
 
     def send(self, named: Named) -> Named:
         """Encode, decode and settle."""
         values = self.decode([payload.clone() for payload in self.encode(named)])
-        if self._tracker is not None:
+        if self.tracker is not None:
             if self._version is None:
-                self._tracker.begin([named[name] for name in self.schema.names])
+                self.tracker.begin([named[name] for name in self.schema.names])
             else:
-                self._tracker.advance(self._difference)
-            for view, value in zip(self.schema.views(self._flat), values, strict=True):
+                self.tracker.advance(self._difference)
+            for view, value in zip(self.schema.views(self.flat), values, strict=True):
                 view.copy_(value)
         self._version = 0 if self._version is None else self._version + 1
         return dict(zip(self.schema.names, values, strict=True))

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,33 @@ class WorkerProcesses:
         for worker in self.workers:
             worker.stop()
         self.scheme.shutdown()
+
+
+def start_workers(
+    scheme: WeightSyncScheme,
+    models: Sequence[Any],
+    method: Method = "fork",
+    *,
+    connect: bool = True,
+    **init: Any,
+) -> WorkerProcesses:
+    """Initialize a sender with ``init``, start a worker for each of ``models``, and connect.
+
+    Unless ``init`` says how many workers there are, they are as many as ``models``.
+    """
+    if not init.keys() & {"params_map", "devices", "context", "num_workers"}:
+        init["num_workers"] = len(models)
+    scheme.init_on_sender(ctx=context_of(method), **init)
+    procs = WorkerProcesses(scheme, method)
+    try:
+        for index, model in enumerate(models):
+            procs.hire(index, model)
+        if connect:
+            procs.connect()
+    except BaseException:
+        procs.__exit__()
+        raise
+    return procs
 
 
 def start_worker(scheme: WeightSyncScheme, index: int, method: Method) -> Worker:

@@ -31,7 +31,6 @@ UNSIGNED: dict[int, np.dtype[Any]] = {size: np.dtype(f"<u{size}") for size in (1
 
 _ENTRY = struct.Struct("<B15sQQ")
 ENTRY_BYTES = _ENTRY.size
-_MAX_CODEC_NAME = 15
 _PLAIN = "none/1"
 _MANY = 32  # bytes that are copied in the time of one element of other work
 
@@ -75,11 +74,8 @@ class ArrayWriter:
         self._enter(arrays[0].itemsize, _PLAIN, items, bodies)  # spares one copy
 
     def _enter(self, width: int, codec: str, items: int, body: Sequence[torch.Tensor]) -> None:
-        name = codec.encode("ascii")
-        if len(name) > _MAX_CODEC_NAME:
-            raise ValueError(f"the name of a compression has at most {_MAX_CODEC_NAME} bytes: {codec!r}")
         stored = sum(one.numel() for one in body)
-        self._entries.append(_ENTRY.pack(width, name, items, stored))
+        self._entries.append(_ENTRY.pack(width, codec.encode("ascii"), items, stored))
         self._bodies.append(list(body))
 
     def write(self, head: bytes, lend: Lend) -> torch.Tensor:

@@ -31,6 +31,7 @@ from weight_update.encodings.patch.diff_cpu import Scan, Scanner
 from weight_update.encodings.patch.diff_cuda import CudaScanner, Queues
 from weight_update.encodings.patch.encode_cuda import add_on_device
 from weight_update.encodings.patch.format import PatchOptions, add_on_cpu, decode_patch, encode_patch
+from weight_update.threads import exiting
 from weight_update.wire.memory import await_stream
 from weight_update.wire.schema import WeightSchema, matching
 
@@ -216,7 +217,7 @@ class PatchTracker(Tracker[Scan]):
 
     def advance(self, difference: Scan) -> None:
         self._flushed()
-        if difference.changed < _FEW:
+        if difference.changed < _FEW or exiting():
             self._write(difference.changes)
             return
         pool = ThreadPoolExecutor(1, thread_name_prefix="weight_update-snapshot")

@@ -85,8 +85,10 @@ static u8 escapes(wu_gaps *to, u64 gap)
             end = n - i < BLOCK ? n : i + BLOCK;                                                       \
             if (memcmp(now + i, old + i, (size_t)(end - i) * sizeof(T)) == 0)                          \
                 continue;                                                                              \
-            while (now[i] == old[i])                                                                   \
+            while (i < end && now[i] == old[i])                                                        \
                 i++;                                                                                   \
+            if (i == end) /* another thread has written `now` since */                                 \
+                continue;                                                                              \
             u8 gap = escapes(to, (u64)(at + i - to->next));                                            \
             u8 *unit = to->units + to->used;                                                           \
             T *value = (T *)to->values + to->found;                                                    \
