@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from weight_update import (
-    LifecycleError,
     MemoryWeightSyncScheme,
-    SchemaMismatchError,
     SyncFailedError,
     UnsupportedSourceError,
     WeightStrategy,
@@ -403,91 +401,6 @@ def test_exiting_in_the_middle_of_an_update_is_an_error_of_that_update(join: Joi
     sender.send()
     assert target.note == 2
     assert torch.equal(target.weight, source.weight)
-
-
-# -- another model -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_model_that_does_not_fit_is_not_taken(join: Join, path: str) -> None:
-    source, target = net(), net()
-    sender, receiver = join(source, target, **PATHS[path])
-    other = net()
-    other[0] = nn.Linear(4, 5)
-    with pytest.raises(SchemaMismatchError, match=r"the new model(.|\n)*0\.weight"):
-        receiver.model = other
-    assert receiver.model is target
-    assert not other._forward_pre_hooks
-    add_one(source)
-    sender.send()
-    assert same(source, target)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_another_model_gets_the_extra_state_in_force(join: Join, path: str) -> None:
-    source, target, other = Exits(), Exits(), Exits()
-    source.note = 7
-    sender, receiver = join(source, target, **PATHS[path])
-    receiver.model = other
-    assert other.note == 7
-    assert torch.equal(other.weight, source.weight)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_another_model_while_an_update_waits(
-    join: Join, monkeypatch: pytest.MonkeyPatch, path: str, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(flat_buffers, "_MANY", 1 if path == "flat buffer" else 1 << 30)
-    source, other = net(), net().to(dtype)
-    sender, receiver = join(source, net(), **PATHS[path])
-    gate, holds, ends = receiver._receiver.gate, threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with receiver.hold():
-            holds.set()
-            ends.wait(WAIT)
-
-    threading.Thread(target=hold).start()
-    assert holds.wait(WAIT)
-    add_one(source)
-    handle = sender.send_async()
-    while not gate._updates:
-        pass
-    threading.Timer(0.2, ends.set).start()  # the assignment has begun by then
-    receiver.model = other
-    handle.wait(WAIT)
-    assert receiver.version == 1
-    assert other[0].weight.dtype is dtype
-    assert same(source, other.float())
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_the_model_before_keeps_its_version(join: Join, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    monkeypatch.setattr(flat_buffers, "_MANY", 1 if path == "flat buffer" else 1 << 30)
-    source, target, other = net(), net(), net()
-    sender, receiver = join(source, target, **PATHS[path])
-    receiver.model = other
-    kept = copy.deepcopy(source)
-    for _ in range(3):
-        add_one(source)
-        sender.send()
-        assert same(source, other)
-        assert same(kept, target)
-
-
-def test_a_model_assigned_inside_hold_is_refused_at_once(join: Join) -> None:
-    source, target = net(), net()
-    sender, receiver = join(source, target)
-    with receiver.hold():
-        add_one(source)
-        handle = sender.send_async()
-        while not receiver._receiver.gate._updates:
-            pass
-        with pytest.raises(LifecycleError, match=r"inside hold\(\)"):
-            receiver.model = net()
-    handle.wait(WAIT)
-    assert same(source, target)
 
 
 # -- tensors of odd kinds ------------------------------------------------------------------------------

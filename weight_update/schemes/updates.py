@@ -239,7 +239,7 @@ class SchemeUpdates(SchemeLifecycle):
     def model(self) -> Any | None:
         """On a receiver, the model kept current. On a sender, the model or weights that ``send()`` reads.
 
-        Assign another model on a connected receiver, and it gets the weights and the extra state in force. The
+        Assign another model on a connected receiver, and it gets the weights and extra state in force. The
         model before keeps its version. After an error, the receiver keeps the model before.
         """
         if self._sender_side is None:
