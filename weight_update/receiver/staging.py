@@ -123,12 +123,17 @@ class Staging:
         """Give a new target the weights and the extra state in force."""
         values = target.prepare(schema.names, current.values if self._own is None else list(self._own.values))
         target.check_extra(current.extra)
+        bound = self.target
         with undo_on_error(target.exchange_extra(copy.deepcopy(current.extra))):
-            self.target.leave()
-            target.write(schema.names, values, current.version)
-        current.values = values
-        if self._own is not None:
-            self._own.bind(target.binding)
+            if self._own is not None:
+                self._own.unbind()  # before the model moves, which is no write of the worker
+            try:
+                self.target.leave()
+                target.write(schema.names, values, current.version)
+                current.values, bound = values, target
+            finally:
+                if self._own is not None:
+                    self._own.bind(bound.binding)
 
     def guard_outside(self) -> None:
         """Take the hooks off the model: the caller holds the gate around every forward pass itself."""
