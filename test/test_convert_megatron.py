@@ -69,7 +69,7 @@ def test_the_fused_model_computes_the_same() -> None:
         torch.testing.assert_close(found.reshape(5, -1), x @ weight.T)
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(4, 3), (4, 8), (6, 2)])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 3), (4, 8), (6, 2), (4, 0), (0, 1), (-4, -2)])
 def test_sizes_that_do_not_divide(heads: int, groups: int) -> None:
     with pytest.raises(ValueError, match="do not divide"):
         split_qkv(torch.zeros(11, 2), heads, groups)
@@ -78,8 +78,12 @@ def test_sizes_that_do_not_divide(heads: int, groups: int) -> None:
 def test_parts_of_different_shapes() -> None:
     with pytest.raises(ValueError, match=r"2 groups do not divide the shapes \[12, 8\], \[6, 8\], \[4, 8\]"):
         fuse_qkv(torch.zeros(12, 8), torch.zeros(6, 8), torch.zeros(4, 8), 2)
-    with pytest.raises(ValueError, match="must have the same shape"):
-        fuse_gate_up(torch.zeros(2), torch.zeros(3))
+    for query, key, groups in (([6, 1], [3, 2], 1), ([0, 2], [0, 2], 1), ([4, 2], [2, 2], 0), ([], [2], 1)):
+        with pytest.raises(ValueError, match="do not divide the shapes"):
+            fuse_qkv(torch.zeros(query), torch.zeros(key), torch.zeros(key), groups)
+    for gate, up in ((torch.zeros(2), torch.zeros(3)), (torch.tensor(1.0), torch.tensor(1.0))):
+        with pytest.raises(ValueError, match="must have the same shape"):
+            fuse_gate_up(gate, up)
     with pytest.raises(ValueError, match=r"\[3, 2\]"):
         split_gate_up(torch.zeros(3, 2))
 
@@ -171,3 +175,8 @@ def test_errors_name_the_weight() -> None:
     for wrong in ((4, 3), (0, 1), (4, 0)):
         with pytest.raises(ValueError, match=r"do not divide|is an integer of at least 1"):
             megatron_to_hf(*wrong)
+    for size in (-1, 0, 8.0, "8"):
+        with pytest.raises(ValueError, match="vocab_size is an integer of at least 1"):
+            megatron_to_hf(HEADS, vocab_size=size)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="padded_vocab_size is an integer of at least 1"):
+            hf_to_megatron(HEADS, padded_vocab_size=size)  # type: ignore[arg-type]

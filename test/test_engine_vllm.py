@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import socket
 import threading
@@ -20,6 +21,7 @@ from weight_update import (
     TransportError,
     WeightSyncScheme,
 )
+from weight_update.engines import SGLangServer
 from weight_update.serving.vllm import VLLMServer, connect_servers, init_info
 
 WAIT = 20.0
@@ -49,6 +51,48 @@ def url() -> Iterator[str]:
 def test_a_server_that_is_not_vllm(url: str) -> None:
     with pytest.raises(RuntimeError, match=rf"{url}/get_world_size answered, but is not vLLM"):
         VLLMServer(url).world_size()
+
+
+@contextlib.contextmanager
+def answering(answer: bytes, stalls: bool = False) -> Iterator[str]:
+    """Start a server that gives one answer, and then closes the connection unless it ``stalls``."""
+    ended = threading.Event()
+
+    def serve() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 " + answer)
+            ended.wait(WAIT if stalls else 0)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = threading.Thread(target=serve)
+        serving.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        ended.set()
+        serving.join(WAIT)
+
+
+@pytest.mark.parametrize("content", [b"{}", b"[]", b"null", b"3"])
+def test_a_server_with_other_answers(content: bytes) -> None:
+    answer = b"200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
+    refused = pytest.raises(RuntimeError, match=r"/get_world_size answered, but is not vLLM; correct the URL")
+    with answering(answer) as url, refused:
+        VLLMServer(url).world_size()
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+def test_an_error_whose_text_breaks_off(stalls: bool) -> None:
+    failed = pytest.raises(RuntimeError, match=r"/pause\?mode=wait answered 500: \(the rest of the answer")
+    with answering(b"500 Error\r\nContent-Length: 100\r\n\r\nshort", stalls) as url, failed:
+        VLLMServer(url, timeout=0.5).pause()
+
+
+@pytest.mark.parametrize("key", ["secret\n", "sécret"])
+def test_a_key_that_no_header_may_have(key: str) -> None:
+    with pytest.raises(ValueError, match=r"the key has a line break, .* strip\(\) it") as raised:
+        SGLangServer("http://127.0.0.1:1", api_key=key)
+    assert "cret" not in str(raised.value)
 
 
 def test_a_server_without_the_routes(url: str) -> None:

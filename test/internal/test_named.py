@@ -1,15 +1,20 @@
 """A module's weights have the names that torch gives them."""
 
+from __future__ import annotations
+
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from pairs import connect_pair
 from tensordict import TensorDict
 from tensordict.nn import TensorDictParams
 from torch import nn
+from torch.utils._pytree import tree_map
 
-from weight_update import WeightStrategy
+from weight_update import MemoryWeightSyncScheme, UnsupportedSourceError, WeightStrategy, WeightSyncError
 from weight_update.strategy.named_weights import from_module
 
 
@@ -93,3 +98,58 @@ def test_each_tensor_that_is_read_from_a_dict_has_a_place(key: str) -> None:
     for target in (plain, TensorDict(plain)):
         binding = WeightStrategy("tensordict").bind(target)
         assert binding.schema().names == tuple(binding.read().tensors)
+
+
+@pytest.mark.parametrize("select", [5, [1], re.compile("head"), b"head", "head"])
+def test_a_selection_of_another_type_is_refused(select: Any) -> None:
+    with pytest.raises(ValueError, match=r"unknown selection .* a list of prefixes, a function"):
+        WeightStrategy(select=select)
+
+
+@pytest.mark.parametrize("names", [("w", "w.scale"), ("w.scale", "w"), ("a.b.c", "a.b"), ("a", "a.b.c")])
+def test_a_weight_inside_another_is_no_tensordict(names: tuple[str, str]) -> None:
+    weights = {name: torch.ones(2) for name in names}
+    with pytest.raises(UnsupportedSourceError, match="no weight can be inside another"):
+        WeightStrategy("tensordict").extract_weights(weights)
+    assert WeightStrategy("state_dict").extract_weights(weights) == weights
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_weights_without_values_change_nothing(inplace: bool) -> None:
+    destination = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    with pytest.raises(UnsupportedSourceError, match="on the meta device, without values to send: b;"):
+        WeightStrategy().apply_weights(
+            destination, {"a": torch.ones(2), "b": torch.ones(2, device="meta")}, inplace=inplace
+        )
+    assert not destination["a"].any()
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that has its values in another tensor, as DTensor and the tensors of torchao have them."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inner = tree_map(lambda one: one.inner if isinstance(one, Wrapper) else one, args)
+        made = func(*inner, **(kwargs or {}))
+        return tree_map(lambda one: cls(one) if isinstance(one, torch.Tensor) else one, made)
+
+
+def wrapped() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(Wrapper(torch.zeros(2, 2)))
+    return module
+
+
+@pytest.mark.parametrize("sides", [(wrapped, nn.Linear), (nn.Linear, wrapped), (wrapped, wrapped)])
+def test_a_tensor_without_memory_of_its_own_is_refused(sides: Any) -> None:
+    source, target = (make() if make is wrapped else make(2, 2) for make in sides)
+    refused = pytest.raises(WeightSyncError, match="'weight' is a Wrapper without memory of its own")
+    with MemoryWeightSyncScheme("state_dict", timeout=10.0) as scheme, refused:
+        connect_pair(scheme, source, target)

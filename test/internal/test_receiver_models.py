@@ -372,6 +372,11 @@ def test_a_write_before_the_model_is_replaced_is_not_forgotten() -> None:
 # -- code of the model that ends its thread ------------------------------------------------------------
 
 
+class UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no message")
+
+
 class Exits(nn.Linear):
     """A module that ends the thread which applies an update with a certain extra state."""
 
@@ -385,16 +390,23 @@ class Exits(nn.Linear):
     def set_extra_state(self, note: int) -> None:
         if note == 1:
             raise SystemExit(3)
+        if note == 3:
+            raise UnreadableError
         self.note = note
 
 
 @pytest.mark.parametrize("encoding", ["dense", "patch"])
-def test_exiting_in_the_middle_of_an_update_is_an_error_of_that_update(join: Join, encoding: str) -> None:
+@pytest.mark.parametrize(
+    ("note", "message"), [(1, r"SystemExit\(3\)"), (3, r"UnreadableError, .* \(KeyError\)")]
+)
+def test_exiting_in_the_middle_of_an_update_is_an_error_of_that_update(
+    join: Join, encoding: str, note: int, message: str
+) -> None:
     source, target = Exits(), Exits()
     sender, receiver = join(source, target, encoding)
-    source.note = 1
+    source.note = note
     add_one(source)
-    with pytest.raises(SyncFailedError, match=r"SystemExit\(3\)"):
+    with pytest.raises(SyncFailedError, match=message):
         sender.send()
     assert receiver.version == 0
     source.note = 2

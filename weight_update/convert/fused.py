@@ -25,12 +25,13 @@ def split_qkv(
     Raises:
         ValueError: the sizes do not divide.
     """
-    per_group, rest = divmod(num_heads, num_kv_groups)
-    blocks = num_kv_groups * (per_group + 2)
-    if rest or fused.dim() == 0 or fused.shape[0] % blocks:
+    blocks = num_heads + 2 * num_kv_groups
+    good = 0 < num_kv_groups <= num_heads and num_heads % num_kv_groups == 0
+    if not good or fused.dim() == 0 or fused.shape[0] % blocks:
         raise ValueError(
             f"{num_heads} heads in {num_kv_groups} groups do not divide the shape {list(fused.shape)}"
         )
+    per_group = num_heads // num_kv_groups
     grouped = torch.unflatten(fused, 0, (num_kv_groups, per_group + 2, fused.shape[0] // blocks))
     query, key, value = torch.split(grouped, [per_group, 1, 1], dim=1)
     return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)
@@ -42,8 +43,9 @@ def fuse_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_kv
     Raises:
         ValueError: the sizes do not divide.
     """
-    rows = key.shape[0]
-    if value.shape != key.shape or rows % num_kv_groups or query.shape[0] % rows:
+    rows = key.shape[0] if key.dim() == query.dim() > 0 else 0
+    good = rows and num_kv_groups > 0 and value.shape == key.shape and query.shape[1:] == key.shape[1:]
+    if not good or rows % num_kv_groups or query.shape[0] % rows:
         shapes = ", ".join(str(list(part.shape)) for part in (query, key, value))
         raise ValueError(f"{num_kv_groups} groups do not divide the shapes {shapes}")
     head_dim = rows // num_kv_groups
@@ -75,6 +77,8 @@ def fuse_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: the shapes differ.
     """
-    if gate.shape != up.shape:
-        raise ValueError(f"gate is {list(gate.shape)} and up {list(up.shape)}; they must have the same shape")
+    if gate.shape != up.shape or gate.dim() == 0:
+        raise ValueError(
+            f"gate is {list(gate.shape)} and up {list(up.shape)}; they must have the same shape, with rows"
+        )
     return torch.cat([gate, up])

@@ -82,6 +82,8 @@ def megatron_to_hf(
     The converter raises :class:`~weight_update.ConversionError` if a fused weight does not divide.
     """
     groups = _checked_groups(num_heads, num_kv_groups)
+    if vocab_size is not None:
+        whole_number(vocab_size, "vocab_size", least=1)
     return functools.partial(_to_hf, num_heads, groups, vocab_size, tie_word_embeddings)
 
 
@@ -112,6 +114,8 @@ def hf_to_megatron(
     if parts are missing.
     """
     groups = _checked_groups(num_heads, num_kv_groups)
+    if padded_vocab_size is not None:
+        whole_number(padded_vocab_size, "padded_vocab_size", least=1)
     return functools.partial(_to_megatron, groups, padded_vocab_size, tie_word_embeddings, moe)
 
 

@@ -33,9 +33,12 @@ def call(
             answer to a GET is not JSON, so that it is no server of ``engine``.
         TransportError: no server answers.
         SyncTimeoutError: the server takes longer than ``timeout`` seconds.
+        ValueError: ``key`` has characters that no HTTP header may have.
     """
     headers = {"Content-Type": "application/json"}
     if key is not None:
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("the key has a line break, or a character that is not ASCII; strip() it")
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     try:
@@ -44,7 +47,10 @@ def call(
             content = response.read()
     except urllib.error.HTTPError as error:
         with error:
-            text = error.read().decode(errors="replace")
+            try:
+                text = error.read().decode(errors="replace")
+            except (OSError, http.client.HTTPException):  # the status says more than this
+                text = "(the rest of the answer is missing)"
         raise RuntimeError(f"{url} answered {error.code}: {remedy(error.code)}{text}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of the URL
         reason = getattr(error, "reason", error)

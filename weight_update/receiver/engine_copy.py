@@ -10,9 +10,8 @@ import torch
 
 from weight_update.encodings import Delta
 from weight_update.encodings.dense import copy_tensors
-from weight_update.encodings.patch.arrays import Array
-from weight_update.encodings.patch.changes import BITS
 from weight_update.engines.base import WeightChange
+from weight_update.engines.placement import bits_of
 from weight_update.errors import SchemaMismatchError
 from weight_update.receiver.flat_buffers import OwnCopy
 from weight_update.receiver.targets import EngineTarget, StagedUpdate, Target
@@ -126,15 +125,9 @@ def changes_of(
             return WeightChange(name, None, weight, weight)
         union = arrays[0] if len(arrays) == 1 else np.unique(np.concatenate(arrays))
         positions = torch.from_numpy(union)
-        bits = torch.from_numpy(np.take(_bits(weight), union))
+        # Not torch: its threads hang in forked processes.
+        bits = torch.from_numpy(np.take(bits_of(weight.view(-1)).numpy(), union))
         return WeightChange(name, positions, bits.view(weight.dtype), weight)
 
     touched = sorted({i for delta in deltas for i in delta.touched(schema)})
     return in_threads(change, touched, threads_for(sum(values[i].numel() for i in touched)))
-
-
-# Not torch: its threads hang in forked processes.
-def _bits(weight: torch.Tensor) -> Array:
-    """Return the elements of a contiguous tensor as one array, of integers unless numpy knows their dtype."""
-    flat = weight.view(-1)
-    return flat.view(BITS.get(flat.element_size(), flat.dtype)).numpy()

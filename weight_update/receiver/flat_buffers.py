@@ -205,13 +205,18 @@ class OwnCopy(Storage):
 
     def bind(self, binding: Binding | None) -> None:
         """Keep another model current, which has :attr:`values` already, with all that the worker wrote."""
+        self.unbind()
+        self._binding = binding
+        self._find_copies()
+
+    def unbind(self) -> None:
+        """Keep no model current, and remember whether the worker wrote into its weights."""
         try:
             written = _state_of(self._tensors()) != self._known
         except SchemaMismatchError:  # the model before has lost tensors
             written = True
         self._overwritten = self._overwritten or written
-        self._binding = binding
-        self._find_copies()
+        self._binding, self._known = None, ([], [])
 
     def require(self, base: int) -> None:
         """Check that a change of version ``base`` may be applied, and find the tensors that it will change.

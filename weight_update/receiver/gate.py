@@ -207,15 +207,8 @@ class Gate(CallGuard):
             LinkClosedError: the wait was given up; ``action`` was not run.
             LifecycleError: the calling thread is inside.
         """
-        thread = threading.get_ident()
-        interrupted = self._changed._is_owned()  # type: ignore[attr-defined]  # a signal handler of enter()
-        with self._lock:
-            self._drop_ended()
-            if interrupted or self._last(lambda _: True) or self._has_thread(thread):
-                raise LifecycleError(
-                    "an update cannot be applied inside hold() or a forward pass of this thread"
-                )
-        if thread != threading.main_thread().ident:
+        self.require_outside()
+        if threading.current_thread() is not threading.main_thread():
             return self._run(action, timeout, given_up)
         left: list[bool] = []
 
@@ -224,6 +217,16 @@ class Gate(CallGuard):
             self.look_again()
 
         return run_uninterrupted(lambda: self._run(action, timeout, lambda: bool(left) or given_up()), leave)
+
+    def require_outside(self) -> None:
+        """Raise LifecycleError if the calling thread is inside, so that it cannot wait for an update."""
+        interrupted = self._changed._is_owned()  # type: ignore[attr-defined]  # a signal handler of enter()
+        with self._lock:
+            self._drop_ended()
+            if interrupted or self._last(lambda _: True) or self._has_thread(threading.get_ident()):
+                raise LifecycleError(
+                    "an update cannot be applied inside hold() or a forward pass of this thread"
+                )
 
     def _run(self, action: Callable[[], None], timeout: float | None, given_up: Callable[[], bool]) -> float:
         update = _Section(self)

@@ -74,9 +74,24 @@ class Receiver:
     # -- joining -----------------------------------------------------------------------------------
 
     def bind(self, model: Any) -> None:
-        """Keep ``model`` current from now on; see :meth:`Staging.bind`, whose errors it raises."""
-        self._model = None
-        self.staging.bind(model, self.options.timeout)
+        """Keep another model current from now on; see :meth:`Staging.bind`, whose errors it raises.
+
+        Wait first for an update that is being applied, which is for the model before.
+
+        Raises:
+            LifecycleError: the calling thread is inside the gate.
+            SyncTimeoutError: that update, or a forward pass, took too long.
+        """
+        self.gate.require_outside()  # the update may wait for this thread
+        if not self._updates.busy.acquire(timeout=self.options.timeout):
+            raise SyncTimeoutError(
+                f"an update took longer than {self.options.timeout:g} s; assign the model again, or raise "
+                "timeout="
+            )
+        try:
+            self.staging.bind(model, self.options.timeout)
+        finally:
+            self._updates.busy.release()
 
     def connect(self, timeout: float, *, again: bool = False) -> None:
         """Join the sender and apply the weights it has now.
@@ -101,8 +116,9 @@ class Receiver:
         deadline = time.monotonic() + timeout
         self._greeted = self._welcomed = False
         try:
-            if self._model is not None:
-                self.bind(self._model)
+            model, self._model = self._model, None
+            if model is not None:
+                self.staging.bind(model, self.options.timeout)
             expected = self.staging.target.schema()
         except Exception as reason:
             with contextlib.suppress(TransportError, TimeoutError):

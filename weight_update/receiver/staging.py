@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from weight_update.encodings import Decoder, decoder_for, read_delta
-from weight_update.errors import FormatError, LifecycleError
+from weight_update.errors import FormatError, LifecycleError, undo_on_error
 from weight_update.receiver.engine_copy import DoubleBuffer, EngineCopy
 from weight_update.receiver.flat_buffers import FlatBuffer, OwnCopy
 from weight_update.receiver.gate import Gate
@@ -97,7 +98,8 @@ class Staging:
     def bind(self, model: Any, timeout: float) -> None:
         """Keep ``model`` current from now on, beginning with the version that is in force.
 
-        If there is one, wait up to ``timeout`` seconds for running forward passes to end.
+        If there is one, wait up to ``timeout`` seconds for running forward passes to end. The model before
+        keeps the version that it has. After an error, it is kept current as before.
 
         Raises:
             LifecycleError: the receiver has weights, and the model before or this one is an engine.
@@ -108,22 +110,30 @@ class Staging:
             raise LifecycleError(
                 "the engine of a connected receiver cannot be replaced; create a receiver for the new engine"
             )
+        guarded = isinstance(model, torch.nn.Module) and not self._guarded_outside
+        unguard = self._gate.guard(model) if guarded else lambda: None
+        with undo_on_error(unguard):
+            if self.current is not None and target.binding is not None and self._schema is not None:
+                self._schema.require_same(target.binding.schema(), "the new model", more=True)
+                self._gate.run(functools.partial(self._fill, target, self.current, self._schema), timeout)
         self.unguard()
-        self.target = target
-        if isinstance(model, torch.nn.Module) and not self._guarded_outside:
-            self.unguard = self._gate.guard(model)
-        if self.current is not None and target.binding is not None and self._schema is not None:
-            self._schema.require_same(target.binding.schema(), "the new model", more=True)
-            self._gate.run(functools.partial(self._fill, self.current, self._schema), timeout)
+        self.target, self.unguard = target, unguard
 
-    def _fill(self, current: StagedUpdate, schema: WeightSchema) -> None:
-        """Give a new model the weights in force."""
-        values = current.values if self._own is None else list(self._own.values)
-        self.target.check_extra(current.extra)
-        current.values = self.target.prepare(schema.names, values)
-        self.target.write(schema.names, current.values, current.version)
-        if self._own is not None:
-            self._own.bind(self.target.binding)
+    def _fill(self, target: Target, current: StagedUpdate, schema: WeightSchema) -> None:
+        """Give a new target the weights and the extra state in force."""
+        values = target.prepare(schema.names, current.values if self._own is None else list(self._own.values))
+        target.check_extra(current.extra)
+        bound = self.target
+        with undo_on_error(target.exchange_extra(copy.deepcopy(current.extra))):
+            if self._own is not None:
+                self._own.unbind()  # before the model moves, which is no write of the worker
+            try:
+                self.target.leave()
+                target.write(schema.names, values, current.version)
+                current.values, bound = values, target
+            finally:
+                if self._own is not None:
+                    self._own.bind(bound.binding)
 
     def guard_outside(self) -> None:
         """Take the hooks off the model: the caller holds the gate around every forward pass itself."""

@@ -80,6 +80,9 @@ class Target:
     def move(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
         """Make the target leave the memory that it lies in for that of ``values``, which are equal."""
 
+    def leave(self) -> None:
+        """Make the target keep its weights, in memory of its own, whatever later updates bring."""
+
     def abort(self) -> None:
         """End the version in :attr:`loading`, which will not be completed."""
 
@@ -111,6 +114,10 @@ class ModelTarget(Target):
         if self.binding.points and not self._stable:
             self.binding.switch(names, values)
             self.binding.finish_kernels()  # they may still read the former memory
+
+    def leave(self) -> None:
+        if self.binding.points and not self._stable:
+            self.binding.leave()
 
 
 class EngineTarget(Target):

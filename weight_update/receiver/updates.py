@@ -239,9 +239,16 @@ def _is_of_the_update(reason: BaseException) -> bool:
 
 
 def _as_exception(reason: BaseException) -> Exception:
-    if isinstance(reason, Exception):
-        return reason
-    error = WorkerError(f"applying the update ended with {reason!r}; a model must raise an Exception instead")
+    """Return ``reason``, or a WorkerError if it is no Exception or its message cannot be read."""
+    try:
+        text = f"applying the update ended with {reason!r}; a model must raise an Exception instead"
+        str(reason)
+    except Exception as failure:  # noqa: BLE001 - __str__ or __repr__ may raise anything
+        text = f"{type(reason).__name__}, whose message cannot be read ({type(failure).__name__})"
+    else:
+        if isinstance(reason, Exception):
+            return reason
+    error = WorkerError(text)
     error.__cause__ = reason
     return error
 

@@ -239,7 +239,8 @@ class SchemeUpdates(SchemeLifecycle):
     def model(self) -> Any | None:
         """On a receiver, the model kept current. On a sender, the model or weights that ``send()`` reads.
 
-        Assign another model on a connected receiver, and it gets the weights in force.
+        Assign another model on a connected receiver, and it gets the weights and extra state in force. The
+        model before keeps its version. After an error, the receiver keeps the model before.
         """
         if self._sender_side is None:
             return self._model
@@ -248,9 +249,9 @@ class SchemeUpdates(SchemeLifecycle):
 
     @model.setter
     def model(self, model: Any) -> None:
-        self._model = model
         if self._receiver is not None:
             self._receiver.bind(model)
+        self._model = model
 
     @property
     def weights(self) -> Any | None:

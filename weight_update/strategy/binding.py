@@ -24,6 +24,7 @@ from weight_update.strategy.named_weights import (
     named_parts,
     require_initialized,
 )
+from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema, require_tensor
 
 _Place = tuple[str, tuple[Any, Any]]  # name of a tensor, the dict that holds it, and its key
@@ -172,6 +173,18 @@ class Binding:
         for target, value in zip(targets, ready, strict=True):  # forward passes may be waiting
             target.data = value
         count_writes(targets)
+
+    @torch.inference_mode(False)  # the model may be trained later
+    def leave(self) -> None:
+        """Move the tensors to memory of their own; tied tensors stay tied, and values stay as they are."""
+        found = {id(one): one for owner, key in self._places.values() if (one := owner.get(key)) is not None}
+        memory: dict[Any, torch.Tensor] = {}
+        for tensor in found.values():
+            if (place := memory_identity(tensor)) is not None:
+                if place not in memory:
+                    memory[place] = tensor.detach().clone()
+                tensor.data = memory[place]
+        self.finish_kernels()
 
     def write(self, names: tuple[str, ...], ready: list[torch.Tensor], *, stay: bool) -> None:
         """Give the tensors the values that :meth:`prepare` returned; nobody may compute with them meanwhile.

@@ -43,8 +43,7 @@ Gather = Callable[[Mapping[str, torch.Tensor]], Generator[tuple[str, torch.Tenso
 """Function that gathers tensors of which this process holds parts, one after the other."""
 
 # these run for thousands of tensors in each update, so without interpreted code for each tensor
-_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
-_LAYOUT, _IS_META = operator.attrgetter("layout"), operator.attrgetter("is_meta")
+_SHAPE, _DTYPE, _LAYOUT, _IS_META = map(operator.attrgetter, ("shape", "dtype", "layout", "is_meta"))
 _LAZY = {UninitializedParameter, UninitializedBuffer}
 
 
@@ -123,6 +122,14 @@ class NamedWeights:
         """Whether other processes hold parts of some of the tensors."""
         return any(issubclass(kind, DTensor) for kind in set(map(type, self.tensors.values())))
 
+    def require_values(self) -> None:
+        """Raise UnsupportedSourceError if some of the tensors are on the meta device."""
+        if any(map(_IS_META, self.tensors.values())):
+            hollow = ", ".join([name for name, tensor in self.tensors.items() if tensor.is_meta][:10])
+            raise UnsupportedSourceError(
+                f"on the meta device, without values to send: {hollow}; load the model first"
+            )
+
     def require_agreed(self, schema: WeightSchema, *, more: bool) -> None:
         """Check that the tensors fit ``schema``, on which both sides agreed; ``more`` allows further names.
 
@@ -134,11 +141,7 @@ class NamedWeights:
         agreed = "agreed", id(schema), more
         if fixed is not None and agreed in fixed.memo:
             return
-        if any(map(_IS_META, tensors.values())):
-            hollow = ", ".join([name for name, tensor in tensors.items() if tensor.is_meta][:10])
-            raise UnsupportedSourceError(
-                f"on the meta device, without values to send: {hollow}; load the model first"
-            )
+        self.require_values()
         if _exact(schema, tensors, more=more):
             if fixed is not None:
                 fixed.memo[agreed] = schema  # which keeps its id
@@ -243,8 +246,7 @@ class WeightReader:
         named = self.named(source)
         require_initialized(named.tensors)
         if chosen is not None:
-            kept = {name: value for name, value in named.tensors.items() if name in chosen}
-            named = NamedWeights(kept, named.extra)
+            named = NamedWeights({n: v for n, v in named.tensors.items() if n in chosen}, named.extra)
         if self.convert is None:
             return named
         named = NamedWeights(named.tensors, convert=self.convert)
@@ -288,7 +290,7 @@ def _checked(
 ) -> Generator[tuple[str, torch.Tensor]]:
     taken: str | None = None
     name: str | None = None
-    started = False
+    made: Any = None
     seen: set[str] = set()
 
     def take(item: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
@@ -297,8 +299,7 @@ def _checked(
         return item
 
     try:
-        made: Any = convert(map(take, source))
-        started = True
+        made = convert(map(take, source))
         if not isinstance(made, Iterable):
             raise UnsupportedSourceError(
                 f"convert gave a {type(made).__name__}, not an iterable of names and tensors; is it a "
@@ -324,7 +325,7 @@ def _checked(
             del value
     except Exception as error:
         if not isinstance(error, WeightSyncError) and sys.version_info >= (3, 11):  # others name the weight
-            call = "" if started else ", which takes one iterator of (name, tensor) pairs"
+            call = "" if made is not None else ", which takes one iterator of (name, tensor) pairs"
             last = f"the last weight that it took is {taken!r}, the last that it gave {name!r}"
             error.add_note(f"raised while convert= ran{call}; {last}")
         raise

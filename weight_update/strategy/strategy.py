@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -12,7 +12,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from weight_update.arguments import require_instance
 from weight_update.encodings import Encoding, encoding_from_config, resolve_encoding
-from weight_update.errors import LifecycleError, undo_on_error
+from weight_update.errors import LifecycleError, UnsupportedSourceError, undo_on_error
 from weight_update.strategy.binding import Binding
 from weight_update.strategy.named_weights import (
     EXTRA,
@@ -115,7 +115,9 @@ class WeightStrategy(WeightReader):
         if extract_as not in get_args(ExtractAs):
             known = " or ".join(repr(name) for name in get_args(ExtractAs))
             raise ValueError(f"extract_as must be {known}, got {extract_as!r}")
-        if isinstance(select, str) and select != "trainable":
+        prefixes = isinstance(select, Collection) and all(isinstance(prefix, str) for prefix in select)
+        is_known = select is None or select == "trainable" or callable(select)
+        if not is_known and (isinstance(select, str) or not prefixes):
             raise ValueError(
                 f"unknown selection {select!r} (known: None, 'trainable', a list of prefixes, a function)"
             )
@@ -180,9 +182,11 @@ class WeightStrategy(WeightReader):
 
         Raises:
             SchemaMismatchError: names, shapes or kinds of dtype differ; nothing was written.
-            UnsupportedSourceError: one of the two is of a type that has no weights.
+            UnsupportedSourceError: one of the two is of a type that has no weights, or ``weights`` are on the
+                meta device.
         """
         named = self.named(weights)
+        named.require_values()
         binding = self.bind(destination)
         schema = WeightSchema.of(named.tensors)
         schema.require_same(binding.schema(), "the destination", more=self.partial)
@@ -211,9 +215,14 @@ class WeightStrategy(WeightReader):
         tree: dict[str, Any] = {}
         for name, value in {**named.tensors, **named.extra}.items():
             *path, leaf = name.split(".")
-            node = tree
+            node: Any = tree
             for part in path:
-                node = node.setdefault(part, {})
+                node = node.setdefault(part, {}) if isinstance(node, dict) else None
+            if not isinstance(node, dict) or leaf in node:
+                raise UnsupportedSourceError(
+                    f"{name!r}: in a TensorDict no weight can be inside another, as 'a.b' inside 'a'; use "
+                    "the strategy 'state_dict', or rename the weight"
+                )
             if name in named.extra:
                 node[EXTRA_IN_TENSORDICT if name == EXTRA else leaf] = NonTensorData(value)
             else:

@@ -81,15 +81,19 @@ def byte_view(flat: torch.Tensor) -> memoryview:
     return memoryview(flat.numpy()).cast("B")  # type: ignore[arg-type]  # arrays are buffers
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in memory of its own: not if it is empty, meta, sparse or a wrapper."""
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.data_ptr() != 0
+
+
 def memory_identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Return a key that is equal for two tensors exactly if they are the same view of the same memory.
 
-    The key of an empty tensor is None. The key of a tensor without memory of its own is its id; it is meta,
-    sparse or nested.
+    The key of an empty tensor is None. The key of a tensor without memory of its own is its id.
     """
     if tensor.numel() == 0:
         return None
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
+    if not has_memory(tensor):
         return "no memory", id(tensor)
     return (
         tensor.data_ptr(),

@@ -15,7 +15,7 @@ import torch
 
 from weight_update.errors import FormatError, SchemaMismatchError, UnsupportedSourceError
 from weight_update.text import plural
-from weight_update.wire.memory import memory_identity
+from weight_update.wire.memory import has_memory, memory_identity
 
 ALIGNMENT = 64
 """Bytes to which every tensor is aligned in the flat buffer."""
@@ -97,8 +97,8 @@ class WeightSchema:
         """Lay out ``named`` tensors one after the other, each aligned to 64 bytes.
 
         Raises:
-            UnsupportedSourceError: a value is no tensor; or it is sparse, nested, quantized or of an unknown
-                dtype.
+            UnsupportedSourceError: a value is no tensor; or it is sparse, nested, quantized, of an unknown
+                dtype, or a wrapper of other tensors, such as a DTensor.
         """
         for name, tensor in named.items():
             require_tensor(name, tensor)
@@ -107,6 +107,11 @@ class WeightSchema:
                 raise UnsupportedSourceError(
                     f"{name!r} is a {kind} tensor of {tensor.dtype}; only plain strided tensors can be "
                     f"synchronized, such as the result of {plain}()"
+                )
+            if not has_memory(tensor) and tensor.numel() and not tensor.is_meta:
+                raise UnsupportedSourceError(
+                    f"{name!r} is a {type(tensor).__name__} without memory of its own; only plain strided "
+                    "tensors can be synchronized, such as the result of full_tensor() or dequantize()"
                 )
             dtype_name(tensor.dtype)
         rows = ((name, tuple(one.shape), one.dtype, memory_identity(one)) for name, one in named.items())

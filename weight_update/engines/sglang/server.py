@@ -50,6 +50,7 @@ class SGLangServer(InferenceEngine):
         RuntimeError: the server was not started with our loader, refuses the key, or is not SGLang.
         TransportError: no server answers at ``url``.
         SyncTimeoutError: the server takes longer than ``timeout``.
+        ValueError: ``pause`` is neither of the two, or a key has characters that no HTTP header may have.
     """
 
     def __init__(

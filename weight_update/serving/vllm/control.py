@@ -7,7 +7,7 @@ import functools
 import urllib.parse
 from typing import Any
 
-from weight_update.engines.http import call
+from weight_update.engines.http import call, not_a_server
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.serving.vllm.joining import PauseMode, connect_with, init_info
 
@@ -34,11 +34,11 @@ class VLLMServer:
 
     def world_size(self) -> int:
         """Return the number of the server's workers, over all of its replicas (data parallel)."""
-        return int(self._call("GET", "get_world_size")["world_size"])
+        return int(self._field("GET", "get_world_size", "world_size"))
 
     def weight_version(self) -> str:
         """Return the version that the server was told last; ``"default"`` before."""
-        return str(self._call("GET", "weight_info")["weight_version"])
+        return str(self._field("GET", "weight_info", "weight_version"))
 
     def update_weight_version(self, new_version: str) -> None:
         """Have the server state another version, without an update."""
@@ -54,7 +54,7 @@ class VLLMServer:
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; return False if running requests use some of them."""
-        return bool(self._call("POST", "reset_prefix_cache")["success"])
+        return bool(self._field("POST", "reset_prefix_cache", "success"))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Make the server's workers join a sender."""
@@ -76,6 +76,12 @@ class VLLMServer:
         """End the update, after which the server states ``weight_version``."""
         body = None if weight_version is None else {"weight_version": weight_version}
         self._call("POST", "finish_weight_update", body)
+
+    def _field(self, method: str, route: str, field: str) -> Any:
+        try:
+            return self._call(method, route)[field]
+        except (LookupError, TypeError):
+            raise not_a_server(f"{self.url}/{route}", "vLLM") from None
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> Any:
         return call(method, f"{self.url}/{route}", body, self.timeout, engine="vLLM", remedy=_remedy)

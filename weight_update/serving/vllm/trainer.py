@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -57,7 +57,7 @@ class TrainerInitInfo(VLLMTrainerInitInfo):
     timeout: float = 300.0
     connect_timeout: float = 300.0
     in_chunks: bool = False
-    scheme: WeightSyncScheme | None = field(default=None)
+    scheme: WeightSyncScheme | None = None
 
     def make_scheme(self) -> WeightSyncScheme:
         """Return the scheme, not initialized."""

@@ -192,6 +192,5 @@ class Turns:
 
 
 def _late(target: int | None, timeout: float) -> str:
-    what = "no update" if target is None else f"version {target} did not"
-    verb = " arrived" if target is None else " arrive"
-    return f"{what}{verb} within {timeout:g} s; has the trainer called send()? (or raise timeout=)"
+    what = "no update arrived" if target is None else f"version {target} did not arrive"
+    return f"{what} within {timeout:g} s; has the trainer called send()? (or raise timeout=)"

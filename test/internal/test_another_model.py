@@ -1,0 +1,167 @@
+"""Another model, assigned to a connected receiver: ``scheme.model = other``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from pairs import connect_pair
+from torch import nn
+
+from weight_update import (
+    LifecycleError,
+    MemoryWeightSyncScheme,
+    SchemaMismatchError,
+    WeightStrategy,
+    WeightSyncScheme,
+)
+from weight_update.receiver import flat_buffers
+from weight_update.testing.processes import wait_until
+
+WAIT = 20.0
+PATHS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "flat buffer": {},
+    "patch": {"encoding": "patch"},
+    "dense copied": {"stable_addresses": True},
+    "patch copied": {"encoding": "patch", "stable_addresses": True},
+}
+
+Join = Callable[[nn.Module, nn.Module], tuple[WeightSyncScheme, WeightSyncScheme]]
+
+
+@pytest.fixture(params=PATHS)
+def join(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
+    monkeypatch.setattr(flat_buffers, "_MANY", 1 if request.param == "flat buffer" else 1 << 30)
+    options = {"encoding": "dense", "stable_addresses": False, **PATHS[request.param]}
+    with contextlib.ExitStack() as stack:
+
+        def connect(source: nn.Module, target: nn.Module) -> tuple[WeightSyncScheme, WeightSyncScheme]:
+            strategy = WeightStrategy("state_dict", encoding=options["encoding"])
+            stable = options["stable_addresses"]
+            sender = stack.enter_context(
+                MemoryWeightSyncScheme(strategy, timeout=WAIT, stable_addresses=stable)
+            )
+            return sender, stack.enter_context(connect_pair(sender, source, target))
+
+        yield connect
+
+
+class Noted(nn.Linear):
+    """A module with extra state."""
+
+    def __init__(self, note: int = 0) -> None:
+        super().__init__(4, 4)
+        self.note = note
+
+    def get_extra_state(self) -> int:
+        return self.note
+
+    def set_extra_state(self, note: int) -> None:
+        self.note = note
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+@torch.no_grad()
+def add_one(model: nn.Module) -> None:
+    for one in model.state_dict().values():
+        one += 1
+
+
+def same(source: nn.Module, target: nn.Module) -> bool:
+    mine = target.state_dict()
+    return all(torch.equal(mine[name], value) for name, value in source.state_dict().items())
+
+
+def test_a_model_that_does_not_fit_is_not_taken(join: Join) -> None:
+    source, target, other = net(), net(), net()
+    sender, receiver = join(source, target)
+    other[0] = nn.Linear(4, 5)
+    with pytest.raises(SchemaMismatchError, match=r"the new model(.|\n)*0\.weight"):
+        receiver.model = other
+    assert receiver.model is target
+    assert not other._forward_pre_hooks
+    add_one(source)
+    sender.send()
+    assert same(source, target)
+
+
+def test_it_gets_the_extra_state_in_force(join: Join) -> None:
+    source, other = Noted(7), Noted()
+    _, receiver = join(source, Noted())
+    receiver.model = other
+    assert other.note == 7
+    assert torch.equal(other.weight, source.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_update_that_waits_comes_first(join: Join, dtype: torch.dtype) -> None:
+    source, other = net(), net().to(dtype)
+    sender, receiver = join(source, net())
+    gate, holds, ends = receiver._receiver.gate, threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with receiver.hold():
+            holds.set()
+            ends.wait(WAIT)
+
+    threading.Thread(target=hold).start()
+    assert holds.wait(WAIT)
+    add_one(source)
+    handle = sender.send_async()
+    wait_until(lambda: gate._updates)
+    threading.Timer(0.2, ends.set).start()  # the assignment has begun by then
+    receiver.model = other
+    handle.wait(WAIT)
+    assert receiver.version == 1
+    assert other[0].weight.dtype is dtype
+    assert same(source, other.float())
+
+
+def test_the_model_before_keeps_its_version(join: Join) -> None:
+    source, target, other = net(), net(), net()
+    for model in (source, target, other):
+        model[1].weight = model[0].bias
+    sender, receiver = join(source, target)
+    receiver.model = other
+    kept = copy.deepcopy(source)
+    for _ in range(3):
+        add_one(source)
+        sender.send()
+        assert same(source, other)
+        assert same(kept, target)
+    assert target[1].weight.data_ptr() == target[0].bias.data_ptr()
+
+
+def test_patches_stay_patches(join: Join, caplog: pytest.LogCaptureFixture) -> None:
+    source = nn.Linear(64, 64)
+    sender, receiver = join(source, nn.Linear(64, 64))
+    other, wide = nn.Linear(64, 64), nn.Linear(64, 64).double()
+    for model in (other, wide, other, other):
+        receiver.model = model
+        with torch.no_grad():
+            source.weight[0, 0] += 1
+        assert sender.send().encoding == sender.strategy.encoding.label
+        assert same(source, copy.deepcopy(model).float())
+    assert "asks for all weights" not in caplog.text
+
+
+def test_an_assignment_inside_hold_is_refused_at_once(join: Join) -> None:
+    source, target = net(), net()
+    sender, receiver = join(source, target)
+    with receiver.hold():
+        add_one(source)
+        handle = sender.send_async()
+        wait_until(lambda: receiver._receiver.gate._updates)
+        with pytest.raises(LifecycleError, match=r"inside hold\(\)"):
+            receiver.model = net()
+    handle.wait(WAIT)
+    assert same(source, target)
