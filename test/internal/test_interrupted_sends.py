@@ -97,7 +97,7 @@ def test_a_commit_of_all_weights(pair: Pair, monkeypatch: pytest.MonkeyPatch) ->
     send_again(scheme)
     assert torch.equal(model.weight, target.weight)
     users = [slot.users for slot in sender_of(scheme)._pool._slots]
-    assert [number for number in users if number] == [2], "the slot in use is that of the group and of the worker"
+    assert [number for number in users if number] == [2], "the group and the worker use one slot"
 
 
 @pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])

@@ -64,7 +64,8 @@ class DeltaGroup(SendGroup):
             return {"keep": True, "version": self.version, "digests": self._digests_to_tell()}
 
     def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> Encoded:
-        tensors, difference = named.tensors, None
+        tensors = named.tensors
+        difference: Any = None  # of the tracker's own type
         if self.version is None:
             with self._remembering:
                 self._begin(tensors)
