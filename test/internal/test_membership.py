@@ -27,10 +27,12 @@ from weight_update import (
     SyncTimeoutError,
     UnsupportedSourceError,
     WeightChunk,
+    WeightStrategy,
     WeightSyncScheme,
 )
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.sender import joining as joining_module
+from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.joining import liveness
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import ReceiverId
@@ -177,6 +179,28 @@ def test_a_late_joiner_admitted_during_shutdown(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(JoinRefusedError, match="shut down"):
         admit(6)
     scheme.shutdown()
+
+
+@pytest.mark.parametrize("is_its_own_cause", [False, True])
+def test_a_worker_comes_back_after_an_unexpected_error(
+    monkeypatch: pytest.MonkeyPatch, is_its_own_cause: bool
+) -> None:
+    """Lack of memory for its weights, which PyTorch reports as a RuntimeError, is an example."""
+
+    def failing(group: DeltaGroup) -> None:
+        monkeypatch.undo()
+        error = RuntimeError("there is no memory")
+        raise error from (error if is_its_own_cause else None)
+
+    with SharedMemWeightSyncScheme(WeightStrategy(encoding="patch")) as scheme:
+        with connect_pair(scheme, mlp(1), mlp(2)):
+            scheme.send()
+        monkeypatch.setattr(DeltaGroup, "prepare", failing)
+        for error in LinkClosedError, None:
+            told: dict[int, Exception] = {}
+            with receiver_of(scheme, scheme.token) as receiver:
+                try_to_join(receiver, 0, mlp(3), told)
+            assert list(map(type, told.values())) == ([] if error is None else [error])
 
 
 class LockProbe(logging.Handler):

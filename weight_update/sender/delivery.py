@@ -275,7 +275,8 @@ class AnswerThreads:
             except Exception as error:  # noqa: BLE001 - any error must reach the callers that wait
                 _log.exception("the link to worker %d ended", worker.idx)
                 self._delivery.lose(worker, error)
-                ended = True
+                # an error of recv_chunk itself may come again at once
+                ended = connection is not None or not worker.link.capabilities.allows_rejoin
             ended = self._forget(worker) or ended
 
     def _forget(self, worker: WorkerState) -> bool:
