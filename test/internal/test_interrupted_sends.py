@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,14 +25,24 @@ SECONDS = 15.0
 Pair = Callable[[WeightSyncScheme], tuple[nn.Linear, nn.Linear]]
 
 
-def interrupt_once(patch: pytest.MonkeyPatch, owner: Any, method: str, *, after: bool) -> None:
-    """Have the next call of a method raise KeyboardInterrupt, before or after its work."""
+def interrupt_once(
+    patch: pytest.MonkeyPatch,
+    owner: Any,
+    method: str,
+    *,
+    after: bool,
+    handle: Callable[[], object] = lambda: None,
+) -> None:
+    """Have the main thread's next call of a method raise KeyboardInterrupt, before or after its work."""
     real = getattr(owner, method)
 
-    def interrupted(*arguments: Any) -> None:
+    def interrupted(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return real(*arguments)
         patch.setattr(owner, method, real)
         if after:
             real(*arguments)
+        handle()
         raise KeyboardInterrupt
 
     patch.setattr(owner, method, interrupted)
@@ -129,3 +140,14 @@ def test_a_version_that_a_pipeline_begins(pair: Pair, monkeypatch: pytest.Monkey
     interrupted_send(scheme, model)
     send_again(scheme)
     assert torch.equal(model.weight, target.weight)
+
+
+@pytest.mark.timeout(20, method="thread")
+@pytest.mark.parametrize(("owner", "method"), [(SharedMemTransport, "send_chunk"), (Delivery, "_load")])
+def test_a_signal_handler_that_shuts_down(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str
+) -> None:
+    scheme = SharedMemWeightSyncScheme()
+    model, _ = pair(scheme)
+    interrupt_once(monkeypatch, owner, method, after=False, handle=scheme.shutdown)
+    interrupted_send(scheme, model)
