@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import pickle
@@ -38,6 +39,7 @@ from weight_update.sender.sender import Sender
 from weight_update.sender.workers import ReceiverId
 from weight_update.testing import WorkerProcesses, mlp
 from weight_update.testing.late_joiners import forgotten, gone, join
+from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import context_of
 from weight_update.transports.shared_memory.transport import SharedMemTransport
 from weight_update.wire.frames import Kind
@@ -179,6 +181,20 @@ def test_a_late_joiner_admitted_during_shutdown(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(JoinRefusedError, match="shut down"):
         admit(6)
     scheme.shutdown()
+
+
+def test_the_index_of_a_late_joiner_of_this_process_that_left() -> None:
+    with MemoryWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=0)
+        scheme.connect()
+        assert isinstance(scheme._sender, Sender)
+        table = scheme._sender.table
+        for version in 1, 2:
+            with copy.copy(scheme) as receiver:
+                receiver.init_on_receiver(model=mlp(2), worker_idx=5)
+                receiver.connect()
+                assert scheme.send().version == version
+            wait_until(lambda: 5 not in table)
 
 
 @pytest.mark.parametrize("is_its_own_cause", [False, True])

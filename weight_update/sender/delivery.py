@@ -284,7 +284,8 @@ class AnswerThreads:
         if worker.joined or not worker.late or self._table.closed:
             return False
         with self._groups.lock, self._table.lock:
-            if worker.joined or time.monotonic() < worker.admitted_until:
+            awaited = worker.link.capabilities.allows_rejoin and time.monotonic() < worker.admitted_until
+            if worker.joined or awaited:
                 return False
             self._groups.move([worker], None)
             self._table.remove(worker)
