@@ -488,6 +488,39 @@ def test_devices_of_workers_that_are_not_known() -> None:
         sender.send(worker_ids="cuda:0")
 
 
+@pytest.mark.parametrize("given", [0.9, [None], [[0]], {0: 1}.keys(), np.array([0])])
+def test_workers_that_are_no_indices(given: Any) -> None:
+    message = "is neither a worker index nor a device; worker_ids= takes one of these, or a list"
+    with (
+        connected_thread(MemoryWeightSyncScheme, nn.Linear(2, 2), nn.Linear(2, 2)) as sender,
+        pytest.raises(UnknownWorkerError, match=message),
+    ):
+        sender.send(worker_ids=given)
+
+
+class ContextWith:
+    """A context that names its workers."""
+
+    def __init__(self, **members: Any) -> None:
+        vars(self).update(members)
+
+
+def test_a_context_whose_devices_are_texts() -> None:
+    context = ContextWith(policy=nn.Linear(2, 2), num_workers=2, policy_device=["cpu", "meta"])
+    with SharedMemWeightSyncScheme(connect_timeout=0.1) as scheme:
+        scheme.init_on_sender(model_id="policy", context=context)
+        with pytest.raises(SyncTimeoutError):
+            scheme.connect()
+        assert scheme.send_async(worker_ids="meta").workers == (1,)
+
+
+def test_a_context_with_too_few_factories() -> None:
+    context = ContextWith(policy=None, num_workers=3, policy_factory=[lambda: nn.Linear(2, 2), lambda: None])
+    message = "policy_factory has 2 functions for 3 workers; give one, or one for each worker"
+    with pytest.raises(ValueError, match=message):
+        SharedMemWeightSyncScheme().init_on_sender(model_id="policy", context=context)
+
+
 def test_workers_that_lack_weights_of_their_own() -> None:
     message = r"no weights for workers \[0\] of worker_ids=0; weights are given for \[1\]"
     with (
@@ -663,7 +696,12 @@ def test_a_group_that_is_no_list(schemes: Any) -> None:
 def test_models_sent_together_without_their_weights() -> None:
     actor, critic = SharedMemWeightSyncScheme(), SharedMemWeightSyncScheme()
     message = r"^send_together takes a dict of weights by scheme, such as \{actor: None, critic: None\}"
-    for given, problem in (([actor, critic], ", not a list"), ({"actor": None}, "; 'actor' is no scheme")):
+    odd = (
+        ([actor, critic], ", not a list"),
+        ({"actor": None}, "; 'actor' is no scheme"),
+        ({}, "; this one is empty"),
+    )
+    for given, problem in odd:
         with pytest.raises(TypeError, match=f"{message}{problem}$"):
             send_together(given)  # type: ignore[arg-type]
 

@@ -212,11 +212,14 @@ def with_one_change(model: Any) -> None:
     next(model.parameters()).data.view(-1)[0] += 1
 
 
-def test_an_observer_that_raises(running: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ArithmeticError, SystemExit])
+def test_an_observer_that_raises(
+    error: type[BaseException], running: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     scheme, told = SharedMemWeightSyncScheme(), Told()
 
     def broken(event: SyncReport | WorkerEvent) -> None:
-        raise ArithmeticError(f"cannot count {event}")
+        raise error(f"cannot count {event}")
 
     running(scheme, mlp(1))
     scheme.add_observer(broken)
@@ -258,6 +261,15 @@ def test_a_receiver_has_no_observers() -> None:
     scheme.init_on_receiver(model=mlp(1), worker_idx=0)
     with pytest.raises(LifecycleError, match="is for senders"):
         scheme.add_observer(print)
+
+
+def test_an_observer_that_was_added_twice() -> None:
+    observers, told = Observers(), Told()
+    remove, _ = observers.add(told), observers.add(told)
+    remove()
+    remove()
+    assert len(observers.functions) == 1
+    observers.close()
 
 
 def test_closed_observers_leave_their_sources() -> None:

@@ -126,6 +126,10 @@ def test_no_scheme_does_nothing() -> None:
     report = sender.send(nn.Linear(3, 3), worker_ids=[0])
     assert (report.version, report.wire_bytes) == (0, 0)
     assert receiver.receive(timeout=None) is None
+    handle = sender.send_async()
+    assert (handle.done(), handle.wait().encoding, handle.failures()) == (True, "none", {})
+    with receiver.hold():
+        assert receiver.guarded(model) is model
     sender.shutdown()
 
 

@@ -189,9 +189,11 @@ class GroupSyncFailedError(SyncFailedError):
 def without_frames(error: _E) -> _E:
     """Return ``error`` without the frames it and its causes came through, which keep an update's memory."""
     error.__context__ = None
+    causes: list[BaseException] = []
     cause = error.__cause__
-    while cause is not None:
+    while cause is not None and cause not in causes:  # an error may be its own cause
         cause.__traceback__ = cause.__context__ = None
+        causes.append(cause)
         cause = cause.__cause__
     return error.with_traceback(None)
 

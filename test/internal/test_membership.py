@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import pickle
@@ -27,15 +28,18 @@ from weight_update import (
     SyncTimeoutError,
     UnsupportedSourceError,
     WeightChunk,
+    WeightStrategy,
     WeightSyncScheme,
 )
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.sender import joining as joining_module
+from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.joining import liveness
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import ReceiverId
 from weight_update.testing import mlp
 from weight_update.testing.late_joiners import forgotten, gone, join
+from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import context_of, start_workers
 from weight_update.transports.shared_memory.transport import SharedMemTransport
 from weight_update.wire.frames import Kind
@@ -177,6 +181,42 @@ def test_a_late_joiner_admitted_during_shutdown(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(JoinRefusedError, match="shut down"):
         admit(6)
     scheme.shutdown()
+
+
+def test_the_index_of_a_late_joiner_of_this_process_that_left() -> None:
+    with MemoryWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=0)
+        scheme.connect()
+        assert isinstance(scheme._sender, Sender)
+        table = scheme._sender.table
+        for version in 1, 2:
+            with copy.copy(scheme) as receiver:
+                receiver.init_on_receiver(model=mlp(2), worker_idx=5)
+                receiver.connect()
+                assert scheme.send().version == version
+            wait_until(lambda: 5 not in table)
+
+
+@pytest.mark.parametrize("is_its_own_cause", [False, True])
+def test_a_worker_comes_back_after_an_unexpected_error(
+    monkeypatch: pytest.MonkeyPatch, is_its_own_cause: bool
+) -> None:
+    """Lack of memory for its weights, which PyTorch reports as a RuntimeError, is an example."""
+
+    def failing(group: DeltaGroup) -> None:
+        monkeypatch.undo()
+        error = RuntimeError("there is no memory")
+        raise error from (error if is_its_own_cause else None)
+
+    with SharedMemWeightSyncScheme(WeightStrategy(encoding="patch")) as scheme:
+        with connect_pair(scheme, mlp(1), mlp(2)):
+            scheme.send()
+        monkeypatch.setattr(DeltaGroup, "prepare", failing)
+        for error in LinkClosedError, None:
+            told: dict[int, Exception] = {}
+            with receiver_of(scheme, scheme.token) as receiver:
+                try_to_join(receiver, 0, mlp(3), told)
+            assert list(map(type, told.values())) == ([] if error is None else [error])
 
 
 class LockProbe(logging.Handler):

@@ -57,7 +57,7 @@ def send_together(
         the report of each scheme.
 
     Raises:
-        TypeError: ``weights`` is not a dict with schemes as its keys.
+        TypeError: ``weights`` is not a dict with schemes as its keys, or is empty.
         LifecycleError: a scheme is not connected, or the schemes are not of one group.
         GroupSyncFailedError: workers could not stage or apply the models. The error holds the failures and
             reports of all schemes. If staging failed, no worker changed.
@@ -67,6 +67,8 @@ def send_together(
     for key in weights:
         if not isinstance(key, WeightSyncScheme):
             raise TypeError(f"{_BY_SCHEME}; {key!r} is no scheme")
+    if not weights:
+        raise TypeError(f"{_BY_SCHEME}; this one is empty")
     schemes = list(weights)
     groups = {scheme.group for scheme in schemes}
     if len(groups) != 1 or None in groups:

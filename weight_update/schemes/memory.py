@@ -19,8 +19,9 @@ _log = logging.getLogger(__name__)
 class _Listener:
     """Holds the receivers' ends of one sender's links, until the sender is shut down."""
 
-    def __init__(self, admit: Admit) -> None:
+    def __init__(self, workers: Sequence[int], admit: Admit) -> None:
         self.links: dict[int, MemoryTransport] = {}
+        self._initial = frozenset(workers)
         self._taken: set[int] = set()
         self._admit = admit
         self.refusals = Refusals(_log)  # none: the receiver's own thread gets the error
@@ -35,8 +36,10 @@ class _Listener:
             mine, theirs = MemoryTransport.pair()
             mine.close()
             return theirs
-        if worker_idx not in self.links:
+        known = self.links.get(worker_idx)
+        if known is None or (known.closed and worker_idx not in self._initial):
             self._admit(worker_idx)
+            self._taken.discard(worker_idx)
         link = self.links[worker_idx]
         if worker_idx in self._taken and not link.closed:
             raise JoinRefusedError(
@@ -65,7 +68,7 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
     """
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
-        self.listener = _listeners[self.token] = _Listener(self.newcomers())
+        self.listener = _listeners[self.token] = _Listener(workers, self.newcomers())
         return super().open_sender(workers, ctx)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from weight_update.errors import LifecycleError
+from weight_update.receiver.gate import Gate, Hold
 from weight_update.report import SyncReport
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.collector import register_with_torchrl
+from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
 
 class NoWeightSyncScheme(WeightSyncScheme, backend="none"):
-    """Scheme for models that need no synchronization: every call does nothing and succeeds at once."""
+    """Scheme for models that need no synchronization.
+
+    Connecting, sending, receiving and holding do nothing and succeed at once.
+    """
 
     def __init__(self, strategy: str | WeightStrategy = "tensordict", sync: bool = True) -> None:
         super().__init__(strategy, sync)
@@ -41,6 +49,38 @@ class NoWeightSyncScheme(WeightSyncScheme, backend="none"):
         """Send nothing, and return an empty report."""
         return SyncReport(0, "none")
 
+    def send_async(self, weights: Any = None, worker_ids: Any = None) -> SendHandle:
+        """Send nothing, and return a handle that is done."""
+        return SendHandle(_Nobody(), SyncReport(0, "none"), ())
+
     def receive(self, timeout: float | None = None) -> Any | None:
         """Return None at once."""
         return None
+
+    def hold(self) -> Hold:
+        """Return a context manager; no update waits for its end."""
+        return Gate().hold()
+
+    def guarded(self, function: _F) -> _F:
+        """Return ``function`` itself."""
+        return function
+
+
+class _Nobody:
+    """The owner of updates that are sent to nobody."""
+
+    def members(self, *workers: object, **ignored: object) -> tuple[()]:
+        return ()
+
+    def settled(self, *update: object, **ignored: object) -> bool:
+        return True
+
+    def failures(self, *update: object, **ignored: object) -> dict[int, Exception]:
+        return {}
+
+    wait = wait_staged = failures
+
+    def commit(self, *update: object, **ignored: object) -> None:
+        """Do nothing."""
+
+    abort = commit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import time
 import weakref
@@ -185,12 +186,14 @@ class SourceReader:
         return list(dict.fromkeys(chosen if per_worker else self._nobody + chosen))
 
     def _workers_of(self, item: Any) -> list[int]:
-        if not isinstance(item, (torch.device, str)):
-            return [int(item)]
         try:
+            if not isinstance(item, (torch.device, str)):
+                return [operator.index(item)]
             device = torch.device(item)
-        except RuntimeError:
-            raise UnknownWorkerError(f"{item!r} is neither a worker index nor a device") from None
+        except (RuntimeError, TypeError):
+            raise UnknownWorkerError(
+                f"{item!r} is neither a worker index nor a device; worker_ids= takes one of these, or a list"
+            ) from None
         devices = self._sources.devices
         matching = [idx for idx, place in devices.items() if place == device]
         if not matching:

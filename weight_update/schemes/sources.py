@@ -86,7 +86,7 @@ class Sources:
     def _of_context(cls, context: Any, model_id: str | None, num_workers: int | None) -> Sources:
         if model_id is None:
             raise ValueError("init_on_sender(context=...) needs model_id as well")
-        devices = devices_of(context)
+        devices = [_device(one) for one in devices_of(context)]
         if num_workers is not None and whole_number(num_workers, "num_workers", least=1) != len(devices):
             devices = [devices[0] if len(set(devices)) == 1 else None] * num_workers
         workers = dict(enumerate(devices))
@@ -95,6 +95,11 @@ class Sources:
         if model is None and model_id == "policy" and factories:
             if all(factory is factories[0] for factory in factories):
                 model = factories[0]()
+            elif len(factories) < len(workers):
+                raise ValueError(
+                    f"policy_factory has {len(factories)} functions for {len(workers)} workers; give one, or "
+                    "one for each worker"
+                )
             else:
                 return cls({idx: factories[idx]() for idx in workers}, workers)
         if not isinstance(model, nn.Module):

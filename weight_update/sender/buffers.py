@@ -115,7 +115,7 @@ class BufferPool:
             NotEnoughMemoryError: none became free in time, or none is in use that could be waited for.
         """
         deadline = time.monotonic() + self._timeout
-        with self._changed:
+        with self.lock:
             while True:
                 slot = self._find(nbytes)
                 if slot is not None:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -34,6 +34,7 @@ _GOODBYE_SECONDS = 1.0
 _ABSENT_SECONDS = 60.0
 """Seconds that a late joiner which was refused, or lost, has to come back on its connection."""
 _END_SECONDS = 5.0
+_CUT_OFF = "a signal handler interrupted the call that sent to it; it joins again and gets all weights"
 
 
 class Delivery:
@@ -45,7 +46,7 @@ class Delivery:
 
     def __init__(self, table: WorkerTable, timeout: float) -> None:
         self.timeout = timeout
-        self._table, self.changed = table, table.changed
+        self._table, self.lock, self.changed = table, table.lock, table.changed
         self._closed = False
         self._reports: weakref.WeakValueDictionary[int, SyncReport] = weakref.WeakValueDictionary()
         self._counted: set[tuple[int, int]] = set()  # versions, and payloads that workers share
@@ -61,6 +62,16 @@ class Delivery:
 
         Call this whenever that may have changed.
         """
+        idle = [worker for worker in workers if worker.inflight is None]
+        try:
+            self._update(workers)
+        except BaseException:  # of a signal handler: some updates may now be in flight that nobody writes
+            for worker in idle:
+                if worker.inflight is not None and not worker.writing:
+                    self.lose(worker, InterruptedError(_CUT_OFF))
+            raise
+
+    def _update(self, workers: Sequence[WorkerState]) -> None:
         slow = [worker for worker in workers if not worker.link.capabilities.send_never_blocks]
         loads = [(worker, update) for worker in slow if (update := self._load(worker)) is not None]
         _announce(loads)
@@ -110,6 +121,10 @@ class Delivery:
                 worker.link.send_chunk(chunk, self.timeout)
         except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
             self._lose_unless_it_left(worker, error, connection)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # a signal handler may have cut a frame in two
+                self.lose(worker, InterruptedError(_CUT_OFF), connection)
+            raise
 
     def tell(self, states: Iterable[WorkerState], chunk: WeightChunk) -> None:
         """Write one frame to each worker that is connected; a worker for which that fails is lost."""
@@ -260,7 +275,8 @@ class AnswerThreads:
             except Exception as error:  # noqa: BLE001 - any error must reach the callers that wait
                 _log.exception("the link to worker %d ended", worker.idx)
                 self._delivery.lose(worker, error)
-                ended = True
+                # an error of recv_chunk itself may come again at once
+                ended = connection is not None or not worker.link.capabilities.allows_rejoin
             ended = self._forget(worker) or ended
 
     def _forget(self, worker: WorkerState) -> bool:
@@ -268,7 +284,8 @@ class AnswerThreads:
         if worker.joined or not worker.late or self._table.closed:
             return False
         with self._groups.lock, self._table.lock:
-            if worker.joined or time.monotonic() < worker.admitted_until:
+            awaited = worker.link.capabilities.allows_rejoin and time.monotonic() < worker.admitted_until
+            if worker.joined or awaited:
                 return False
             self._groups.move([worker], None)
             self._table.remove(worker)

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
 
 from weight_update.arguments import require_instance
@@ -70,14 +71,15 @@ class Observers:
                     for source in self._sources:
                         stack.callback(source(self.tell))
                     self._removes = stack.pop_all()
-            self.functions = (*self.functions, function)
+            added = partial(function)  # the same function may be added twice
+            self.functions = (*self.functions, added)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weight_update-observers", daemon=True)
                 self._thread.start()
 
         def remove() -> None:
             with self._starting:
-                self.functions = tuple(one for one in self.functions if one is not function)
+                self.functions = tuple(one for one in self.functions if one is not added)
                 if not self.functions:
                     self._removes.close()
 
@@ -129,5 +131,5 @@ class Observers:
         for function in self.functions:
             try:
                 function(event)
-            except Exception:  # noqa: BLE001 - observers never break updates
+            except BaseException:  # noqa: BLE001 - observers never break updates; sys.exit() would end the thread
                 _log.warning("an observer raised an error", exc_info=True)

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from weight_update.errors import SchemaMismatchError, SyncTimeoutError
+from weight_update.errors import SchemaMismatchError, SyncTimeoutError, undo_on_error
 from weight_update.progress import Progress
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import BufferPool, ChunkWindow, EncodedUpdate, Slot, VersionId
@@ -53,10 +53,10 @@ class PipelineSender:
         assert isinstance(group, FullGroup)
         assert limit is not None
         largest = max(group.whole_encoding.payload_sizes(group.schema))
-        with self._delivery.changed:
-            ready = self._ready(states, step)
-            pipeline = Pipeline(step, ready, limit, lambda: self._pool.take(largest), self._delivery)
-        with contextlib.closing(named.items()) as items:
+        pipeline = Pipeline(step, limit, lambda: self._pool.take(largest), self._delivery)
+        with contextlib.closing(named.items()) as items, undo_on_error(pipeline.give_up):
+            with self._delivery.lock:
+                pipeline.begin(self._ready(states, step))
             pipeline.run(group, pipeline.checked(states[0].schema, items))
         for stage, seconds in pipeline.seconds.items():
             report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
@@ -82,24 +82,26 @@ class PipelineSender:
 class Pipeline:
     """One version on its way to workers that take the same bytes.
 
-    The caller's thread converts and encodes. The constructor is called with the sender's lock held.
+    The caller's thread converts and encodes.
 
     Attributes:
         seconds: time that the caller spent in ``convert``, ``encode`` and ``send``.
         wire_bytes: size of all chunks that were sent, to each worker unless they share memory.
     """
 
-    def __init__(
-        self, step: Step, states: list[WorkerState], limit: int, take: Callable[[], Slot], delivery: Delivery
-    ) -> None:
+    def __init__(self, step: Step, limit: int, take: Callable[[], Slot], delivery: Delivery) -> None:
         self.step = step
         self.seconds = dict.fromkeys(("convert", "encode", "send"), 0.0)
         self.wire_bytes = 0
-        self._states = {worker.idx: worker for worker in states}
-        self._take, self._delivery, self._changed = take, delivery, delivery.changed
+        self._states: dict[int, WorkerState] = {}
+        self._take, self._delivery = take, delivery
         self._lent: Slot | None = None
         self._window = ChunkWindow(step.version, limit, delivery.timeout, delivery.changed)
-        version_id = VersionId(step.version)
+
+    def begin(self, states: list[WorkerState]) -> None:
+        """Begin a version for these workers. The caller holds the sender's lock."""
+        self._states = {worker.idx: worker for worker in states}
+        version_id = VersionId(self.step.version)
         for worker in states:
             worker.window, worker.sent_at = self._window, time.monotonic()
             worker.set_update("inflight", EncodedUpdate(version_id, [], []))
@@ -107,8 +109,7 @@ class Pipeline:
     def run(self, group: FullGroup, tensors: Iterator[torch.Tensor]) -> None:
         """Send the whole version; return when the last chunk was handed over.
 
-        Ends early if no worker is left. An error of ``tensors`` (see :meth:`checked`) reaches the caller
-        after the workers were told to forget this version.
+        Ends early if no worker is left.
         """
         start, schema, encoding = time.perf_counter(), group.schema, group.whole_encoding
         count = len(encoding.payload_sizes(schema))
@@ -120,15 +121,12 @@ class Pipeline:
                     if not self._active():
                         break
                     progress.advance(schema.nbytes // count)
-        except BaseException:
-            self._give_up(self._active())
-            raise
         finally:
-            with self._changed:
+            with self._delivery.lock:
                 if self._lent is not None:
                     self._lent.users -= 1
                     self._lent = None
-                    self._changed.notify_all()
+                    self._delivery.changed.notify_all()
             spent = time.perf_counter() - start
             self.seconds["encode"] = spent - self.seconds["convert"] - self.seconds["send"]
 
@@ -159,7 +157,7 @@ class Pipeline:
     def _lend(self, nbytes: int) -> torch.Tensor:
         start = time.perf_counter()
         while overdue := self._overdue():
-            self._give_up(
+            self._remove(
                 overdue,
                 SyncTimeoutError(
                     f"did not read a chunk of it within {self._delivery.timeout:g} s: it is stopped or too "
@@ -172,7 +170,7 @@ class Pipeline:
 
     def _overdue(self) -> list[WorkerState]:
         """Wait until one more chunk may be made; return the workers that prevent it for too long, if any."""
-        with self._changed:
+        with self._delivery.lock:
             return [self._states[idx] for idx in self._window.await_room()]
 
     def _active(self) -> list[WorkerState]:
@@ -182,7 +180,7 @@ class Pipeline:
     def _send(self, chunk: WeightChunk) -> None:
         assert self._lent is not None
         start = time.perf_counter()
-        with self._changed:
+        with self._delivery.lock:
             states = self._active()
             if not states:
                 return
@@ -200,17 +198,21 @@ class Pipeline:
     def _write(self, worker: WorkerState, chunk: WeightChunk) -> None:
         """Write a frame, if the worker is still to have the version that it belongs to."""
         with worker.sending:
-            with self._changed:
+            with self._delivery.lock:
                 stale = chunk.kind is Kind.UPDATE and worker.window is not self._window
                 if stale or not worker.joined:
                     return
             self._delivery.send(worker, [chunk])
 
-    def _give_up(self, states: list[WorkerState], failure: Exception | None = None) -> None:
+    def give_up(self) -> None:
+        """Have the workers forget this version, after an error."""
+        self._remove(self._active())
+
+    def _remove(self, states: list[WorkerState], failure: Exception | None = None) -> None:
         """Remove workers, which forget their chunks of this version and keep the one they have."""
         abort = WeightChunk(Kind.ABORT, {"version": self.step.version})
         for worker in states:
-            with self._changed:
+            with self._delivery.lock:
                 if failure is not None:
                     worker.failures[self.step.version] = failure
                 worker.set_update("inflight", None)

@@ -107,7 +107,7 @@ class WorkerState:
         connections: number of connections admitted; tells an error of one from an error of the next.
         alive: tells whether the process of a worker index lives; None if that is not known.
         sent_at: time, on the monotonic clock, at which ``inflight`` was set.
-        sending: lock of whoever writes to the link.
+        sending: lock of whoever writes to the link; a signal handler may take it again, for ``shutdown()``.
         reading: lock of whoever reads from the link, and acts on what was read.
     """
 
@@ -141,7 +141,7 @@ class WorkerState:
     failures: dict[int, Exception] = field(default_factory=dict)
     apply_seconds: float = 0.0
     stall_seconds: float = 0.0
-    sending: threading.Lock = field(default_factory=threading.Lock)
+    sending: Any = field(default_factory=threading.RLock)
     reading: Any = field(default_factory=threading.RLock)
     thread: threading.Thread | None = None
 

@@ -150,9 +150,9 @@ class SendGroup(ABC):
             self._staged = staged
 
     def _drop_whole(self) -> None:
-        if self.whole is not None:
-            give_back(self.whole.slots)
-            self.whole = None
+        former, self.whole = self.whole, None
+        if former is not None:
+            give_back(former.slots)
 
     @contextlib.contextmanager
     def _borrowing(self) -> Iterator[list[Slot]]:
@@ -202,8 +202,10 @@ class FullGroup(SendGroup):
                 step = staged.step.committed()
                 chunks = [*frames_of(step, self.schema, self.whole_encoding.name, payloads, len(payloads))]
                 update = EncodedUpdate(update.version_id, chunks, update.slots)
-            self._drop_whole()
-            self.whole, self.version_id = update, update.version_id
+            # no call in between: a signal handler may raise in one, and without `whole` nobody gets weights
+            former, self.whole, self.version_id = self.whole, update, update.version_id
+            if former is not None:
+                give_back(former.slots)
 
     def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
         staged = self._staged

@@ -6,13 +6,14 @@ import copy
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from weight_update.encodings import DeltaEncoding, Lend, Tracker
+from weight_update.errors import undo_on_error
 from weight_update.sender.buffers import BufferPool, EncodedUpdate, Slot, VersionId, give_back
 from weight_update.sender.groups.base import Encoded, SendGroup, Staged
 from weight_update.strategy.named_weights import NamedWeights
@@ -44,7 +45,7 @@ class DeltaGroup(SendGroup):
         self, schema: WeightSchema, pool: BufferPool, encoding: DeltaEncoding, tracked: Sequence[int] | None
     ) -> None:
         super().__init__(schema, pool, encoding.whole)
-        self._encoding = encoding
+        self._encoding, self._tracked = encoding, tracked
         self._tracker: Tracker[Any] = encoding.tracker(schema, tracked)
         self._remembering = threading.Lock()  # held while the tracker is read or changed
         self._mostly_new = 0  # updates in a row that changed most elements, as far as they are counted
@@ -64,25 +65,26 @@ class DeltaGroup(SendGroup):
 
     def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> Encoded:
         tensors = named.tensors
+        difference: Any = None  # of the tracker's own type
         if self.version is None:
             with self._remembering:
-                self._tracker.begin([tensors[name] for name in self.schema.names])
-            self._put(Staged(VersionId(step.version), step, []))
-            return self._encoded_whole
-        difference = self._tracker.compare([tensors.get(name) for name in self.schema.names])
+                self._begin(tensors)
+        else:
+            difference = self._tracker.compare([tensors.get(name) for name in self.schema.names])
         if not step.commit and any(self._changes_since(one) is None for one in bases):
             # for a worker that no known change can bring there; names that updates do not carry are known
-            known = zip(self.schema.names, self._tracker.weights(), strict=True)
-            values = [tensors.get(name, kept) for name, kept in known]
-            whole = self._encode_whole(step, self.whole_encoding.encoder(self.schema), values)
+            whole = self._encode_whole(step, self.whole_encoding.encoder(self.schema), self._updated(tensors))
             self._put(Staged(whole.version_id, step, whole.slots, whole, difference))
+            return self._encoded_whole
+        if (base := self.version) is None:
+            self._put(Staged(VersionId(step.version), step, []))
             return self._encoded_whole
         payload, mostly_new = None, difference.changed > _NOT_WORTH * self.schema.elements
         if step.commit:  # else a patch is sent in any case
             self._count(mostly_new)
         with self._borrowing() as slots:
             if not mostly_new or not step.commit:
-                payload = self._tracker.encode(difference, self.version, step.version, self._lend(slots))
+                payload = self._tracker.encode(difference, base, step.version, self._lend(slots))
         if payload is not None and step.commit and payload.numel() > _NOT_WORTH * self.schema.dense_bytes:
             with self._lock:
                 give_back(slots)
@@ -90,6 +92,20 @@ class DeltaGroup(SendGroup):
         self._put(Staged(VersionId(step.version), step, slots, None, difference, payload))
         used = self.whole_encoding if payload is None else self._encoding
         return Encoded(used.label, used.compressed_with, difference)
+
+    def _begin(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Remember these weights, for the first time or after a commit that was interrupted."""
+        if self._first is None:
+            self._tracker.begin([tensors[name] for name in self.schema.names])
+            return
+        tracker = self._encoding.tracker(self.schema, self._tracked)
+        tracker.begin(self._updated(tensors))
+        self._tracker = tracker
+
+    def _updated(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the remembered weights in schema order, with ``tensors`` in their places."""
+        known = zip(self.schema.names, self._tracker.weights(), strict=True)
+        return [tensors.get(name, kept) for name, kept in known]
 
     def _count(self, mostly_new: bool) -> None:
         """Log a warning, once, when several updates in a row have changed most elements."""
@@ -111,7 +127,8 @@ class DeltaGroup(SendGroup):
         done = self._staged
         if done is None:
             return
-        with self._remembering:
+        # if a signal handler raises, the remembered weights are of no version until the next one is staged
+        with self._remembering, undo_on_error(self.close):
             if done.difference is not None:
                 self._tracker.advance(done.difference)
             with self._lock:

@@ -1,0 +1,153 @@
+"""Trainers that go on after a signal handler has raised in the middle of ``send()``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from pairs import connect_pair
+from torch import nn
+
+from weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
+from weight_update.encodings.patch.encoding import PatchTracker
+from weight_update.schemes.base import WeightSyncScheme
+from weight_update.sender.delivery import Delivery
+from weight_update.sender.groups import base as groups
+from weight_update.sender.pipeline import Pipeline
+from weight_update.sender.sender import Sender
+from weight_update.transports.shared_memory.transport import SharedMemTransport
+
+SECONDS = 15.0
+Pair = Callable[[WeightSyncScheme], tuple[nn.Linear, nn.Linear]]
+
+
+def interrupt_once(
+    patch: pytest.MonkeyPatch,
+    owner: Any,
+    method: str,
+    *,
+    after: bool,
+    handle: Callable[[], object] = lambda: None,
+) -> None:
+    """Have the main thread's next call of a method raise KeyboardInterrupt, before or after its work."""
+    real = getattr(owner, method)
+
+    def interrupted(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return real(*arguments)
+        patch.setattr(owner, method, real)
+        if after:
+            real(*arguments)
+        handle()
+        raise KeyboardInterrupt
+
+    patch.setattr(owner, method, interrupted)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Return a function that connects a scheme; its timeout is far longer than the tests wait."""
+    ends: list[WeightSyncScheme] = []
+
+    def connect(scheme: WeightSyncScheme) -> tuple[nn.Linear, nn.Linear]:
+        model, target = nn.Linear(64, 64), nn.Linear(64, 64)
+        ends.extend((connect_pair(scheme, model, target), scheme))
+        return model, target
+
+    yield connect
+    for end in ends:
+        end.shutdown()
+
+
+def interrupted_send(scheme: WeightSyncScheme, model: nn.Linear) -> None:
+    with torch.no_grad():
+        model.weight[0] = 3.0
+    with pytest.raises(KeyboardInterrupt):
+        scheme.send()
+
+
+def sender_of(scheme: WeightSyncScheme) -> Sender:
+    sender = scheme._require_sender().sender
+    assert isinstance(sender, Sender)
+    return sender
+
+
+def send_again(scheme: WeightSyncScheme) -> None:
+    """Send as soon as the worker is connected."""
+    deadline = time.monotonic() + SECONDS
+    while not sender_of(scheme).table[0].joined and time.monotonic() < deadline:
+        time.sleep(0.01)
+    scheme.send_async().wait(SECONDS)
+
+
+@pytest.mark.parametrize("selected", [None, ["weight"]])
+def test_a_commit_of_changes(pair: Pair, monkeypatch: pytest.MonkeyPatch, selected: list[str] | None) -> None:
+    scheme = SharedMemWeightSyncScheme(WeightStrategy(encoding="patch", select=selected))
+    model, target = pair(scheme)
+    interrupt_once(monkeypatch, PatchTracker, "_write", after=True)
+    interrupted_send(scheme, model)
+    for row in 1, 2:
+        with torch.no_grad():
+            model.weight[row] = 4.0
+        send_again(scheme)
+        assert torch.equal(model.weight, target.weight)
+        assert torch.equal(model.bias, target.bias)
+    assert scheme.last_report is not None
+    assert scheme.last_report.encoding == "patch"
+
+
+def test_a_commit_of_all_weights(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = SharedMemWeightSyncScheme()
+    model, target = pair(scheme)
+    interrupt_once(monkeypatch, groups, "give_back", after=True)
+    interrupted_send(scheme, model)
+    send_again(scheme)
+    assert torch.equal(model.weight, target.weight)
+    users = [slot.users for slot in sender_of(scheme)._pool._slots]
+    assert [number for number in users if number] == [2], "the group and the worker use one slot"
+
+
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+@pytest.mark.parametrize("encoding", ["dense", "patch"])
+def test_an_update_that_is_not_written(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, kind: type[WeightSyncScheme], encoding: str
+) -> None:
+    scheme = kind(WeightStrategy(encoding=encoding))
+    model, target = pair(scheme)
+    interrupt_once(monkeypatch, Delivery, "_load", after=True)
+    interrupted_send(scheme, model)
+    send_again(scheme)
+    assert torch.equal(model.weight, target.weight)
+
+
+def test_a_frame_that_may_be_cut_in_two(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = SharedMemWeightSyncScheme()
+    model, target = pair(scheme)
+    interrupt_once(monkeypatch, SharedMemTransport, "send_chunk", after=False)
+    interrupted_send(scheme, model)
+    send_again(scheme)
+    assert torch.equal(model.weight, target.weight)
+
+
+def test_a_version_that_a_pipeline_begins(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = SharedMemWeightSyncScheme(WeightStrategy(encoding="bucket", max_in_flight=2))
+    model, target = pair(scheme)
+    interrupt_once(monkeypatch, Pipeline, "run", after=False)
+    interrupted_send(scheme, model)
+    send_again(scheme)
+    assert torch.equal(model.weight, target.weight)
+
+
+@pytest.mark.timeout(20, method="thread")
+@pytest.mark.parametrize(("owner", "method"), [(SharedMemTransport, "send_chunk"), (Delivery, "_load")])
+def test_a_signal_handler_that_shuts_down(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str
+) -> None:
+    scheme = SharedMemWeightSyncScheme()
+    model, _ = pair(scheme)
+    interrupt_once(monkeypatch, owner, method, after=False, handle=scheme.shutdown)
+    interrupted_send(scheme, model)
