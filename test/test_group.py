@@ -19,6 +19,7 @@ from weight_update import (
     MemoryWeightSyncScheme,
     SyncFailedError,
     SyncTimeoutError,
+    WeightStrategy,
     WeightSyncScheme,
     group_schemes,
     send_together,
@@ -33,8 +34,10 @@ LIMIT = 0.3
 class Models:
     """Two schemes of a group, each with workers 0 and 1 in this process."""
 
-    def __init__(self) -> None:
-        self.schemes: list[WeightSyncScheme] = [MemoryWeightSyncScheme(timeout=LIMIT) for _ in range(2)]
+    def __init__(self, strategy: WeightStrategy | None = None, timeout: float = LIMIT) -> None:
+        self.schemes: list[WeightSyncScheme] = [
+            MemoryWeightSyncScheme(strategy or "tensordict", timeout=timeout) for _ in range(2)
+        ]
         self.receivers: dict[tuple[int, int], WeightSyncScheme] = {}
         self.models: dict[tuple[int, int], nn.Module] = {}
         group_schemes(self.schemes)
@@ -54,15 +57,18 @@ class Models:
         receiver.connect()
         self.receivers[position, idx] = receiver
 
+    def __enter__(self) -> Models:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for scheme in (*self.receivers.values(), *self.schemes):
+            scheme.shutdown()
+
 
 @pytest.fixture
 def models() -> Iterator[Models]:
-    found = Models()
-    try:
+    with Models() as found:
         yield found
-    finally:
-        for scheme in (*found.receivers.values(), *found.schemes):
-            scheme.shutdown()
 
 
 def test_an_error_covers_all_models(models: Models) -> None:
@@ -105,6 +111,31 @@ def test_a_failure_to_stage_covers_all_models(models: Models) -> None:
     }
     after = models.models[0, 0].state_dict().values()
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_a_worker_that_writes_while_patches_wait_gets_all_weights_with_the_next_step() -> None:
+    holds = threading.Event()
+    with Models(WeightStrategy(encoding="patch"), timeout=5.0) as models:
+        sources = {scheme: mlp(5 + position) for position, scheme in enumerate(models.schemes)}
+        first, model = models.schemes[0], models.models[0, 1]
+        send_together(sources)
+
+        def write() -> None:
+            with models.receivers[0, 1].hold(), torch.no_grad():
+                holds.set()
+                wait_until(lambda: first._require_sender().sender.table[1].staged == 2)
+                next(model.parameters()).fill_(7.0)
+
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(write)
+            holds.wait()
+            with pytest.raises(GroupSyncFailedError, match="this worker wrote into its weights"):
+                send_together(sources)
+            writing.result()
+        send_together(sources)
+        for (position, _), target in models.models.items():
+            expected = sources[models.schemes[position]].state_dict()
+            assert all(torch.equal(expected[name], one) for name, one in target.state_dict().items())
 
 
 def test_a_slow_switch_is_no_failure() -> None:

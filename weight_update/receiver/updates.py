@@ -114,7 +114,8 @@ class UpdateHandler:
         self.staging.forget()
         self._unwanted = version
         summary, text = summary_of(error)
-        kept = self.staging.version is not None
+        # weights that the worker wrote into are of no version, so no change can build on them
+        kept = self.staging.version is not None and not isinstance(error, MissingBaseError)
         self._answer(Kind.FAILED, {"version": version, "error": summary, "traceback": text, "kept": kept})
         return error
 

@@ -182,7 +182,7 @@ class Delivery:
                     return None
                 update = group.update_for(worker.has)
                 if update is not None:
-                    if worker.has is not None and isinstance(group, DeltaGroup) and update is group.whole:
+                    if worker.version is not None and isinstance(group, DeltaGroup) and update is group.whole:
                         reason = "it lacks the version that changes refer to"
                         self._table.tell(WorkerEvent("full_update", worker.idx, update.version, reason))
                     worker.set_update("inflight", update)
@@ -315,7 +315,7 @@ class AnswerThreads:
             reason = "its weights were changed"
             self._table.tell(WorkerEvent("full_update", worker.idx, header["version"], reason))
             with self._table.lock:
-                worker.has = None  # it is then sent all weights
+                worker.has = MIXED  # it is then sent all weights
                 if worker.inflight is not None and worker.inflight.version == header["version"]:
                     worker.set_update("inflight", None)
             self._delivery.update(worker)
