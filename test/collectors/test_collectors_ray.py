@@ -45,10 +45,10 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """One Ray for the module, whose workers can import what lies beside this file."""
-    here = Path(__file__).parent
+    """One Ray for the module, whose workers can import what tests can."""
+    folders = Path(__file__).parents
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{here.parent.parent}:{here}")
+        patch.setenv("PYTHONPATH", f"{folders[2]}:{folders[1]}:{folders[0]}")
         ray.init(
             num_cpus=4,
             include_dashboard=False,
