@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -115,7 +115,8 @@ class WeightStrategy(WeightReader):
         if extract_as not in get_args(ExtractAs):
             known = " or ".join(repr(name) for name in get_args(ExtractAs))
             raise ValueError(f"extract_as must be {known}, got {extract_as!r}")
-        if isinstance(select, str) and select != "trainable":
+        name = isinstance(select, str)
+        if (name and select != "trainable") or not isinstance(select, Iterable | Callable | None):
             raise ValueError(
                 f"unknown selection {select!r} (known: None, 'trainable', a list of prefixes, a function)"
             )
