@@ -70,7 +70,10 @@ def send(schemes: Schemes, request: Request) -> SyncReport | dict[str, SyncRepor
     """
     unknown = [model_id for model_id in request.weights if model_id not in schemes]
     if unknown:
-        raise KeyError(f"no weight sync scheme for {unknown}; there are schemes for {sorted(schemes)}")
+        raise KeyError(
+            f"no weight sync scheme for {unknown}; there are schemes for {sorted(schemes)}: give model_id=, "
+            "or weights_dict= for several"
+        )
     if not request.several:
         ((model_id, weights),) = request.weights.items()
         return schemes[model_id].send(weights, request.worker_ids)
