@@ -9,15 +9,16 @@ from multiprocessing.connection import wait
 from typing import Any
 
 _REAP_SECONDS = 5.0
-_SIGNALS = {one.value: one.name for one in signal.Signals}
-_SIGNALS[signal.SIGKILL] += ", often the kernel when memory ran out"
+_CAUSES = {-one.value: one.name for one in signal.Signals}  # by exit code
+_CAUSES[-signal.SIGKILL] += ", often the kernel when memory ran out"
+_CAUSES[1] = "an exception, which its output shows"
 
 
 def describe_exit(process: Any) -> str:
-    """Return "has ended" with the exit code of a process, and the name of the signal that ended it."""
+    """Return "has ended" with the exit code of a process, and its cause: an exception or a signal by name."""
     code = process.exitcode
-    name = _SIGNALS.get(-code) if code else None
-    return f"has ended (exit code {code}{f', {name}' if name else ''})"
+    cause = _CAUSES.get(code)
+    return f"has ended (exit code {code}{f', {cause}' if cause else ''})"
 
 
 def await_all(processes: Iterable[Any], seconds: float) -> None:

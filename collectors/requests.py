@@ -38,6 +38,7 @@ class Request:
         """Read the arguments of ``update_policy_weights_``; ``weights`` has the weight arguments by name.
 
         Raises:
+            TypeError: ``weights_dict`` is not a dict.
             ValueError: the arguments contradict each other.
         """
         given = {name: value for name, value in weights.items() if value is not None}
@@ -50,6 +51,11 @@ class Request:
             return cls({model_id or "policy": next(iter(given.values()), None)}, worker_ids)
         if model_id is not None:
             raise ValueError("model_id and weights_dict cannot be given together")
+        if not isinstance(weights_dict, Mapping):
+            raise TypeError(
+                "weights_dict is a dict of weights by model id, such as {'policy': policy}, not "
+                f"{weights_dict!r:.60}; give the weights of one model as the first argument"
+            )
         if not weights_dict:
             raise ValueError("weights_dict is empty")
         return cls(dict(weights_dict), worker_ids, several=True)
@@ -64,7 +70,10 @@ def send(schemes: Schemes, request: Request) -> SyncReport | dict[str, SyncRepor
     """
     unknown = [model_id for model_id in request.weights if model_id not in schemes]
     if unknown:
-        raise KeyError(f"no weight sync scheme for {unknown}; there are schemes for {sorted(schemes)}")
+        raise KeyError(
+            f"no weight sync scheme for {unknown}; there are schemes for {sorted(schemes)}: give model_id=, "
+            "or weights_dict= for several"
+        )
     if not request.several:
         ((model_id, weights),) = request.weights.items()
         return schemes[model_id].send(weights, request.worker_ids)
@@ -112,7 +121,7 @@ def find_model(find: Callable[[str], Any], model_id: str) -> Any:
     """Return ``find(model_id)``; raise AttributeError, in one line, if there is no such model."""
     try:
         return find(model_id)
-    except AttributeError as error:
+    except (AttributeError, LookupError, TypeError) as error:  # no such attribute, item or items at all
         raise AttributeError(
             f"this collector has no model {model_id!r}; a model id is 'policy' or a path of attributes, such "
             "as 'env.transform[0]'"

@@ -809,3 +809,20 @@ def test_send_after_connect_failed() -> None:
             SyncFailedError, match=r"worker 0: it is not connected; has it called connect\(\)\?"
         ):
             sender.send(nn.Linear(2, 2))
+
+
+def test_a_host_name_that_is_no_string() -> None:
+    with pytest.raises(TypeError, match="host is a name of this host, such as 'node-1', not 3"):
+        DistributedWeightSyncScheme(host=3)  # type: ignore[arg-type]
+
+
+def test_calls_that_belong_to_the_other_end() -> None:
+    with MemoryWeightSyncScheme() as sender:
+        receiver = connect_pair(sender, nn.Linear(2, 2), nn.Linear(2, 2))
+        for call in (receiver.send, receiver.send_async):
+            with pytest.raises(LifecycleError, match=r"this is a receiver; .* are for the sender"):
+                call()
+        for end in (sender, receiver):
+            message = "connected already; give each model, collector and worker a scheme of its own"
+            with pytest.raises(LifecycleError, match=message):
+                end.connect()

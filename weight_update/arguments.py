@@ -75,6 +75,13 @@ def require_token(token: Any) -> str | None:
     return token
 
 
+def require_host(host: Any) -> str | None:
+    """Return ``host``; raise TypeError unless it is None or a string."""
+    if host is not None and not isinstance(host, str):
+        raise TypeError(f"host is a name of this host, such as 'node-1', not {host!r}")
+    return host
+
+
 def require_reachable(address: Any) -> str:
     """Return ``address``; raise TypeError or ValueError unless other machines can connect to it.
 

@@ -77,6 +77,15 @@ def test_weights_of_a_collector_that_was_shut_down_are_not_changed():
         collector.update_policy_weights_(policy)
 
 
+def test_weights_dict_that_is_no_dict():
+    collector, policy = make(Collector), make_policy(1.0)
+    message = "weights_dict is a dict of weights by model id, such as {'policy': policy}, not "
+    for given in (policy, [policy]):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            collector.update_policy_weights_(weights_dict=given)
+    collector.shutdown()
+
+
 @pytest.mark.parametrize(
     ("scheme", "cure"),
     [
@@ -98,6 +107,8 @@ def test_a_scheme_of_an_unknown_model(cls):
         AttributeError, match="this collector has no model 'polcy'; a model id is 'policy' or"
     ):
         make(cls, weight_sync_schemes={"polcy": kind()})
+    with pytest.raises(AttributeError, match=re.escape("this collector has no model 'policy.module[17]'; a")):
+        make(cls, weight_sync_schemes={"policy.module[17]": kind()})
     with pytest.raises(TypeError, match="a model id is a string, such as 'policy', not 3"):
         make(cls, weight_sync_schemes={3: kind()})
 

@@ -151,6 +151,7 @@ def test_connect_says_how_to_learn_of_workers_that_die(watched: bool) -> None:
         with pytest.raises(SyncTimeoutError, match=r"have they called connect\(\)\?") as caught:
             scheme.connect()
     assert ("scheme.worker_alive" in str(caught.value)) != watched
+    assert ("raise connect_timeout=" in str(caught.value)) == watched
 
 
 @KINDS
@@ -278,7 +279,9 @@ def test_connect_notices_a_process_that_died(form: str) -> None:
     with SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender(model=mlp(1), num_workers=1)
         scheme.worker_alive = [process] if form == "list" else {0: process}
-        with pytest.raises(SyncFailedError, match="worker 0: its process died before it connected"):
+        with pytest.raises(
+            SyncFailedError, match="worker 0: its process died before it connected; its output"
+        ):
             scheme.connect(timeout=30.0)
     process.join()
 

@@ -337,7 +337,9 @@ class WeightSyncScheme(SchemeUpdates):
         """
         limit = self._connect_limit(timeout)
         if self._connected:
-            raise LifecycleError("this scheme is connected already")
+            raise LifecycleError(
+                "this scheme is connected already; give each model, collector and worker a scheme of its own"
+            )
         self._require_open()
         side = self._sender_side
         if side is not None and isinstance(side.sender, Sender):

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from weight_update.arguments import port_number, require_reachable, require_token
+from weight_update.arguments import port_number, require_host, require_reachable, require_token
 from weight_update.errors import undo_on_error
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.options import SchemeOptions, takes_options_of
@@ -89,7 +89,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         self.backend: str = backend
         self.address: str = require_reachable(address)
         self.port: int = port_number(port)
-        self.host: str | None = host
+        self.host: str | None = require_host(host)
         self.directory = directory
         self.token = require_token(token) or os.environ.get(_TOKEN) or self.token
 

@@ -236,14 +236,17 @@ def wait_for_none(
             while (lacking := missing(table)) and time.monotonic() < limit:
                 for worker in lacking:
                     if alive is not None and not alive(worker.idx):
-                        worker.lost = LinkClosedError("its process died before it connected")
+                        worker.lost = LinkClosedError(
+                            "its process died before it connected; its output has the reason"
+                        )
                 table.changed.wait(_CHECK_SECONDS)
             awaited = [worker.idx for worker in absent(table)]
         if awaited and time.monotonic() < deadline:
             notice(f"waiting for workers {awaited} to connect")
 
 
-_UNWATCHED = " Set scheme.worker_alive to their processes to learn at once of one that dies."
+_UNWATCHED = "? Set scheme.worker_alive to their processes to learn at once of one that dies."
+_WATCHED = "? Their processes live; if they need longer to start, raise connect_timeout=."
 
 
 def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str], *, watched: bool) -> None:
@@ -274,7 +277,7 @@ def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str],
         joined = f" (others did: {others}; do the indices match?)" if others else ""
         raise SyncTimeoutError(
             f"workers {overdue} did not connect within {format_seconds(timeout)}{joined}"
-            f"{refused or '; have they called connect()?' + ('' if watched else _UNWATCHED)}"
+            f"{refused or '; have they called connect()' + (_WATCHED if watched else _UNWATCHED)}"
         )
 
 

@@ -113,11 +113,13 @@ class WeightStrategy(WeightReader):
         gather: GatherShards | None = None,
     ) -> None:
         if extract_as not in get_args(ExtractAs):
-            known = " or ".join(repr(name) for name in get_args(ExtractAs))
-            raise ValueError(f"extract_as must be {known}, got {extract_as!r}")
-        prefixes = isinstance(select, Collection) and all(isinstance(prefix, str) for prefix in select)
-        is_known = select is None or select == "trainable" or callable(select)
-        if not is_known and (isinstance(select, str) or not prefixes):
+            allowed = " or ".join(repr(name) for name in get_args(ExtractAs))
+            raise ValueError(f"extract_as must be {allowed}, got {extract_as!r}")
+        if isinstance(select, Collection) and not isinstance(select, str):
+            known = all(isinstance(prefix, str) for prefix in select)
+        else:
+            known = select is None or select == "trainable" or callable(select)
+        if not known:
             raise ValueError(
                 f"unknown selection {select!r} (known: None, 'trainable', a list of prefixes, a function)"
             )
