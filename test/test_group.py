@@ -6,7 +6,7 @@ import copy
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +16,10 @@ from torch import nn
 from weight_update import (
     GroupSyncFailedError,
     MemoryWeightSyncScheme,
+    SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncTimeoutError,
+    WeightStrategy,
     WeightSyncScheme,
     group_schemes,
     send_together,
@@ -32,8 +34,10 @@ LIMIT = 0.3
 class Models:
     """Two schemes of a group, each with workers 0 and 1 in this process."""
 
-    def __init__(self) -> None:
-        self.schemes: list[WeightSyncScheme] = [MemoryWeightSyncScheme(timeout=LIMIT) for _ in range(2)]
+    def __init__(
+        self, make: Callable[[], WeightSyncScheme] = lambda: MemoryWeightSyncScheme(timeout=LIMIT)
+    ) -> None:
+        self.schemes = [make() for _ in range(2)]
         self.receivers: dict[tuple[int, int], WeightSyncScheme] = {}
         self.models: dict[tuple[int, int], nn.Module] = {}
         group_schemes(self.schemes)
@@ -47,11 +51,21 @@ class Models:
                 thread.join()
 
     def join(self, position: int, idx: int) -> None:
-        receiver = copy.copy(self.schemes[position])
+        receiver = _copy_of(self.schemes[position])
         self.models[position, idx] = mlp(2)
         receiver.init_on_receiver(model=self.models[position, idx], worker_idx=idx)
         receiver.connect()
         self.receivers[position, idx] = receiver
+
+    def shutdown(self) -> None:
+        for scheme in (*self.receivers.values(), *self.schemes):
+            scheme.shutdown()
+
+
+def _copy_of(scheme: WeightSyncScheme) -> WeightSyncScheme:
+    if isinstance(scheme, MemoryWeightSyncScheme):  # it stays in one process
+        return copy.copy(scheme)
+    return pickle.loads(pickle.dumps(scheme))
 
 
 @pytest.fixture
@@ -60,8 +74,7 @@ def models() -> Iterator[Models]:
     try:
         yield found
     finally:
-        for scheme in (*found.receivers.values(), *found.schemes):
-            scheme.shutdown()
+        found.shutdown()
 
 
 def test_an_error_covers_all_models(models: Models) -> None:
@@ -115,6 +128,48 @@ def test_a_failure_to_stage_covers_all_models(models: Models) -> None:
     }
     after = models.models[0, 0].state_dict().values()
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@pytest.fixture(params=["dense", "patch"])
+def rejoining(request: pytest.FixtureRequest) -> Iterator[Models]:
+    """Models whose receivers join again when their connection fails."""
+    strategy = WeightStrategy(encoding=request.param)
+    found = Models(lambda: SharedMemWeightSyncScheme(strategy, timeout=1.0))
+    try:
+        yield found
+    finally:
+        found.shutdown()
+
+
+def test_a_worker_that_could_not_apply_the_weights_it_joined_with(rejoining: Models) -> None:
+    sender, receiver = rejoining.schemes[0], rejoining.receivers[0, 1]
+    with receiver.hold():  # for longer than the timeout
+        receiver._receiver.link.disconnect()
+        wait_until(lambda: sender._sender.table[1].failures)
+    send_together(dict.fromkeys(rejoining.schemes))
+    assert [scheme.worker_versions for scheme in rejoining.schemes] == [{0: 1, 1: 1}] * 2
+
+
+def test_a_worker_that_can_never_apply_the_weights_it_joined_with(
+    rejoining: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own error is raised at once."""
+
+    def refuse(update: Any) -> None:
+        raise RuntimeError("the model refuses")
+
+    sender, receiver = rejoining.schemes[0], rejoining.receivers[0, 1]
+    monkeypatch.setattr(receiver._receiver.staging, "begin", refuse)
+    receiver._receiver.link.disconnect()
+    wait_until(lambda: sender._sender.table[1].failures)
+    start = time.monotonic()
+    with pytest.raises(GroupSyncFailedError, match="the model refuses") as caught:
+        send_together(dict.fromkeys(rejoining.schemes))
+    assert time.monotonic() - start < 0.8
+    assert {scheme: set(errors) for scheme, errors in caught.value.by_scheme.items()} == {sender: {1}}
+    monkeypatch.undo()
+    send_together(dict.fromkeys(rejoining.schemes))
+    assert sender.worker_versions == {0: 2, 1: 2}
 
 
 def test_a_slow_switch_is_no_failure() -> None:
