@@ -134,7 +134,7 @@ def test_a_failure_to_stage_covers_all_models(models: Models) -> None:
 def rejoining(request: pytest.FixtureRequest) -> Iterator[Models]:
     """Models whose receivers join again when their connection fails."""
     strategy = WeightStrategy(encoding=request.param)
-    found = Models(lambda: SharedMemWeightSyncScheme(strategy, timeout=1.0))
+    found = Models(lambda: SharedMemWeightSyncScheme(strategy, timeout=2.0))
     try:
         yield found
     finally:
@@ -165,7 +165,7 @@ def test_a_worker_that_can_never_apply_the_weights_it_joined_with(
     start = time.monotonic()
     with pytest.raises(GroupSyncFailedError, match="the model refuses") as caught:
         send_together(dict.fromkeys(rejoining.schemes))
-    assert time.monotonic() - start < 0.8
+    assert time.monotonic() - start < 1.5
     assert {scheme: set(errors) for scheme, errors in caught.value.by_scheme.items()} == {sender: {1}}
     monkeypatch.undo()
     send_together(dict.fromkeys(rejoining.schemes))
