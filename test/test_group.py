@@ -6,7 +6,7 @@ import copy
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from weight_update import (
     GroupSyncFailedError,
     MemoryWeightSyncScheme,
+    SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncTimeoutError,
     WeightStrategy,
@@ -34,10 +35,10 @@ LIMIT = 0.3
 class Models:
     """Two schemes of a group, each with workers 0 and 1 in this process."""
 
-    def __init__(self, strategy: WeightStrategy | None = None, timeout: float = LIMIT) -> None:
-        self.schemes: list[WeightSyncScheme] = [
-            MemoryWeightSyncScheme(strategy or "tensordict", timeout=timeout) for _ in range(2)
-        ]
+    def __init__(
+        self, make: Callable[[], WeightSyncScheme] = lambda: MemoryWeightSyncScheme(timeout=LIMIT)
+    ) -> None:
+        self.schemes = [make() for _ in range(2)]
         self.receivers: dict[tuple[int, int], WeightSyncScheme] = {}
         self.models: dict[tuple[int, int], nn.Module] = {}
         group_schemes(self.schemes)
@@ -51,7 +52,7 @@ class Models:
                 thread.join()
 
     def join(self, position: int, idx: int) -> None:
-        receiver = copy.copy(self.schemes[position])
+        receiver = _copy_of(self.schemes[position])
         self.models[position, idx] = mlp(2)
         receiver.init_on_receiver(model=self.models[position, idx], worker_idx=idx)
         receiver.connect()
@@ -63,6 +64,12 @@ class Models:
     def __exit__(self, *_: object) -> None:
         for scheme in (*self.receivers.values(), *self.schemes):
             scheme.shutdown()
+
+
+def _copy_of(scheme: WeightSyncScheme) -> WeightSyncScheme:
+    if isinstance(scheme, MemoryWeightSyncScheme):  # it stays in one process
+        return copy.copy(scheme)
+    return pickle.loads(pickle.dumps(scheme))
 
 
 @pytest.fixture
@@ -93,8 +100,19 @@ def test_an_error_covers_all_models(models: Models) -> None:
 
 def in_thread(action: Any) -> None:
     """Run ``action`` in a thread and raise its exception: hold() belongs to the thread of the caller."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(action).result()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except SyncFailedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
 
 
 def test_a_failure_to_stage_covers_all_models(models: Models) -> None:
@@ -114,8 +132,8 @@ def test_a_failure_to_stage_covers_all_models(models: Models) -> None:
 
 
 def test_a_worker_that_writes_while_patches_wait_gets_all_weights_with_the_next_step() -> None:
-    holds = threading.Event()
-    with Models(WeightStrategy(encoding="patch"), timeout=5.0) as models:
+    strategy, holds = WeightStrategy(encoding="patch"), threading.Event()
+    with Models(lambda: MemoryWeightSyncScheme(strategy, timeout=5.0)) as models:
         sources = {scheme: mlp(5 + position) for position, scheme in enumerate(models.schemes)}
         first, model = models.schemes[0], models.models[0, 1]
         send_together(sources)
@@ -136,6 +154,45 @@ def test_a_worker_that_writes_while_patches_wait_gets_all_weights_with_the_next_
         for (position, _), target in models.models.items():
             expected = sources[models.schemes[position]].state_dict()
             assert all(torch.equal(expected[name], one) for name, one in target.state_dict().items())
+
+
+@pytest.fixture(params=["dense", "patch"])
+def rejoining(request: pytest.FixtureRequest) -> Iterator[Models]:
+    """Models whose receivers join again when their connection fails."""
+    strategy = WeightStrategy(encoding=request.param)
+    with Models(lambda: SharedMemWeightSyncScheme(strategy, timeout=2.0)) as found:
+        yield found
+
+
+def test_a_worker_that_could_not_apply_the_weights_it_joined_with(rejoining: Models) -> None:
+    sender, receiver = rejoining.schemes[0], rejoining.receivers[0, 1]
+    with receiver.hold():  # for longer than the timeout
+        receiver._receiver.link.disconnect()
+        wait_until(lambda: sender._sender.table[1].failures)
+    send_together(dict.fromkeys(rejoining.schemes))
+    assert [scheme.worker_versions for scheme in rejoining.schemes] == [{0: 1, 1: 1}] * 2
+
+
+def test_a_worker_that_can_never_apply_the_weights_it_joined_with(
+    rejoining: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own error is raised at once."""
+
+    def refuse(update: Any) -> None:
+        raise RuntimeError("the model refuses")
+
+    sender, receiver = rejoining.schemes[0], rejoining.receivers[0, 1]
+    monkeypatch.setattr(receiver._receiver.staging, "begin", refuse)
+    receiver._receiver.link.disconnect()
+    wait_until(lambda: sender._sender.table[1].failures)
+    start = time.monotonic()
+    with pytest.raises(GroupSyncFailedError, match="the model refuses") as caught:
+        send_together(dict.fromkeys(rejoining.schemes))
+    assert time.monotonic() - start < 1.5
+    assert {scheme: set(errors) for scheme, errors in caught.value.by_scheme.items()} == {sender: {1}}
+    monkeypatch.undo()
+    send_together(dict.fromkeys(rejoining.schemes))
+    assert sender.worker_versions == {0: 2, 1: 2}
 
 
 def test_a_slow_switch_is_no_failure() -> None:

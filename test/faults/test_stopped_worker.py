@@ -21,7 +21,7 @@ from faults_tools import (
     weights_of,
 )
 
-from weight_update import SyncFailedError
+from weight_update import GroupSyncFailedError, SyncFailedError, group_schemes, send_together
 
 LIMIT = 1.0
 
@@ -128,3 +128,18 @@ def test_stopped_before_it_joins(kind, procs: Processes) -> None:
     workers[1].result(10.0)  # it comes late, and is let in
     assert scheme.send(fill(model, 2)).apply_seconds.keys() == {0, 1}
     assert [worker.call(version_of) for worker in workers] == [2, 2]
+
+
+@quick_over("shared_mem")
+def test_the_models_of_a_group_share_one_time_limit(kind, procs: Processes) -> None:
+    schemes = [procs.scheme(kind, timeout=2.0) for _ in range(3)]
+    group_schemes(schemes)
+    for scheme in schemes:
+        (worker,) = procs.launch(scheme, Stripes(2, 64), lambda: Stripes(2, 64), 1)
+        worker.signal(signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(GroupSyncFailedError) as caught:
+        send_together(dict.fromkeys(schemes))
+    assert time.monotonic() - start < 4.0
+    by_scheme = caught.value.by_scheme
+    assert {scheme: set(failures) for scheme, failures in by_scheme.items()} == {one: {0} for one in schemes}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from weight_update.errors import GroupSyncFailedError, LifecycleError, SyncFailedError
+from weight_update.errors import GroupSyncFailedError, LifecycleError
 from weight_update.report import SyncReport
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.sender.handle import SendHandle, failed
@@ -46,7 +46,7 @@ def send_together(
 
     First, every worker stages all models: it receives and checks them. When all workers have done this, each
     worker switches all its models at the same moment. If staging fails in any worker, no worker applies
-    anything.
+    anything. Each of the two steps waits at most for the ``timeout`` of the schemes.
 
     Args:
         weights: weights by scheme; as for :meth:`WeightSyncScheme.send`, None reads the scheme's source. All
@@ -79,7 +79,8 @@ def send_together(
         for scheme in schemes:
             handles[scheme] = handle = scheme.stage(weights[scheme], worker_ids, step)
             aborts.callback(handle.abort)
-        failures = {scheme: handle.wait_staged() for scheme, handle in handles.items()}
+        began = time.monotonic()
+        failures = {scheme: handle.wait_staged(began) for scheme, handle in handles.items()}
         _raise_failures(handles, failures, "no model was updated on any worker")
         aborts.pop_all()
     start = time.perf_counter()
@@ -88,20 +89,12 @@ def send_together(
             commits.callback(handle.commit)
     for scheme, handle in handles.items():
         scheme.tell_observers(handle)
-    failures = {scheme: _outcome(handle) for scheme, handle in handles.items()}
+    began = time.monotonic()
+    failures = {scheme: handle.wait_applied(began) for scheme, handle in handles.items()}
     for handle in handles.values():
         handle.report.seconds["ack"] = time.perf_counter() - start
     _raise_failures(handles, failures, "not every worker has all models")
     return {scheme: handle.report for scheme, handle in handles.items()}
-
-
-def _outcome(handle: SendHandle) -> dict[int, Exception]:
-    """Wait for an update, and return the errors of workers that do not have it."""
-    try:
-        handle.wait()
-    except SyncFailedError as error:
-        return error.failures
-    return {}
 
 
 def _raise_failures(

@@ -36,10 +36,12 @@ class UpdateOwner(Protocol):
     def settled(self, version: int, workers: Sequence[int]) -> bool: ...
 
     def wait(
-        self, report: SyncReport, workers: Sequence[int], timeout: float | None
+        self, report: SyncReport, workers: Sequence[int], timeout: float | None, since: float | None = None
     ) -> dict[int, Exception]: ...
 
-    def wait_staged(self, version: int, workers: Sequence[int]) -> dict[int, Exception]: ...
+    def wait_staged(
+        self, version: int, workers: Sequence[int], since: float | None = None
+    ) -> dict[int, Exception]: ...
 
     def commit(self, version: int, workers: Sequence[int]) -> None: ...
 
@@ -93,13 +95,23 @@ class SendHandle:
             raise failed(self.version, failures, self.report)
         return self.report
 
+    def wait_applied(self, since: float) -> dict[int, Exception]:
+        """Wait until the workers have applied the update; return the errors of all others.
+
+        The scheme's ``timeout`` counts from ``since``, a time of the monotonic clock.
+        """
+        return self._sender.wait(self.report, self.workers, None, since)
+
     def of(self, *workers: int) -> SendHandle:
         """Return a handle of the same update for some of its workers."""
         return SendHandle(self._sender, self.report, workers)
 
-    def wait_staged(self) -> dict[int, Exception]:
-        """Wait until the workers have staged the update; return the errors of all others."""
-        return self._sender.wait_staged(self.version, self.workers)
+    def wait_staged(self, since: float | None = None) -> dict[int, Exception]:
+        """Wait until the workers have staged the update; return the errors of all others.
+
+        The scheme's ``timeout`` counts from ``since``, a time of the monotonic clock; None is now.
+        """
+        return self._sender.wait_staged(self.version, self.workers, since)
 
     def commit(self) -> None:
         """Make the workers apply the staged update."""
@@ -151,29 +163,39 @@ class Outcomes:
         """Return the objects that a caller holds so that the outcome of an update stays known."""
         return self.table.known(workers)
 
-    def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
+    def wait(
+        self, report: SyncReport, workers: Sequence[int], timeout: float | None, since: float | None = None
+    ) -> dict[int, Exception]:
         """Wait until workers have applied an update or a newer one; return the errors of all others.
 
         The times that workers report are entered into ``report``. A ``timeout`` of None takes the sender's,
-        counted from when all was sent.
+        counted from when all was sent. ``since`` is when the wait began, if it began before this call.
         """
         version, states = report.version, self.table.known(workers)
-        patience = Patience(self.timeout if timeout is None else timeout, patient=timeout is None)
+        patience = Patience(
+            self.timeout if timeout is None else timeout, patient=timeout is None, since=since
+        )
         done = partial(is_settled, version=version)
         failures = self._wait(version, states, patience, done, lambda worker: worker.reached >= version)
         self.fill(report, states)
         return failures
 
-    def wait_staged(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
-        """Wait until workers have ``version`` staged; return the errors of all others."""
+    def wait_staged(
+        self, version: int, workers: Sequence[int], since: float | None = None
+    ) -> dict[int, Exception]:
+        """Wait until workers have ``version`` staged; return the errors of all others.
+
+        ``since`` is when the wait began, if it began before this call.
+        """
 
         def staged(worker: WorkerState) -> bool:
             return worker.staged == version
 
         def done(worker: WorkerState) -> bool:
-            return staged(worker) or not worker.joined or version in worker.failures
+            return staged(worker) or is_settled(worker, version)
 
-        return self._wait(version, self.table.known(workers), Patience(self.timeout), done, staged)
+        patience = Patience(self.timeout, since=since)
+        return self._wait(version, self.table.known(workers), patience, done, staged)
 
     def _wait(
         self, version: int, states: list[WorkerState], patience: Patience, done: WorkerTest, good: WorkerTest
@@ -334,7 +356,7 @@ class Patience:
     """The time for which workers are waited for.
 
     Args:
-        timeout: seconds from now on.
+        timeout: seconds from ``since`` on, a time of the monotonic clock; None is now.
         patient: whether to leave out, for each worker, the time during which something is still written to
             it. That time counts if the worker joins again meanwhile.
 
@@ -342,9 +364,9 @@ class Patience:
         deadline: end of the wait on the monotonic clock, for workers that nothing is written to.
     """
 
-    def __init__(self, timeout: float, *, patient: bool = True) -> None:
+    def __init__(self, timeout: float, *, patient: bool = True, since: float | None = None) -> None:
         self.timeout = timeout
-        self.deadline: float = time.monotonic() + timeout
+        self.deadline: float = (time.monotonic() if since is None else since) + timeout
         self._patient = patient
         self._later: dict[int, tuple[int, float]] = {}  # connection and deadline of workers written to
 
@@ -396,6 +418,8 @@ def reason_of(worker: WorkerState, version: int, timeout: float) -> Exception:
     if not worker.joined:
         return worker.lost or LinkClosedError(_ABSENT)
     if not worker.awaited:
+        if worker.has is None and worker.failures:  # it could not apply the weights that it joined with
+            return next(reversed(worker.failures.values()))
         return LinkClosedError(
             "it joined while this version was being sent; it gets weights with the next send()"
         )

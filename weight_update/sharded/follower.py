@@ -41,7 +41,9 @@ class Follower:
 
     connect = publish  # in which the first weights are sent
 
-    def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
+    def wait(
+        self, report: SyncReport, workers: Sequence[int], timeout: float | None, since: float | None = None
+    ) -> dict[int, Exception]:
         """Wait until the leader has waited for workers; return the errors that it found."""
         limit = _PATIENCE * self.timeout if timeout is None else timeout + self.timeout
         with self._ranks.step("wait", lambda _: None, limit):
@@ -53,7 +55,9 @@ class Follower:
             del self._failures[old]
         return failures
 
-    def wait_staged(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
+    def wait_staged(
+        self, version: int, workers: Sequence[int], since: float | None = None
+    ) -> dict[int, Exception]:
         """Wait until the leader has waited for workers to stage; return the errors that it found."""
         with self._ranks.step("wait_staged", lambda _: None, 2 * self.timeout):
             return _failures(self._follow()["failures"])

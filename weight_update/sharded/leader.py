@@ -40,16 +40,20 @@ class Leader(Sender):
         publish = partial(super().publish, commit=commit, group_commit=group_commit)
         return self._gathered(weights, publish)
 
-    def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
+    def wait(
+        self, report: SyncReport, workers: Sequence[int], timeout: float | None, since: float | None = None
+    ) -> dict[int, Exception]:
         with self._step("wait"), self._telling() as result:
-            failures = super().wait(report, workers, timeout)
+            failures = super().wait(report, workers, timeout, since)
             result["report"] = dataclasses.asdict(report)
             result["failures"] = _to_wire(failures)
         return failures
 
-    def wait_staged(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
+    def wait_staged(
+        self, version: int, workers: Sequence[int], since: float | None = None
+    ) -> dict[int, Exception]:
         with self._step("wait_staged"), self._telling() as result:
-            failures = super().wait_staged(version, workers)
+            failures = super().wait_staged(version, workers, since)
             result["failures"] = _to_wire(failures)
         return failures
 
