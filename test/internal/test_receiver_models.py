@@ -339,9 +339,11 @@ def test_changes_of_tied_and_cast_weights_fit_again_and_again(stable: bool) -> N
     model[1].weight = model[0].weight
     target = ModelTarget(WeightStrategy(), model, stable=stable)
     own = target.schema()
-    schema = WeightSchema.of({m.name: torch.ones(m.shape) for m in own.tensors})  # float32
+    sent = {m.name: torch.ones(m.shape) for m in own.tensors}  # float32
+    sent["1.weight"] = sent["0.weight"]
+    schema = WeightSchema.of(sent)
     weights = OwnCopy(schema, target.binding, lambda payload: False)
-    update = StagedUpdate(0, None, [], [torch.ones(m.shape) for m in schema.tensors], {}, weights)
+    update = StagedUpdate(0, None, [], list(sent.values()), {}, weights)
     weights.stage(update, target)
     weights.switch(update, target)
     for version in range(3):

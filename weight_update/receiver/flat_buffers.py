@@ -16,6 +16,7 @@ from weight_update.receiver.targets import StagedUpdate, Storage, Target
 from weight_update.strategy.binding import Binding, count_writes
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema
+from weight_update.wire.unchanged import TensorPlaces
 
 _MANY = 256  # tensors
 _SMALL = 4096  # bytes; pointing a tensor at other memory takes as long as copying a few thousand bytes
@@ -41,7 +42,7 @@ class FlatBuffer(Storage):
         with torch.inference_mode(False):  # a forward pass with the model may need gradients
             self._flat = torch.empty(schema.nbytes, dtype=torch.uint8, device="cpu")
             self.values = schema.views(self._flat)
-        self._places = _places_of(self.values)
+        self._places = TensorPlaces(self.values)
         # The model's tensors if they lie here, from begin() to switch().
         self._inside: list[torch.Tensor] = []
 
@@ -60,7 +61,7 @@ class FlatBuffer(Storage):
     def _find_inside(self) -> list[torch.Tensor]:
         """Return the model's tensors if they lie in the buffer, else none."""
         tensors = self._binding.tensors(self.schema.names)
-        return tensors if _places_of(tensors) == self._places else []
+        return tensors if self._places.same(tensors) else []
 
     def stage(self, update: StagedUpdate, target: Target) -> None:
         """Do nothing: the payload is copied as it is."""
@@ -85,7 +86,8 @@ class FlatBuffer(Storage):
         np.copyto(self._flat.numpy(), update.payloads[0].numpy())
         if not inside:
             self._binding.switch(self.schema.names, self.values)
-            self._places = _places_of(self.values)  # the buffer moves with the model, as into shared memory
+            # The buffer moves with the model, as into shared memory.
+            self._places = TensorPlaces(self._binding.tensors(self.schema.names))
         update.used_up, update.payloads, update.values = update.payloads, [], self.values
 
 
@@ -145,8 +147,9 @@ class OwnCopy(Storage):
 
     def begin(self, update: StagedUpdate, target: Target, replaced: bool) -> None:
         """Check changes again: while the update waited, the worker may have written into its weights."""
-        super().begin(update, target, replaced)
-        if update.base is not None:
+        if update.base is None:
+            super().begin(update, target, replaced)
+        else:
             self.require(update.base)
 
     def switch(self, update: StagedUpdate, target: Target) -> None:

@@ -74,6 +74,10 @@ class Target:
         """Return ``values`` converted to what :meth:`write` takes."""
         return values if self.binding is None else self.binding.prepare(names, values)
 
+    def changed(self, names: tuple[str, ...]) -> bool:
+        """Return whether the tensors of a model are other ones than in :meth:`prepare`."""
+        return self.binding is not None and self.binding.changed(names)
+
     def write(self, names: tuple[str, ...], values: list[torch.Tensor], version: int) -> None:
         """Make the target have ``values``, which :meth:`prepare` returned; nobody may compute meanwhile."""
 
@@ -262,9 +266,10 @@ class Storage:
     def begin(self, update: StagedUpdate, target: Target, replaced: bool) -> None:
         """Make sure that the update can be switched to; raise if it cannot.
 
-        ``replaced`` says that parts of the target were replaced since :meth:`stage`.
+        ``replaced`` says that parts of the target were replaced since :meth:`stage`. The program may also
+        have replaced, moved or cast single tensors, inside ``hold()`` for example.
         """
-        if replaced:
+        if replaced or target.changed(self.schema.names):
             update.values = target.prepare(self.schema.names, update.values)
 
     def settle(self) -> None:

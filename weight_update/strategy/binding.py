@@ -25,10 +25,11 @@ from weight_update.strategy.named_weights import (
     require_initialized,
 )
 from weight_update.wire.memory import memory_identity
-from weight_update.wire.schema import WeightSchema, require_tensor
+from weight_update.wire.schema import WeightSchema, dtype_family, require_tensor
 
 _Place = tuple[str, tuple[Any, Any]]  # name of a tensor, the dict that holds it, and its key
 _CPU = torch.device("cpu")
+_ADDRESS = torch.Tensor.data_ptr
 _SHAPE, _DTYPE, _IS_CPU, _IS_META = map(operator.attrgetter, ("shape", "dtype", "is_cpu", "is_meta"))
 
 
@@ -62,6 +63,7 @@ class Binding:
         plain = {type(owner).get for owner, _ in self._places.values()} <= {dict.get}
         self._look_up: Callable[[Any, str], Any] = dict.get if plain else lambda owner, key: owner.get(key)
         self._asked: tuple[tuple[str, ...], list[Any], list[str]] = (), [], []  # names, owners and keys
+        self._prepared: list[int] = []  # addresses of the tensors in prepare()
         self._find_devices()
 
     def is_stale(self) -> bool:
@@ -143,23 +145,24 @@ class Binding:
         """Return ``values``, converted to the destination's dtype and device where they differ.
 
         Raises:
-            SchemaMismatchError: a tensor was replaced by one of another shape.
+            SchemaMismatchError: a tensor was replaced by one that does not take its value.
         """
         targets = self.tensors(names)
-        if not all(map(operator.eq, map(_SHAPE, targets), map(_SHAPE, values))):
-            raise _misfit(names, targets, values)
+        self._prepared = list(map(_ADDRESS, targets))
+        same = all(map(operator.is_, map(_DTYPE, targets), map(_DTYPE, values)))
         if (
-            all(map(_IS_CPU, targets))
-            and all(map(_IS_CPU, values))
-            and all(map(operator.is_, map(_DTYPE, targets), map(_DTYPE, values)))
+            not (same and all(map(operator.eq, map(_SHAPE, targets), map(_SHAPE, values))))
+            or any(map(torch.Tensor.is_inference, targets))
+            or len(set(self._prepared)) < len(targets)
         ):
+            _require_fit(names, targets, values)
+        if same and all(map(_IS_CPU, targets)) and all(map(_IS_CPU, values)):
             return list(values)
-        return [
-            value
-            if target.dtype is value.dtype and target.device == value.device
-            else _convert(target, value)
-            for target, value in zip(targets, values, strict=True)
-        ]
+        return _convert_all(targets, values)
+
+    def changed(self, names: tuple[str, ...]) -> bool:
+        """Return whether one of the tensors was replaced, moved or cast since :meth:`prepare`."""
+        return list(map(_ADDRESS, self.tensors(names))) != self._prepared
 
     def switch(self, names: tuple[str, ...], ready: list[torch.Tensor]) -> None:
         """Make the tensors use the memory of ``ready``, the result of :meth:`prepare`; nothing is copied.
@@ -300,15 +303,43 @@ def _convert(target: torch.Tensor, value: torch.Tensor, *, copy: bool = False) -
     return value.to(device=device, dtype=target.dtype, copy=copy)
 
 
-def _misfit(
+def _convert_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``values`` in the dtypes and on the devices of ``targets``; tied values stay tied."""
+    made: dict[Any, torch.Tensor] = {}
+    ready = []
+    for target, value in zip(targets, values, strict=True):
+        if target.dtype is not value.dtype or target.device != value.device:
+            key = memory_identity(value) or id(value), target.dtype, target.device
+            if key not in made:
+                made[key] = _convert(target, value)
+            value = made[key]
+        ready.append(value)
+    return ready
+
+
+def _require_fit(
     names: Sequence[str], targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
-) -> SchemaMismatchError:
-    problems = (
-        f"{name}: shape {list(target.shape)} in the model, {list(value.shape)} in the update"
-        for name, target, value in zip(names, targets, values, strict=True)
-        if target.shape != value.shape
-    )
-    return SchemaMismatchError("the model has tensors of other shapes than before:", tuple(problems))
+) -> None:
+    """Raise SchemaMismatchError, with a line for each name, if targets cannot take their values."""
+    problems = []
+    first: dict[Any, int] = {}
+    for position, (name, target, value) in enumerate(zip(names, targets, values, strict=True)):
+        if target.shape != value.shape:
+            problems.append(
+                f"{name}: shape {list(target.shape)} in the model, {list(value.shape)} in the update"
+            )
+        elif dtype_family(target.dtype) != dtype_family(value.dtype):
+            problems.append(f"{name}: dtype {target.dtype} in the model, {value.dtype} in the update")
+        elif target.is_inference() and not target.is_meta:
+            problems.append(f"{name}: an inference tensor; make it outside torch.inference_mode()")
+        twin = first.setdefault(memory_identity(target) or id(target), position)
+        if memory_identity(values[twin]) != memory_identity(value):
+            problems.append(
+                f"{names[twin]} and {name}: tied in the model, two different tensors in the update; tie them "
+                "in the sender before connect(), or untie them here"
+            )
+    if problems:
+        raise SchemaMismatchError("the model has other weights than before:", tuple(problems))
 
 
 def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:
