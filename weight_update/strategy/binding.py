@@ -150,10 +150,11 @@ class Binding:
         targets = self.tensors(names)
         self._prepared = list(map(_ADDRESS, targets))
         same = all(map(operator.is_, map(_DTYPE, targets), map(_DTYPE, values)))
+        pairs = set(zip(self._prepared, map(_ADDRESS, values), strict=True))
         if (
             not (same and all(map(operator.eq, map(_SHAPE, targets), map(_SHAPE, values))))
             or any(map(torch.Tensor.is_inference, targets))
-            or len(set(self._prepared)) < len(targets)
+            or len(pairs) > len(set(self._prepared))  # two values for one place
         ):
             _require_fit(names, targets, values)
         if same and all(map(_IS_CPU, targets)) and all(map(_IS_CPU, values)):
