@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from marks import quick_for
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import (
@@ -83,11 +84,16 @@ def tied(model: Any) -> None:
     model[2].weight = model[1].weight
 
 
+def flattened(model: Any) -> None:
+    """Change the shape, but not the address."""
+    model[1].weight.data = model[1].weight.data.view(-1)
+
+
 MISFITS = {
-    integers: "1.weight: dtype torch.int8 in the model, torch.float32 in the update",
-    numbers_of_another_kind: "1.weight: dtype torch.complex64 in the model",
-    another_shape: "1.weight: shape [9] in the model, [3, 3] in the update",
-    tied: "1.weight and 2.weight: tied in the model, two different tensors in the update",
+    integers: "1.weight: float32[3, 3]: dtype int8 in the model",
+    numbers_of_another_kind: "1.weight: float32[3, 3]: dtype complex64 in the model",
+    another_shape: "1.weight: float32[3, 3]: shape [9] in the model",
+    tied: "1.weight and 2.weight",
 }
 
 
@@ -111,16 +117,47 @@ def test_weights_that_no_longer_fit_are_named(procs: Sides, how: Callable[[Any],
     assert sides.ask("fingerprint") == [fingerprint(source)]
 
 
+@pytest.mark.parametrize("before", [torch.float32, torch.float16], ids=["", "narrower before"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_a_cast_while_an_update_waits_is_kept(procs: Sides, dtype: torch.dtype) -> None:
+def test_a_cast_while_an_update_waits_is_kept(procs: Sides, dtype: torch.dtype, before: torch.dtype) -> None:
     source, sides = procs
     (worker,) = sides.workers
+    worker.call("run", change, functools.partial(nn.Module.to, dtype=before))
     handle = send_while_held(sides, source)
     worker.call("run", change, functools.partial(nn.Module.to, dtype=dtype))
     worker.call("release")
     handle.wait(20.0)
     expected = {name: value.to(dtype) for name, value in source.state_dict().items()}
     assert worker.call("fingerprint") == fingerprint(expected)
+
+
+def test_a_weight_that_is_flattened_in_its_place_stays_flat(procs: Sides) -> None:
+    source, sides = procs
+    (worker,) = sides.workers
+    handle = send_while_held(sides, source)
+    worker.call("run", change, flattened)
+    worker.call("release")
+    with pytest.raises(SyncFailedError, match=r"1\.weight: float32\[3, 3\]: shape \[9\] in the model"):
+        handle.wait(20.0)
+    assert worker.call("run", dimensions) == 1
+
+
+def dimensions(body: Body) -> int:
+    return body.model[1].weight.dim()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tied_weights_arrive_in_buckets_of_another_dtype(dtype: torch.dtype) -> None:
+    strategy = WeightStrategy(encoding=BucketEncoding(bucket_dtype="bf16"))
+    source, target = layers(1, 3), layers(2, 3).to(dtype)
+    for model in (source, target):
+        tied(model)
+    with MemoryWeightSyncScheme(strategy, timeout=20.0) as scheme, connect_pair(scheme, source, target):
+        scramble(source, 3, finite=True)
+        scheme.send()
+    expected = {name: one.bfloat16().to(dtype) for name, one in source.state_dict().items()}
+    assert fingerprint(target) == fingerprint(expected)
+    assert target[1].weight is target[2].weight
 
 
 def transposed(model: Any) -> None:
@@ -134,20 +171,40 @@ def test_a_weight_that_was_transposed_in_place_is_overwritten(procs: Sides) -> N
     assert sides.ask("fingerprint") == [fingerprint(source)]
 
 
-def of_inference(model: Any) -> None:
+class Wrapper(torch.Tensor):
+    """A tensor that has its values elsewhere, as DTensor and the tensors of torchao have them."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.ops.aten.detach.default else NotImplemented
+
+
+def of_inference() -> torch.Tensor:
     with torch.inference_mode():
-        model[1].weight = nn.Parameter(torch.zeros(3, 3))
+        return torch.zeros(3, 3)
 
 
-def test_an_inference_tensor_changes_nothing(procs: Sides) -> None:
+NOT_WRITABLE = {
+    "an inference tensor": of_inference,
+    "a torch.sparse_coo tensor": lambda: torch.zeros(3, 3).to_sparse(),
+    "a Wrapper without memory": lambda: torch.Tensor._make_wrapper_subclass(Wrapper, (3, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_WRITABLE)
+def test_a_tensor_that_cannot_be_written_changes_nothing(procs: Sides, kind: str) -> None:
     source, sides = procs
     (worker,) = sides.workers
-    worker.call("run", change, of_inference)
+    worker.call("run", change, functools.partial(replace, kind))
     before = worker.call("run", others)
     scramble(source, 4, finite=True)
-    with pytest.raises(SyncFailedError, match="an inference tensor"):
+    with pytest.raises(SyncFailedError, match=rf"'1\.weight' .*{kind}"):
         sides.scheme.send()
     assert worker.call("run", others) == before
+
+
+def replace(kind: str, model: Any) -> None:
+    model[1]._parameters["weight"] = NOT_WRITABLE[kind]()
 
 
 def others(body: Body) -> dict[str, str]:

@@ -75,7 +75,7 @@ class FlatBuffer(Storage):
         self._inside = self._find_inside() if same else []
         if self._inside:
             return
-        ready = target.prepare(self.schema.names, update.values)
+        ready = target.prepare(self.schema, update.values)
         if not same or not all(map(operator.is_, ready, update.values)):
             update.storage, update.values = Storage(self.schema), ready
 

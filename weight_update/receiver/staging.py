@@ -121,7 +121,7 @@ class Staging:
 
     def _fill(self, target: Target, current: StagedUpdate, schema: WeightSchema) -> None:
         """Give a new target the weights and the extra state in force."""
-        values = target.prepare(schema.names, current.values if self._own is None else list(self._own.values))
+        values = target.prepare(schema, current.values if self._own is None else list(self._own.values))
         target.check_extra(current.extra)
         bound = self.target
         with undo_on_error(target.exchange_extra(copy.deepcopy(current.extra))):

@@ -70,12 +70,12 @@ class Target:
         """Set all extra state, or raise an error and set none; return a function that reverts it."""
         return (lambda: None) if self.binding is None else self.binding.exchange_extra(extra)
 
-    def prepare(self, names: tuple[str, ...], values: list[torch.Tensor]) -> list[torch.Tensor]:
+    def prepare(self, schema: WeightSchema, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return ``values`` converted to what :meth:`write` takes."""
-        return values if self.binding is None else self.binding.prepare(names, values)
+        return values if self.binding is None else self.binding.prepare(schema, values)
 
     def changed(self, names: tuple[str, ...]) -> bool:
-        """Return whether the tensors of a model are other ones than in :meth:`prepare`."""
+        """Return whether tensors of a model were replaced, moved or cast since :meth:`prepare`."""
         return self.binding is not None and self.binding.changed(names)
 
     def write(self, names: tuple[str, ...], values: list[torch.Tensor], version: int) -> None:
@@ -85,7 +85,7 @@ class Target:
         """Make the target leave the memory that it lies in for that of ``values``, which are equal."""
 
     def leave(self) -> None:
-        """Make the target keep its weights, in memory of its own, whatever later updates bring."""
+        """Copy the weights into memory that later updates do not change."""
 
     def abort(self) -> None:
         """End the version in :attr:`loading`, which will not be completed."""
@@ -229,6 +229,7 @@ class StagedUpdate:
         storage: memory that the weights come to lie in.
         base: version that ``deltas`` change; None for an update of all weights.
         deltas: changes to apply.
+        received: values before they were converted to what the target takes, until :meth:`Storage.begin`.
         used_up: payloads that nobody reads once the update is in force.
         arrived: time of arrival, by ``time.perf_counter``.
         seconds: time for which an engine that loads in chunks kept forward passes out.
@@ -243,6 +244,7 @@ class StagedUpdate:
     storage: Storage
     base: int | None = None
     deltas: list[Delta] = field(default_factory=list)
+    received: list[torch.Tensor] = field(default_factory=list, repr=False)
     used_up: list[torch.Tensor] = field(default_factory=list, repr=False)
     arrived: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
@@ -261,7 +263,8 @@ class Storage:
 
     def stage(self, update: StagedUpdate, target: Target) -> None:
         """Do everything that may fail or take long, before any forward pass has to wait."""
-        update.values = target.prepare(self.schema.names, update.values)
+        update.received = update.values
+        update.values = target.prepare(self.schema, update.received)
 
     def begin(self, update: StagedUpdate, target: Target, replaced: bool) -> None:
         """Make sure that the update can be switched to; raise if it cannot.
@@ -269,8 +272,9 @@ class Storage:
         ``replaced`` says that parts of the target were replaced since :meth:`stage`. The program may also
         have replaced, moved or cast single tensors, inside ``hold()`` for example.
         """
+        received, update.received = update.received, []
         if replaced or target.changed(self.schema.names):
-            update.values = target.prepare(self.schema.names, update.values)
+            update.values = target.prepare(self.schema, received)
 
     def settle(self) -> None:
         """Do work for the next update, after the sender was told that this one is in force."""

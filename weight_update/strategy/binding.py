@@ -25,11 +25,11 @@ from weight_update.strategy.named_weights import (
     require_initialized,
 )
 from weight_update.wire.memory import memory_identity
-from weight_update.wire.schema import WeightSchema, dtype_family, require_tensor
+from weight_update.wire.schema import WeightSchema, require_tensor
 
 _Place = tuple[str, tuple[Any, Any]]  # name of a tensor, the dict that holds it, and its key
+_Facts = tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[torch.dtype, ...]]
 _CPU = torch.device("cpu")
-_ADDRESS = torch.Tensor.data_ptr
 _SHAPE, _DTYPE, _IS_CPU, _IS_META = map(operator.attrgetter, ("shape", "dtype", "is_cpu", "is_meta"))
 
 
@@ -63,7 +63,7 @@ class Binding:
         plain = {type(owner).get for owner, _ in self._places.values()} <= {dict.get}
         self._look_up: Callable[[Any, str], Any] = dict.get if plain else lambda owner, key: owner.get(key)
         self._asked: tuple[tuple[str, ...], list[Any], list[str]] = (), [], []  # names, owners and keys
-        self._prepared: list[int] = []  # addresses of the tensors in prepare()
+        self._prepared: _Facts = (), (), ()  # of the tensors in prepare()
         self._find_devices()
 
     def is_stale(self) -> bool:
@@ -141,29 +141,34 @@ class Binding:
                 count_writes(targets)
         self._materialise({id(t): _convert(t, value, copy=True) for t, value in pairs if t.is_meta})
 
-    def prepare(self, names: tuple[str, ...], values: list[torch.Tensor]) -> list[torch.Tensor]:
+    def prepare(self, schema: WeightSchema, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return ``values``, converted to the destination's dtype and device where they differ.
 
         Raises:
             SchemaMismatchError: a tensor was replaced by one that does not take its value.
+            UnsupportedSourceError: a tensor was replaced by one that cannot be written.
         """
-        targets = self.tensors(names)
-        self._prepared = list(map(_ADDRESS, targets))
-        same = all(map(operator.is_, map(_DTYPE, targets), map(_DTYPE, values)))
-        pairs = set(zip(self._prepared, map(_ADDRESS, values), strict=True))
+        targets = self.tensors(schema.names)
+        addresses, shapes, dtypes = self._prepared = _facts_of(targets)
+        offsets = dict(zip(addresses, schema.offsets, strict=False))
         if (
-            not (same and all(map(operator.eq, map(_SHAPE, targets), map(_SHAPE, values))))
+            (shapes, dtypes) != (schema.shapes, schema.dtypes)
+            or 0 in offsets  # of a tensor without memory
+            or tuple(map(offsets.get, addresses)) != schema.offsets  # tied, unlike the values
             or any(map(torch.Tensor.is_inference, targets))
-            or len(pairs) > len(set(self._prepared))  # two values for one place
         ):
-            _require_fit(names, targets, values)
-        if same and all(map(_IS_CPU, targets)) and all(map(_IS_CPU, values)):
+            schema.require_same(self.schema(), "the model", more=True)
+        if (
+            all(map(_IS_CPU, targets))
+            and all(map(_IS_CPU, values))
+            and all(map(operator.is_, dtypes, map(_DTYPE, values)))
+        ):
             return list(values)
-        return _convert_all(targets, values)
+        return _convert_all(schema, targets, values)
 
     def changed(self, names: tuple[str, ...]) -> bool:
-        """Return whether one of the tensors was replaced, moved or cast since :meth:`prepare`."""
-        return list(map(_ADDRESS, self.tensors(names))) != self._prepared
+        """Return whether tensors were replaced, moved or cast since :meth:`prepare`."""
+        return _facts_of(self.tensors(names)) != self._prepared
 
     def switch(self, names: tuple[str, ...], ready: list[torch.Tensor]) -> None:
         """Make the tensors use the memory of ``ready``, the result of :meth:`prepare`; nothing is copied.
@@ -304,13 +309,15 @@ def _convert(target: torch.Tensor, value: torch.Tensor, *, copy: bool = False) -
     return value.to(device=device, dtype=target.dtype, copy=copy)
 
 
-def _convert_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _convert_all(
+    schema: WeightSchema, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """Return ``values`` in the dtypes and on the devices of ``targets``; tied values stay tied."""
     made: dict[Any, torch.Tensor] = {}
     ready = []
-    for target, value in zip(targets, values, strict=True):
+    for offset, target, value in zip(schema.offsets, targets, values, strict=True):
         if target.dtype is not value.dtype or target.device != value.device:
-            key = memory_identity(value) or id(value), target.dtype, target.device
+            key = offset if value.numel() else id(value), target.dtype, target.device
             if key not in made:
                 made[key] = _convert(target, value)
             value = made[key]
@@ -318,29 +325,13 @@ def _convert_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
     return ready
 
 
-def _require_fit(
-    names: Sequence[str], targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
-) -> None:
-    """Raise SchemaMismatchError, with a line for each name, if targets cannot take their values."""
-    problems = []
-    first: dict[Any, int] = {}
-    for position, (name, target, value) in enumerate(zip(names, targets, values, strict=True)):
-        if target.shape != value.shape:
-            problems.append(
-                f"{name}: shape {list(target.shape)} in the model, {list(value.shape)} in the update"
-            )
-        elif dtype_family(target.dtype) != dtype_family(value.dtype):
-            problems.append(f"{name}: dtype {target.dtype} in the model, {value.dtype} in the update")
-        elif target.is_inference() and not target.is_meta:
-            problems.append(f"{name}: an inference tensor; make it outside torch.inference_mode()")
-        twin = first.setdefault(memory_identity(target) or id(target), position)
-        if memory_identity(values[twin]) != memory_identity(value):
-            problems.append(
-                f"{names[twin]} and {name}: tied in the model, two different tensors in the update; tie them "
-                "in the sender before connect(), or untie them here"
-            )
-    if problems:
-        raise SchemaMismatchError("the model has other weights than before:", tuple(problems))
+def _facts_of(tensors: Sequence[torch.Tensor]) -> _Facts:
+    """Return the addresses, shapes and dtypes; no addresses if one tensor has no memory to write into."""
+    try:
+        addresses = tuple(map(torch.Tensor.data_ptr, tensors))
+    except RuntimeError:  # a sparse tensor, for example
+        addresses = ()
+    return addresses, tuple(map(_SHAPE, tensors)), tuple(map(_DTYPE, tensors))
 
 
 def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:

@@ -199,7 +199,7 @@ class WeightStrategy(WeightReader):
             if inplace:
                 binding.copy(schema.names, values)
             else:
-                binding.switch(schema.names, binding.prepare(schema.names, values))
+                binding.switch(schema.names, binding.prepare(schema, values))
 
     def bind(self, destination: Any) -> Binding:
         """Return the places in ``destination`` that the weights of this strategy are written to.

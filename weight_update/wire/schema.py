@@ -45,13 +45,6 @@ def dtype_name(dtype: torch.dtype) -> str:
         ) from None
 
 
-def dtype_family(dtype: torch.dtype) -> str:
-    """Return the family of a dtype; values are converted only within a family."""
-    if dtype.is_complex:
-        return "complex"
-    return "floating" if dtype.is_floating_point else str(dtype)
-
-
 @dataclass(frozen=True)
 class TensorMeta:
     """Name, shape, dtype and offset of one tensor.
@@ -74,8 +67,12 @@ class TensorMeta:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def kind(self) -> str:
-        """Return the family of the dtype."""
-        return dtype_family(self.dtype)
+        """Return the family of the dtype; values are converted only within a family."""
+        if self.dtype.is_complex:
+            return "complex"
+        if self.dtype.is_floating_point:
+            return "floating"
+        return str(self.dtype)
 
     def __str__(self) -> str:
         return f"{self.name}: {dtype_name(self.dtype)}{list(self.shape)}"
@@ -145,6 +142,11 @@ class WeightSchema:
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """All dtypes, in order."""
         return tuple(meta.dtype for meta in self.tensors)
+
+    @functools.cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """All offsets, in order."""
+        return tuple(meta.offset for meta in self.tensors)
 
     @functools.cached_property
     def distinct(self) -> tuple[int, ...]:
