@@ -34,7 +34,7 @@ _GOODBYE_SECONDS = 1.0
 _ABSENT_SECONDS = 60.0
 """Seconds that a late joiner which was refused, or lost, has to come back on its connection."""
 _END_SECONDS = 5.0
-_CUT_OFF = "a signal handler interrupted the call that sent to it; it joins again and gets all weights"
+_CHANGED = "its weights were changed"
 
 
 class Delivery:
@@ -62,26 +62,29 @@ class Delivery:
 
         Call this whenever that may have changed.
         """
-        idle = [worker for worker in workers if worker.inflight is None]
+        unwritten = {worker for worker in workers if worker.inflight is None}
         try:
-            self._update(workers)
-        except BaseException:  # of a signal handler: some updates may now be in flight that nobody writes
-            for worker in idle:
-                if worker.inflight is not None and not worker.writing:
-                    self.lose(worker, InterruptedError(_CUT_OFF))
+            self._update(workers, unwritten)
+        except BaseException as error:
+            for worker in unwritten:
+                if worker.inflight is not None:
+                    self.lose(worker, _as_exception(error))
             raise
 
-    def _update(self, workers: Sequence[WorkerState]) -> None:
+    def _update(self, workers: Sequence[WorkerState], unwritten: set[WorkerState]) -> None:
+        """Send updates; remove workers from ``unwritten`` as soon as theirs is written, or about to be."""
         slow = [worker for worker in workers if not worker.link.capabilities.send_never_blocks]
         loads = [(worker, update) for worker in slow if (update := self._load(worker)) is not None]
         _announce(loads)
         for worker, update in loads:
             self.post(worker, partial(self._transmit, worker, update))
+            unwritten.discard(worker)
         for worker in workers:
             if worker.link.capabilities.send_never_blocks:
                 with worker.sending:
                     if (update := self._load(worker)) is not None:
                         self.send(worker, update.chunks)
+                        unwritten.discard(worker)
 
     def post(self, worker: WorkerState, write: Callable[[], None]) -> None:
         """Call ``write`` if the link of a worker never blocks, else have its outbox call it.
@@ -121,9 +124,8 @@ class Delivery:
                 worker.link.send_chunk(chunk, self.timeout)
         except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
             self._lose_unless_it_left(worker, error, connection)
-        except BaseException as error:
-            if not isinstance(error, Exception):  # a signal handler may have cut a frame in two
-                self.lose(worker, InterruptedError(_CUT_OFF), connection)
+        except BaseException as error:  # of a signal handler, perhaps in the middle of a frame
+            self.lose(worker, _as_exception(error), connection)
             raise
 
     def tell(self, states: Iterable[WorkerState], chunk: WeightChunk) -> None:
@@ -182,8 +184,9 @@ class Delivery:
                     return None
                 update = group.update_for(worker.has)
                 if update is not None:
-                    if worker.version is not None and isinstance(group, DeltaGroup) and update is group.whole:
-                        reason = "it lacks the version that changes refer to"
+                    if worker.has is not None and isinstance(group, DeltaGroup) and update in group.kept:
+                        changed = worker.has is MIXED
+                        reason = _CHANGED if changed else "it lacks the version that changes refer to"
                         self._table.tell(WorkerEvent("full_update", worker.idx, update.version, reason))
                     worker.set_update("inflight", update)
                     worker.sent_at = time.monotonic()
@@ -214,6 +217,13 @@ class Delivery:
             if worker.inflight is update and not self._closed:
                 with Progress(f"sending weights to worker {worker.idx}", total):
                     self.send(worker, update.chunks)
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Return the reason to give for a worker whose update was cut off by ``error``."""
+    if isinstance(error, Exception):
+        return error
+    return InterruptedError(f"a signal handler interrupted the call that sent to it ({error!r})")
 
 
 def _announce(loads: list[tuple[WorkerState, EncodedUpdate]]) -> None:
@@ -312,8 +322,6 @@ class AnswerThreads:
             self.record_result(worker, chunk)
             self._delivery.update(worker)
         elif chunk.kind is Kind.BEHIND:
-            reason = "its weights were changed"
-            self._table.tell(WorkerEvent("full_update", worker.idx, header["version"], reason))
             with self._table.lock:
                 worker.has = MIXED  # it is then sent all weights
                 if worker.inflight is not None and worker.inflight.version == header["version"]:
@@ -321,7 +329,7 @@ class AnswerThreads:
             self._delivery.update(worker)
         elif chunk.kind is Kind.GOODBYE:
             with self._table.lock:
-                failed = next(reversed(worker.failures.values()), None) if worker.has is None else None
+                failed = worker.joining_error
                 worker.left = failed is None
                 reason = "" if failed is None else f" after an error: {failed}"
                 self._delivery.lose(worker, LinkClosedError(f"it left{reason}"))

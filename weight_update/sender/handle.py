@@ -418,9 +418,7 @@ def reason_of(worker: WorkerState, version: int, timeout: float) -> Exception:
     if not worker.joined:
         return worker.lost or LinkClosedError(_ABSENT)
     if not worker.awaited:
-        if worker.has is None and worker.failures:  # it could not apply the weights that it joined with
-            return next(reversed(worker.failures.values()))
-        return LinkClosedError(
+        return worker.joining_error or LinkClosedError(
             "it joined while this version was being sent; it gets weights with the next send()"
         )
     if timeout == 0:

@@ -206,10 +206,10 @@ class Sender(Outcomes):
             self._groups.release_departed()
             weights = self._of_known(weights)
             with self.table.lock:
-                for idx in weights:
-                    self.table[idx].forget_old_failures()
-                    if not commit:
-                        _retry_first(self.table[idx])
+                for worker in self.table.known(weights):
+                    worker.forget_old_failures()
+                    if not commit and worker.joining_error is not None:
+                        worker.failures.popitem()  # it is sent these weights again: it needs them first
             if self._strategy.max_in_flight is not None:
                 step = Step(self._next_number(), commit=commit, group_commit=group_commit)
                 return self._pipelines.send(weights, step)
@@ -376,15 +376,6 @@ class Sender(Outcomes):
                 worker.group = None
             self.table.changed.notify_all()
         self._pool.close()
-
-
-def _retry_first(worker: WorkerState) -> None:
-    """Have a worker sent again the weights that it failed to apply when it joined, if it did.
-
-    It needs these before it can stage others.
-    """
-    if worker.has is None and worker.group is not None and worker.group.version is not None:
-        worker.failures.pop(worker.group.version, None)
 
 
 def _enter(report: SyncReport, groups: list[SendGroup], staged: list[Encoded]) -> None:

@@ -30,10 +30,8 @@ Its entry in the table is one of a late joiner that never comes.
 """
 
 _CHECK_SECONDS = 0.05
-_MAX_FAILURES = 8
-_MAX_UPDATES = 4
-_BUSY_SECONDS = 0.25
-"""Seconds after which a worker that has not answered an update is waited for no longer."""
+_BUSY_SECONDS = 0.25  # after which a worker that has not answered an update is waited for no longer
+_MAX_FAILURES, _MAX_UPDATES = 8, 4
 
 
 class Outbox:
@@ -199,6 +197,11 @@ class WorkerState:
             return self.failures[version]
         newer = [error for number, error in self.failures.items() if number > version]
         return newer[-1] if newer and self.lacks is None else None
+
+    @property
+    def joining_error(self) -> Exception | None:
+        """The error with which it failed to apply the weights that it joined with; None if there is none."""
+        return next(reversed(self.failures.values()), None) if self.has is None else None
 
     def forget_old_failures(self) -> None:
         """Keep the last few errors: callers that send without waiting ask for them later."""
