@@ -12,7 +12,7 @@ import torch
 
 @contextlib.contextmanager
 def repeating(*actions: Callable[[], object]) -> Iterator[None]:
-    """Call each action without pause meanwhile, in a thread of its own; raise its error at the end."""
+    """Call each action again and again while the block runs, in threads; raise their error at its end."""
     over = threading.Event()
 
     def run(action: Callable[[], object]) -> None:

@@ -1,14 +1,17 @@
 """The transports keep their contract; tests of the properties of each."""
 
 import contextlib
+import fcntl
 import multiprocessing
 import socket
+import sys
+import termios
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from weight_update.testing.chunks import (
     must_receive,
     number,
 )
+from weight_update.testing.processes import wait_until
 from weight_update.transports import (
     DistributedTransport,
     MemoryTransport,
@@ -76,11 +80,28 @@ def test_queues_tell_which_end_disconnected(end: str, name: str) -> None:
     other.close()
 
 
-def join_and_wait(name: str, nbytes: int, *queues: multiprocessing.Queue) -> None:
+def join_and_wait(name: str, nbytes: int, restarted: Any, *queues: multiprocessing.Queue) -> None:
     worker = MPTransport(*queues, end="receiver", name=name)
     worker.restart()
+    restarted.release()
     worker.send_chunk(hello_of_a_large_model(nbytes))
     time.sleep(60.0)
+
+
+def await_hello(restarted: Any, outbox: multiprocessing.Queue) -> None:
+    """Wait until a worker has written as much of its HELLO as fits into the pipe."""
+    assert restarted.acquire(timeout=20.0)
+    found = bytearray(4)
+
+    def unread() -> int:
+        fcntl.ioctl(outbox._reader.fileno(), termios.FIONREAD, found)
+        return int.from_bytes(found, sys.byteorder)
+
+    wait_until(lambda: unread() > 0)
+    before = -1
+    while before < unread():
+        before = unread()
+        time.sleep(0.1)
 
 
 def hello_of_a_large_model(nbytes: int) -> WeightChunk:
@@ -90,12 +111,12 @@ def hello_of_a_large_model(nbytes: int) -> WeightChunk:
 @pytest.mark.parametrize("nbytes", [300_000, 3 << 20], ids=["fits into a pipe", "does not fit"])
 def test_workers_are_killed_before_their_hello_is_read(nbytes: int) -> None:
     name, fork = uuid.uuid4().hex, multiprocessing.get_context("fork")
-    queues = fork.Queue(), fork.Queue()
-    workers = [fork.Process(target=join_and_wait, args=(name, nbytes, *queues)) for _ in range(3)]
+    queues, restarted = (fork.Queue(), fork.Queue()), fork.Semaphore(0)
+    workers = [fork.Process(target=join_and_wait, args=(name, nbytes, restarted, *queues)) for _ in range(3)]
     with contextlib.closing(MPTransport(*queues)) as sender:
         for worker in workers:
             worker.start()
-            worker.join(0.5)
+            await_hello(restarted, queues[1])
             if worker is not workers[-1]:
                 worker.kill()
                 worker.join()
@@ -106,12 +127,12 @@ def test_workers_are_killed_before_their_hello_is_read(nbytes: int) -> None:
 
 def test_a_killed_worker_whose_hello_is_read_is_replaced() -> None:
     name, fork = uuid.uuid4().hex, multiprocessing.get_context("fork")
-    queues = fork.Queue(), fork.Queue()
+    queues, restarted = (fork.Queue(), fork.Queue()), fork.Semaphore(0)
     with contextlib.closing(MPTransport(*queues)) as sender:
         for _ in range(2):
-            worker = fork.Process(target=join_and_wait, args=(name, 300_000, *queues))
+            worker = fork.Process(target=join_and_wait, args=(name, 300_000, restarted, *queues))
             worker.start()
-            worker.join(0.5)
+            await_hello(restarted, queues[1])
             worker.kill()
             worker.join()
             assert must_receive(sender).header["pid"] == worker.pid

@@ -191,7 +191,7 @@ def without_frames(error: _E) -> _E:
     error.__context__ = None
     causes: list[BaseException] = []
     cause = error.__cause__
-    while cause is not None and cause not in causes:  # an error may be its own cause
+    while cause is not None and all(cause is not one for one in causes):  # an error may be its own cause
         cause.__traceback__ = cause.__context__ = None
         causes.append(cause)
         cause = cause.__cause__

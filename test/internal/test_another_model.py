@@ -103,10 +103,17 @@ def test_it_gets_the_extra_state_in_force(join: Join) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_update_that_waits_comes_first(join: Join, dtype: torch.dtype) -> None:
+def test_an_update_that_waits_comes_first(
+    join: Join, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, other = net(), net().to(dtype)
     sender, receiver = join(source, net())
     gate, holds, ends = receiver._receiver.gate, threading.Event(), threading.Event()
+    bind = receiver._receiver.bind
+
+    def bind_while_held(model: nn.Module) -> None:
+        threading.Timer(0.2, ends.set).start()
+        bind(model)
 
     def hold() -> None:
         with receiver.hold():
@@ -118,7 +125,7 @@ def test_an_update_that_waits_comes_first(join: Join, dtype: torch.dtype) -> Non
     add_one(source)
     handle = sender.send_async()
     wait_until(lambda: gate._updates)
-    threading.Timer(0.2, ends.set).start()  # the assignment has begun by then
+    monkeypatch.setattr(receiver._receiver, "bind", bind_while_held)
     receiver.model = other
     handle.wait(WAIT)
     assert receiver.version == 1

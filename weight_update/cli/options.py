@@ -1,4 +1,4 @@
-"""Types of options."""
+"""Types of command-line options."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ class Compression(ABC):
     name: ClassVar[str]
     """Name and version on the wire, e.g. ``"zstd/1"``, at most 15 ASCII characters.
 
-    A new layout takes a new number."""
+    A new layout takes a new number.
+    """
 
     device: ClassVar[str]
     """Device type of the memory that it processes (``"cpu"``, ``"cuda"``, or ``"any"`` for both)."""

@@ -207,7 +207,10 @@ class OwnCopy(Storage):
         self._find_copies()
 
     def bind(self, binding: Binding | None) -> None:
-        """Keep another model current, which has :attr:`values` already, with all that the worker wrote."""
+        """Keep another model current, which has :attr:`values` already.
+
+        Writes of the worker into the model before stay remembered.
+        """
         self.unbind()
         self._binding = binding
         self._find_copies()

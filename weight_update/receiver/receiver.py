@@ -83,13 +83,14 @@ class Receiver:
             SyncTimeoutError: that update, or a forward pass, took too long.
         """
         self.gate.require_outside()  # the update may wait for this thread
+        deadline = time.monotonic() + self.options.timeout
         if not self._updates.busy.acquire(timeout=self.options.timeout):
             raise SyncTimeoutError(
                 f"an update took longer than {self.options.timeout:g} s; assign the model again, or raise "
                 "timeout="
             )
         try:
-            self.staging.bind(model, self.options.timeout)
+            self.staging.bind(model, max(deadline - time.monotonic(), 0.0))
         finally:
             self._updates.busy.release()
 

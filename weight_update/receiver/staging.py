@@ -99,7 +99,7 @@ class Staging:
         """Keep ``model`` current from now on, beginning with the version that is in force.
 
         If there is one, wait up to ``timeout`` seconds for running forward passes to end. The model before
-        keeps the version that it has. After an error, it is kept current as before.
+        keeps the version that it has. After an error, the model before is kept current.
 
         Raises:
             LifecycleError: the receiver has weights, and the model before or this one is an engine.

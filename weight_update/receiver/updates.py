@@ -114,7 +114,7 @@ class UpdateHandler:
         self.staging.forget()
         self._unwanted = version
         summary, text = summary_of(error)
-        # Weights that the worker wrote into are of no version. They may be those of another model of the group.
+        # Weights that the worker wrote into are of no version; they may be another model's of the group.
         kept = self.staging.version is not None and not isinstance(error, MissingBaseError)
         self._answer(Kind.FAILED, {"version": version, "error": summary, "traceback": text, "kept": kept})
         return error

@@ -47,7 +47,7 @@ def send_together(
     First, every worker stages all models: it receives and checks them. When all workers have done this, each
     worker switches all its models at the same moment. If staging fails in any worker, no worker applies
     anything. Each of the two steps waits at most for the ``timeout`` of the schemes; with ``max_in_flight``,
-    staging may wait so long for each model.
+    staging may wait for ``timeout`` for each model.
 
     Args:
         weights: weights by scheme; as for :meth:`WeightSyncScheme.send`, None reads the scheme's source. All

@@ -220,7 +220,7 @@ class MPTransport(TransportBackend):
                 pass
 
     def _take_over_queues(self) -> None:
-        """Release the locks that a dead worker held, and drop what the sender does not read of it."""
+        """Release the locks that a dead worker held, and drop its unread messages."""
         for lock in (getattr(self._inbox, "_rlock", None), getattr(self._outbox, "_wlock", None)):
             if lock is not None:
                 lock.acquire(timeout=_CHECK_SECONDS)
@@ -228,9 +228,11 @@ class MPTransport(TransportBackend):
         with contextlib.suppress(AttributeError, OSError):
             reader, lock = self._outbox._reader, self._outbox._rlock
             if reader.poll() and lock.acquire(timeout=_CHECK_SECONDS):
-                while reader.poll():
-                    os.read(reader.fileno(), _READ_BYTES)
-                lock.release()
+                try:
+                    while reader.poll():
+                        os.read(reader.fileno(), _READ_BYTES)
+                finally:
+                    lock.release()
 
     def _make_room(self, nbytes: int) -> None:
         """Enlarge the pipe so that a message fits into it, as far as the kernel allows.

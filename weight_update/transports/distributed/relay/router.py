@@ -145,7 +145,8 @@ class Router:
         for one in chosen:
             self._busy[id(one)] = one.host, slot_use
             self._delivered.get(slot_use[0], {}).pop(one.host, None)
-        self._expected.pop(slot_use[0], None)
+        if self._hosts_expecting(slot_use):
+            del self._expected[slot_use[0]]
         return chosen
 
     def _hosts_expecting(self, slot_use: _SlotUse) -> list[str]:
