@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from weight_update.errors import LifecycleError
@@ -69,18 +69,25 @@ class NoWeightSyncScheme(WeightSyncScheme, backend="none"):
 class _Nobody:
     """The owner of updates that are sent to nobody."""
 
-    def members(self, *workers: object, **ignored: object) -> tuple[()]:
+    def members(self, workers: Sequence[int]) -> Sequence[object]:
         return ()
 
-    def settled(self, *update: object, **ignored: object) -> bool:
+    def settled(self, version: int, workers: Sequence[int]) -> bool:
         return True
 
-    def failures(self, *update: object, **ignored: object) -> dict[int, Exception]:
+    def wait(
+        self, report: SyncReport, workers: Sequence[int], timeout: float | None, since: float | None = None
+    ) -> dict[int, Exception]:
         return {}
 
-    wait = wait_staged = failures
+    def wait_staged(
+        self, version: int, workers: Sequence[int], since: float | None = None
+    ) -> dict[int, Exception]:
+        return {}
 
-    def commit(self, *update: object, **ignored: object) -> None:
-        """Do nothing."""
+    def commit(self, version: int, workers: Sequence[int]) -> None: ...
 
-    abort = commit
+    def abort(self, version: int, workers: Sequence[int]) -> None: ...
+
+    def failures(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
+        return {}
