@@ -60,7 +60,7 @@ def install(requirement, folder):
 
 def python(folder, *words):
     """Run Python with the TorchRL of ``folder``."""
-    path = os.pathsep.join(map(str, [folder, ROOT, Path(__file__).parent]))
+    path = os.pathsep.join(map(str, [folder, ROOT, *Path(__file__).parents[:2]]))
     return subprocess.run(
         [sys.executable, *map(str, words)],
         env={**os.environ, "PYTHONPATH": path},
