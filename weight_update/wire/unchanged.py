@@ -61,7 +61,7 @@ class TensorPlaces:
     The owner keeps the memory of the tensors alive, so that no other memory takes an address.
 
     Args:
-        tensors: strided tensors on the CPU.
+        tensors: strided tensors.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
