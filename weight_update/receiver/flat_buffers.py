@@ -114,8 +114,9 @@ class OwnCopy(Storage):
         self._flat: torch.Tensor | None = None
         self._next: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._version: int | None = None
-        # How often each of the model's tensors was written to when an update was complete, and its address.
-        self._known: tuple[list[int], list[int]] = [], []
+        # How often each of the model's tensors was written to when an update was complete, and its place.
+        self._writes: list[int] = []
+        self._places = TensorPlaces([])
         self._counts: list[int] = []  # how much count_writes() adds for each; tied tensors have one count
         self._overwritten = False  # by this worker, before the model was replaced
         self._required: list[torch.Tensor] = []  # the model's tensors, from require() to apply()
@@ -169,7 +170,7 @@ class OwnCopy(Storage):
         self._find_copies()
         if all(map(operator.is_, before, self._tensors())):  # none was on the meta device
             # Not as found: the worker may have written since. Both write() and _find_copies() count once.
-            self._known = _sum(writes, self._counts, self._counts), self._known[1]
+            self._writes = _sum(writes, self._counts, self._counts)
 
     # -- the weights -------------------------------------------------------------------------------
 
@@ -218,11 +219,11 @@ class OwnCopy(Storage):
     def unbind(self) -> None:
         """Keep no model current, and remember whether the worker wrote into its weights."""
         try:
-            written = _state_of(self._tensors()) != self._known
+            written = not self._untouched(self._tensors())
         except SchemaMismatchError:  # the model before has lost tensors
             written = True
         self._overwritten = self._overwritten or written
-        self._binding, self._known = None, ([], [])
+        self._binding, self._writes, self._places = None, [], TensorPlaces([])
 
     def require(self, base: int) -> None:
         """Check that a change of version ``base`` may be applied, and find the tensors that it will change.
@@ -235,7 +236,7 @@ class OwnCopy(Storage):
                 f"the delta applies to version {base}, but version {self._version} is in force"
             )
         tensors = self._tensors()
-        if self._overwritten or _state_of(tensors) != self._known:
+        if self._overwritten or not self._untouched(tensors):
             raise MissingBaseError("this worker wrote into its weights")
         self._required = tensors
 
@@ -260,7 +261,7 @@ class OwnCopy(Storage):
             self._binding.finish_kernels()
             count_writes(tensors)
             # Not as found: the worker may have written while the changes were applied, or since.
-            self._known = _sum(self._known[0], self._counts), self._known[1]
+            self._writes = _sum(self._writes, self._counts)
         self._version = version
 
     @property
@@ -281,20 +282,15 @@ class OwnCopy(Storage):
         ]
         before = _writes_of(tensors)
         count_writes(tensors)
-        self._known = _state_of(tensors)
-        self._counts = list(map(operator.sub, self._known[0], before))
+        self._writes, self._places = _writes_of(tensors), TensorPlaces(tensors)
+        self._counts = list(map(operator.sub, self._writes, before))
+
+    def _untouched(self, tensors: list[torch.Tensor]) -> bool:
+        """Return whether nobody but the receiver has written to the model's tensors, or moved them."""
+        return _writes_of(tensors) == self._writes and self._places.same(tensors)
 
     def _tensors(self) -> list[torch.Tensor]:
         return [] if self._binding is None else self._binding.tensors(self.schema.names)
-
-
-def _places_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return list(map(torch.Tensor.data_ptr, tensors))
-
-
-def _state_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Return how often torch has seen each tensor written to, and the address of each."""
-    return _writes_of(tensors), _places_of(tensors)
 
 
 def _sum(*numbers: list[int]) -> list[int]:
