@@ -26,9 +26,9 @@ from weight_update.strategy.named_weights import (
 )
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema, require_tensor
-from weight_update.wire.unchanged import TensorPlaces
 
 _Place = tuple[str, tuple[Any, Any]]  # name of a tensor, the dict that holds it, and its key
+_Facts = tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[torch.dtype, ...]]
 _CPU = torch.device("cpu")
 _SHAPE, _DTYPE, _IS_CPU, _IS_META = map(operator.attrgetter, ("shape", "dtype", "is_cpu", "is_meta"))
 
@@ -63,7 +63,7 @@ class Binding:
         plain = {type(owner).get for owner, _ in self._places.values()} <= {dict.get}
         self._look_up: Callable[[Any, str], Any] = dict.get if plain else lambda owner, key: owner.get(key)
         self._asked: tuple[tuple[str, ...], list[Any], list[str]] = (), [], []  # names, owners and keys
-        self._prepared = TensorPlaces([])  # of the tensors in prepare()
+        self._prepared: _Facts = (), (), ()  # of the tensors in prepare()
         self._find_devices()
 
     def is_stale(self) -> bool:
@@ -149,7 +149,7 @@ class Binding:
             UnsupportedSourceError: a tensor was replaced by one that cannot be written.
         """
         targets = self.tensors(schema.names)
-        addresses, shapes, dtypes = _facts_of(targets)
+        addresses, shapes, dtypes = self._prepared = _facts_of(targets)
         offsets = dict(zip(addresses, schema.offsets, strict=False))
         if (
             (shapes, dtypes) != (schema.shapes, schema.dtypes)
@@ -158,7 +158,6 @@ class Binding:
             or any(map(torch.Tensor.is_inference, targets))
         ):
             schema.require_same(self.schema(), "the model", more=True)
-        self._prepared = TensorPlaces(targets)
         if (
             all(map(_IS_CPU, targets))
             and all(map(_IS_CPU, values))
@@ -169,7 +168,7 @@ class Binding:
 
     def changed(self, names: tuple[str, ...]) -> bool:
         """Return whether tensors were replaced, moved or cast since :meth:`prepare`."""
-        return not self._prepared.same(self.tensors(names))
+        return _facts_of(self.tensors(names)) != self._prepared
 
     def switch(self, names: tuple[str, ...], ready: list[torch.Tensor]) -> None:
         """Make the tensors use the memory of ``ready``, the result of :meth:`prepare`; nothing is copied.
@@ -326,9 +325,7 @@ def _convert_all(
     return ready
 
 
-def _facts_of(
-    tensors: Sequence[torch.Tensor],
-) -> tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[torch.dtype, ...]]:
+def _facts_of(tensors: Sequence[torch.Tensor]) -> _Facts:
     """Return the addresses, shapes and dtypes; no addresses if one tensor has no memory to write into."""
     try:
         addresses = tuple(map(torch.Tensor.data_ptr, tensors))
