@@ -10,6 +10,15 @@ from weight_update import WeightSyncScheme
 
 _Scheme = TypeVar("_Scheme", bound=WeightSyncScheme)
 
+PATHS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "flat buffer": {},
+    "patch": {"encoding": "patch"},
+    "dense copied": {"stable_addresses": True},
+    "patch copied": {"encoding": "patch", "stable_addresses": True},
+}
+"""Options of the ways in which a receiver keeps a model; the tests make models small or large enough."""
+
 
 def connect_pair(sender: _Scheme, source: Any, target: Any, **options: Any) -> _Scheme:
     """Connect ``sender``, of the model ``source``, with a receiver of ``target``; return the receiver.

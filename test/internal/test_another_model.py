@@ -6,11 +6,10 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from pairs import connect_pair
+from pairs import PATHS, connect_pair
 from torch import nn
 
 from weight_update import (
@@ -24,13 +23,6 @@ from weight_update.receiver import flat_buffers
 from weight_update.testing.processes import wait_until
 
 WAIT = 20.0
-PATHS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "flat buffer": {},
-    "patch": {"encoding": "patch"},
-    "dense copied": {"stable_addresses": True},
-    "patch copied": {"encoding": "patch", "stable_addresses": True},
-}
 
 Join = Callable[[nn.Module, nn.Module], tuple[WeightSyncScheme, WeightSyncScheme]]
 

@@ -19,7 +19,9 @@ from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups import base as groups
 from weight_update.sender.pipeline import Pipeline
 from weight_update.sender.sender import Sender
+from weight_update.testing.processes import wait_until
 from weight_update.transports.shared_memory.transport import SharedMemTransport
+from weight_update.wire.frames import Kind, WeightChunk
 
 SECONDS = 15.0
 Pair = Callable[[WeightSyncScheme], tuple[nn.Linear, nn.Linear]]
@@ -125,10 +127,15 @@ def test_an_update_that_is_not_written(
 
 
 def test_a_frame_that_may_be_cut_in_two(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be of another kind than an update, as COMMIT is."""
     scheme = SharedMemWeightSyncScheme()
     model, target = pair(scheme)
+    worker = sender_of(scheme).table[0]
+    connections = worker.connections
     interrupt_once(monkeypatch, SharedMemTransport, "send_chunk", after=False)
-    interrupted_send(scheme, model)
+    with pytest.raises(KeyboardInterrupt):
+        sender_of(scheme)._delivery.tell([worker], WeightChunk(Kind.ABORT, {"version": 5}))
+    wait_until(lambda: worker.connections > connections)
     send_again(scheme)
     assert torch.equal(model.weight, target.weight)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import PATHS
 from torch import nn
 
 from weight_update import (
@@ -84,15 +85,6 @@ def linear() -> nn.Module:
     module = nn.Linear(4, 4)
     nn.init.ones_(module.weight)
     return module
-
-
-PATHS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "flat buffer": {},
-    "patch": {"encoding": "patch"},
-    "dense copied": {"stable_addresses": True},
-    "patch copied": {"encoding": "patch", "stable_addresses": True},
-}
 
 
 @pytest.mark.parametrize("path", PATHS)
