@@ -309,19 +309,18 @@ class SenderSide:
     # -- sending -----------------------------------------------------------------------------------
 
     def publish(
-        self, weights: Any, worker_ids: Any, context: weakref.ref[Any] | None, **how: Any
+        self, weights: Any, worker_ids: Any, context: weakref.ref[Any] | None, group_commit: str | None
     ) -> SendHandle:
-        """Send weights to workers without waiting for them.
+        """Send weights to workers without waiting for them; ``group_commit`` is as in :meth:`Sender.publish`.
 
-        ``context`` refers to the object that ``weights`` is looked up in, if it is a name; ``how`` holds
-        further arguments of :meth:`Sender.publish`.
+        ``context`` refers to the object that ``weights`` is looked up in, if it is a name.
         """
         with self._sending, _outside_inference_mode():
             start = time.perf_counter()
             read = self._read_for(weights, worker_ids, context)
             with self._in_step("send", read, self._patience) as named:
                 extract = time.perf_counter() - start
-                report = self.sender.publish(named, **how)
+                report = self.sender.publish(named, group_commit=group_commit)
                 handle = SendHandle(self.sender, report, tuple(idx for idx in named if idx != NOBODY))
             handle.report.began -= extract
             handle.report.seconds = {"extract": extract, **handle.report.seconds}

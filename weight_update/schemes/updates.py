@@ -107,10 +107,10 @@ class SchemeUpdates(SchemeLifecycle):
 
         This is the first half of :func:`~weight_update.send_together`.
         """
-        return self._publish(weights, worker_ids, commit=False, group_commit=step)
+        return self._publish(weights, worker_ids, step)
 
-    def _publish(self, weights: Any, worker_ids: Any, **how: Any) -> SendHandle:
-        handle = self._require_sender().publish(weights, worker_ids, self._context, **how)
+    def _publish(self, weights: Any, worker_ids: Any, group_commit: str | None = None) -> SendHandle:
+        handle = self._require_sender().publish(weights, worker_ids, self._context, group_commit)
         self.last_report: SyncReport | None = handle.report
         return handle
 

@@ -190,14 +190,12 @@ class Sender(Outcomes):
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def publish(
-        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group_commit: str | None = None
-    ) -> SyncReport:
+    def publish(self, weights: Mapping[int, NamedWeights], *, group_commit: str | None = None) -> SyncReport:
         """Encode and send a version, without waiting for workers.
 
-        Workers whose ``weights`` are one object share its encoding. ``commit=False`` leaves the version
-        staged in the workers until :meth:`commit` or :meth:`abort`. ``group_commit`` names the group
-        commit; see :func:`~weight_update.send_together`.
+        Workers whose ``weights`` are one object share its encoding. ``group_commit`` names the group commit
+        of :func:`~weight_update.send_together`: it leaves the version staged in the workers until
+        :meth:`commit` or :meth:`abort`.
 
         Raises:
             SchemaMismatchError: the weights are not those of the schema; nothing was sent.
@@ -208,12 +206,12 @@ class Sender(Outcomes):
             with self.table.lock:
                 for worker in self.table.known(weights):
                     worker.forget_old_failures()
-                    if not commit and worker.joining_error is not None:
+                    if group_commit is not None and worker.joining_error is not None:
                         worker.failures.popitem()  # it is sent these weights again: it needs them first
             if self._strategy.max_in_flight is not None:
-                step = Step(self._next_number(), commit=commit, group_commit=group_commit)
+                step = Step(self._next_number(), commit=group_commit is None, group_commit=group_commit)
                 return self._pipelines.send(weights, step)
-            report = self._stage(weights, commit=commit, group_commit=group_commit)
+            report = self._stage(weights, group_commit)
             start = time.perf_counter()
             states = self.table.known(weights)
             self._reader.pause(states)
@@ -242,11 +240,9 @@ class Sender(Outcomes):
         """Return ``weights`` without those for late joiners that were forgotten meanwhile."""
         return {idx: named for idx, named in weights.items() if idx in self.table}
 
-    def _stage(
-        self, weights: Mapping[int, NamedWeights], commit: bool = True, group_commit: str | None = None
-    ) -> SyncReport:
+    def _stage(self, weights: Mapping[int, NamedWeights], group_commit: str | None = None) -> SyncReport:
         """Encode a new version and, unless workers wait for COMMIT, make it the one they are to have."""
-        start = time.perf_counter()
+        start, commit = time.perf_counter(), group_commit is None
         self._require_agreed(weights)
         report = SyncReport(self._next_number(), "")
         self._delivery.count_in(report)

@@ -34,10 +34,8 @@ class Leader(Sender):
         connect = super().connect
         return self._gathered(weights, lambda whole: connect(whole, timeout, alive))
 
-    def publish(
-        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group_commit: str | None = None
-    ) -> SyncReport:
-        publish = partial(super().publish, commit=commit, group_commit=group_commit)
+    def publish(self, weights: Mapping[int, NamedWeights], *, group_commit: str | None = None) -> SyncReport:
+        publish = partial(super().publish, group_commit=group_commit)
         return self._gathered(weights, publish)
 
     def wait(
