@@ -80,6 +80,6 @@ def test_an_answer_that_a_thread_takes_just_before_the_caller() -> None:
 
         assert eventually(scheme.send_async(fill(model, 1)).done)
         start = time.monotonic()
-        sender._reader.read(sender.table.known([0, 1]), done, start + PROMPT)
+        sender.reader.read(sender.table.known([0, 1]), done, start + PROMPT)
         assert asked == {0, 1}
         assert time.monotonic() - start < PROMPT / 2

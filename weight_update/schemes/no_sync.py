@@ -10,7 +10,8 @@ from weight_update.receiver.gate import Gate, Hold
 from weight_update.report import SyncReport
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.collector import register_with_torchrl
-from weight_update.sender.handle import SendHandle
+from weight_update.sender.handle import AnswerReader, Outcomes, SendHandle
+from weight_update.sender.workers import WorkerTable
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 
@@ -66,28 +67,13 @@ class NoWeightSyncScheme(WeightSyncScheme, backend="none"):
         return function
 
 
-class _Nobody:
+class _Nobody(Outcomes):
     """The owner of updates that are sent to nobody."""
 
-    def members(self, workers: Sequence[int]) -> Sequence[object]:
-        return ()
-
-    def settled(self, version: int, workers: Sequence[int]) -> bool:
-        return True
-
-    def wait(
-        self, report: SyncReport, workers: Sequence[int], timeout: float | None, since: float | None = None
-    ) -> dict[int, Exception]:
-        return {}
-
-    def wait_staged(
-        self, version: int, workers: Sequence[int], since: float | None = None
-    ) -> dict[int, Exception]:
-        return {}
+    def __init__(self) -> None:
+        super().__init__(WorkerTable(()), timeout=0.0)
+        self.reader = AnswerReader(self.table, lambda worker, chunk: None)
 
     def commit(self, version: int, workers: Sequence[int]) -> None: ...
 
     def abort(self, version: int, workers: Sequence[int]) -> None: ...
-
-    def failures(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
-        return {}

@@ -328,7 +328,7 @@ class SenderSide:
 
     def attended(self) -> contextlib.AbstractContextManager[object]:
         """Return a context for a thread that publishes weights and waits for workers."""
-        return self.sender.attended() if isinstance(self.sender, Sender) else _UNCHANGED
+        return self.sender.reader.attended() if isinstance(self.sender, Sender) else _UNCHANGED
 
     def raise_earlier_error(self, handle: SendHandle) -> None:
         """Raise the first error of an update that nobody waits for; remember ``handle`` as one more."""

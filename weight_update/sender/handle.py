@@ -137,9 +137,13 @@ Outcome = tuple[bool, dict[int, Exception]]
 
 
 class Outcomes:
-    """Waits for workers to stage or apply updates, and tells their errors."""
+    """Waits for workers to stage or apply updates, and tells their errors.
 
-    _reader: AnswerReader
+    Attributes:
+        reader: reads the answers of workers; a subclass sets it.
+    """
+
+    reader: AnswerReader
 
     def __init__(self, table: WorkerTable, timeout: float) -> None:
         self.table, self.timeout = table, timeout
@@ -201,7 +205,7 @@ class Outcomes:
         self, version: int, states: list[WorkerState], patience: Patience, done: WorkerTest, good: WorkerTest
     ) -> dict[int, Exception]:
         """Wait until workers are ``done``; return the errors of those that are not ``good``."""
-        self._reader.read(states, done, patience.deadline)
+        self.reader.read(states, done, patience.deadline)
         with self.table.lock:
             patience.wait(self.table.changed, states, done)
             bad = [worker for worker in states if not good(worker) and worker.missed]

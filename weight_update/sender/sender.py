@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 
 from weight_update.encodings import DeltaEncoding
 from weight_update.errors import JoinRefusedError
@@ -71,7 +71,7 @@ class Sender(Outcomes):
         self._pipelines = PipelineSender(self._groups, strategy, self._pool, self._delivery)
         self.admission = Admission(table, self._delivery, strategy, token, self._group_to_join)
         self._answers = AnswerThreads(table, self._delivery, self._groups, self.admission.welcome)
-        self._reader = AnswerReader(table, self._answers.record_result)
+        self.reader = AnswerReader(table, self._answers.record_result)
         for worker in table:
             self.admission.watch(worker)
         try:
@@ -214,14 +214,10 @@ class Sender(Outcomes):
             report = self._stage(weights, group_commit)
             start = time.perf_counter()
             states = self.table.known(weights)
-            self._reader.pause(states)
+            self.reader.pause(states)
             self._delivery.update(*states)
             report.seconds["send"] = time.perf_counter() - start
             return report
-
-    def attended(self) -> AbstractContextManager[object]:
-        """Return a context for a thread that sends an update and waits for it: it reads the answers."""
-        return self._reader.attended()
 
     def follow(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""
