@@ -222,20 +222,14 @@ def without_weights(table: WorkerTable) -> list[WorkerState]:
 
 
 def wait_for_none(
-    table: WorkerTable,
-    missing: Callable[[WorkerTable], list[WorkerState]],
-    deadline: float,
-    alive: Callable[[int], bool] | None,
+    table: WorkerTable, missing: Callable[[WorkerTable], list[WorkerState]], deadline: float
 ) -> None:
-    """Wait until ``missing(table)`` is empty or the deadline has passed; name workers that do not come soon.
-
-    ``alive`` tells whether the process of a worker index lives, if the caller knows.
-    """
+    """Wait until ``missing(table)`` is empty or the deadline has passed; name slow workers meanwhile."""
     for limit in min(deadline, time.monotonic() + SHOW_AFTER), deadline:
         with table.lock:
             while (lacking := missing(table)) and time.monotonic() < limit:
                 for worker in lacking:
-                    if alive is not None and not alive(worker.idx):
+                    if worker.alive is not None and not worker.alive(worker.idx):
                         worker.lost = LinkClosedError(
                             "its process died before it connected; its output has the reason"
                         )

@@ -147,7 +147,7 @@ class Sender(Outcomes):
         if self._strategy.max_in_flight is not None:
             for worker in self.table:
                 self._answers.start(worker)
-            wait_for_none(self.table, absent, deadline, alive)
+            wait_for_none(self.table, absent, deadline)
             with self._groups.lock:
                 report = self._pipelines.send(self._of_known(weights), Step(self._next_number()))
         else:
@@ -159,7 +159,7 @@ class Sender(Outcomes):
             self._delivery.update(worker)
             self._answers.start(worker)
         try:
-            wait_for_none(self.table, without_weights, deadline, alive)
+            wait_for_none(self.table, without_weights, deadline)
             require_weights(self.table, timeout, self.refusals, watched=alive is not None)
         finally:
             with self._groups.lock:
