@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -98,15 +99,24 @@ class BufferPool:
             self._slots.append(Slot(self._link.allocate(nbytes)))
             pin(self._slots[-1].buffer.tensor)
 
-    def borrow(self, slots: list[Slot]) -> Lend:
-        """Return a ``lend`` function that takes slots, with one user each, and appends them to ``slots``."""
+    @contextlib.contextmanager
+    def borrowing(self) -> Iterator[tuple[list[Slot], Lend]]:
+        """Yield a list and a ``lend`` function, which takes slots with one user each and appends them to it.
+
+        After an error in this context, the slots are given back.
+        """
+        slots: list[Slot] = []
 
         def lend(nbytes: int) -> torch.Tensor:
-            slot = self.take(nbytes)
-            slots.append(slot)
-            return slot.buffer.tensor
+            slots.append(self.take(nbytes))
+            return slots[-1].buffer.tensor
 
-        return lend
+        try:
+            yield slots, lend
+        except BaseException:
+            with self.lock:
+                give_back(slots)
+            raise
 
     def take(self, nbytes: int) -> Slot:
         """Return a slot that no worker reads, with one user; wait for one while memory is short.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -72,7 +71,7 @@ class SendGroup(ABC):
         self.source: Hashable = None
         self._staged: Staged | None = None
         self.whole_encoding = whole
-        self._borrow, self._lock = pool.borrow, pool.lock
+        self._borrowing, self._lock = pool.borrowing, pool.lock
         everything = Difference(schema.elements, schema.elements)
         self._encoded_whole = Encoded(whole.label, whole.compressed_with, everything)
 
@@ -154,21 +153,10 @@ class SendGroup(ABC):
         if former is not None:
             give_back(former.slots)
 
-    @contextlib.contextmanager
-    def _borrowing(self) -> Iterator[list[Slot]]:
-        """Yield a list for slots that are lent in this context, which gives them back after an error."""
-        slots: list[Slot] = []
-        try:
-            yield slots
-        except BaseException:
-            with self._lock:
-                give_back(slots)
-            raise
-
     def _encode_whole(self, step: Step, encoder: Encoder, values: Sequence[torch.Tensor]) -> EncodedUpdate:
         """Return the update that carries all weights, given in schema order."""
-        with self._borrowing() as slots:
-            payloads = encoder.encode(values, self._borrow(slots))
+        with self._borrowing() as (slots, lend):
+            payloads = encoder.encode(values, lend)
             chunks = [*frames_of(step, self.schema, self.whole_encoding.name, payloads, len(payloads))]
         return EncodedUpdate(VersionId(step.version), chunks, slots)
 

@@ -82,9 +82,9 @@ class DeltaGroup(SendGroup):
         payload, mostly_new = None, difference.changed > _NOT_WORTH * self.schema.elements
         if step.commit:  # else a patch is sent in any case
             self._count(mostly_new)
-        with self._borrowing() as slots:
+        with self._borrowing() as (slots, lend):
             if not mostly_new or not step.commit:
-                payload = self._tracker.encode(difference, base, step.version, self._lend(slots))
+                payload = self._tracker.encode(difference, base, step.version, _rounding(lend))
         if payload is not None and step.commit and payload.numel() > _NOT_WORTH * self.schema.dense_bytes:
             with self._lock:
                 give_back(slots)
@@ -170,8 +170,8 @@ class DeltaGroup(SendGroup):
                 encoder = self.whole_encoding.encoder(self.schema)
                 whole = self._encode_whole(step, encoder, self._tracker.weights())
             else:
-                with self._borrowing() as slots:
-                    payload = self._tracker.bootstrap(step.version, self._lend(slots))
+                with self._borrowing() as (slots, lend):
+                    payload = self._tracker.bootstrap(step.version, _rounding(lend))
                     chunks = [*frames_of(step, self.schema, self._encoding.name, [payload], 1, step.version)]
                 whole = EncodedUpdate(version_id, chunks, slots)
             whole.version_id = version_id
@@ -210,11 +210,6 @@ class DeltaGroup(SendGroup):
             weights = self._tracker.weights()
             self._digests = [None if i in sent else digest(tensor) for i, tensor in enumerate(weights)]
         return self._digests
-
-    def _lend(self, slots: list[Slot]) -> Lend:
-        """Return a ``lend`` that rounds sizes up, so that slots of ever new sizes can be used again."""
-        lend = self._borrow(slots)
-        return lambda nbytes: lend(_rounded(nbytes))[:nbytes]
 
     def _goal(self) -> tuple[VersionId | None, Step]:
         """Return the version of full updates: the committed one, or else the first one staged."""
@@ -256,6 +251,11 @@ class _Change:
     base: VersionId
     payload: torch.Tensor = field(repr=False)
     slots: list[Slot]
+
+
+def _rounding(lend: Lend) -> Lend:
+    """Return a ``lend`` that rounds sizes up, so that slots of ever new sizes can be used again."""
+    return lambda nbytes: lend(_rounded(nbytes))[:nbytes]
 
 
 def _rounded(nbytes: int) -> int:
