@@ -530,6 +530,16 @@ def test_workers_that_lack_weights_of_their_own() -> None:
         sender.send({1: nn.Linear(2, 2)}, worker_ids=0)
 
 
+@pytest.mark.parametrize(
+    ("num_workers", "lacking"), [(2, r"workers \[1\]"), (0, "workers that join later")], ids=str
+)
+def test_first_weights_that_lack_a_worker(num_workers: int, lacking: str) -> None:
+    with MemoryWeightSyncScheme() as sender:
+        sender.init_on_sender(model=nn.Linear(2, 2), num_workers=num_workers)
+        with pytest.raises(UnknownWorkerError, match=f"no weights for {lacking}; weights are given for "):
+            sender.connect(weights={0: nn.Linear(2, 2)}, timeout=5.0)
+
+
 ODD_TENSORS = {
     "sparse_coo": lambda: torch.eye(2).to_sparse(),
     "sparse_csr": lambda: torch.eye(2).to_sparse_csr(),

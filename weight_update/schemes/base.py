@@ -323,13 +323,15 @@ class WeightSyncScheme(SchemeUpdates):
 
         Args:
             worker_idx: on a receiver, its index, if ``init_on_receiver`` was not given one.
-            weights: on the sender, first weights to send instead of the weights of its source.
+            weights: on the sender, first weights to send instead of the weights of its source; or a dict with
+                those of each worker.
             timeout: seconds, above 0; None uses the scheme's ``connect_timeout``.
 
         Raises:
             LifecycleError: called before initialization, or connected already.
             TypeError: ``timeout`` is not a number.
             ValueError: ``timeout`` is not above 0, or longer than the system can wait.
+            UnknownWorkerError: ``weights`` are given for each worker, but lack one.
             SchemaMismatchError: the two models differ; raised on both sides, with a line for each weight.
             SyncTimeoutError: the other side did not come in time; the message says who.
             SyncFailedError: on the sender, workers died or failed; the message names them.

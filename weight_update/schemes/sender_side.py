@@ -127,6 +127,9 @@ class SourceReader:
     def _sources_of(self, weights: Any, workers: Sequence[int]) -> dict[int, Any]:
         by_worker, device_map = self._sources.by_worker, self._sources.device_map
         per_worker = _is_per_worker(weights)
+        if per_worker and (lacking := [idx for idx in workers if idx not in weights]):
+            whom = "workers that join later" if lacking == [NOBODY] else f"workers {lacking}"
+            raise UnknownWorkerError(f"no weights for {whom}; weights are given for {sorted(weights)}")
         found: dict[int, Any] = {}
         for idx in workers:
             source = weights[idx] if per_worker else weights
