@@ -298,15 +298,31 @@ def test_connect_notices_a_process_that_died(form: str) -> None:
     ],
     ids=["alive", "ended", "unknown"],
 )
-def test_send_tells_a_process_that_ended_from_a_slow_worker(lives: Callable[[], bool], reason: str) -> None:
+@pytest.mark.parametrize("kind", [MemoryWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_send_tells_a_process_that_ended_from_a_slow_worker(
+    kind: type[WeightSyncScheme], lives: Callable[[], bool], reason: str
+) -> None:
     """The transport does not notice it: here, the worker only holds its weights."""
     connected = False
-    with MemoryWeightSyncScheme(timeout=20.0) as scheme:
+    with kind(timeout=20.0) as scheme:
         scheme.worker_alive = lambda _: lives() if connected else True
         scheme.init_on_sender(model=mlp(1), num_workers=1)
         with connect_pair(scheme, mlp(1), mlp(2)) as receiver:
             connected = True
             with receiver.hold(), pytest.raises(SyncFailedError, match=f"within 0.1 s: {reason}"):
+                scheme.send_async().wait(0.1)
+
+
+def test_worker_alive_may_tell_of_the_process_before_a_restart() -> None:
+    with SharedMemWeightSyncScheme(timeout=20.0) as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+        with connect_pair(scheme, mlp(1), mlp(2)):
+            scheme.send()
+        scheme._sender.table[0].alive = lambda _: False
+        with receiver_of(scheme, scheme.token) as receiver:
+            receiver.init_on_receiver(model=mlp(3), worker_idx=0)
+            receiver.connect()
+            with receiver.hold(), pytest.raises(SyncFailedError, match="it is stopped, or in hold"):
                 scheme.send_async().wait(0.1)
 
 

@@ -15,12 +15,13 @@ from weight_update.arguments import require_seconds
 from weight_update.errors import FormatError, LinkClosedError, SyncFailedError, SyncTimeoutError
 from weight_update.report import SyncReport
 from weight_update.sender.groups.base import FullGroup
-from weight_update.sender.workers import WorkerState, WorkerTable, WorkerTest
+from weight_update.sender.workers import WorkerState, WorkerTable
 from weight_update.text import format_seconds
 from weight_update.transports.base import Arrivals
 from weight_update.wire.frames import Kind, WeightChunk
 
 _Paused = dict[Arrivals, WorkerState]
+_WorkerTest = Callable[[WorkerState], bool]
 _ABSENT = "it is not connected; has it called connect()?"
 
 
@@ -202,7 +203,12 @@ class Outcomes:
         return self._wait(version, self.table.known(workers), patience, done, staged)
 
     def _wait(
-        self, version: int, states: list[WorkerState], patience: Patience, done: WorkerTest, good: WorkerTest
+        self,
+        version: int,
+        states: list[WorkerState],
+        patience: Patience,
+        done: _WorkerTest,
+        good: _WorkerTest,
     ) -> dict[int, Exception]:
         """Wait until workers are ``done``; return the errors of those that are not ``good``."""
         self.reader.read(states, done, patience.deadline)
@@ -285,7 +291,7 @@ class AnswerReader:
                 paused[arrivals] = worker  # first: a signal handler may raise at any time
                 arrivals.pause()
 
-    def read(self, states: Iterable[WorkerState], done: WorkerTest, deadline: float) -> None:
+    def read(self, states: Iterable[WorkerState], done: _WorkerTest, deadline: float) -> None:
         """Read what workers answer until they are ``done`` or the deadline has passed.
 
         Any answer but APPLIED is left to the threads of the workers.
@@ -318,7 +324,7 @@ class AnswerReader:
                     _resume(paused, worker, arrivals)
         _resume_all(paused)  # the caller may wait longer, for workers of other links
 
-    def _is(self, worker: WorkerState, done: WorkerTest) -> bool:
+    def _is(self, worker: WorkerState, done: _WorkerTest) -> bool:
         with self._table.lock:
             return done(worker)
 
@@ -378,7 +384,7 @@ class Patience:
         self,
         changed: threading.Condition,
         states: Sequence[WorkerState],
-        done: WorkerTest,
+        done: _WorkerTest,
         limit: float = math.inf,
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:

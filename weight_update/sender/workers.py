@@ -102,8 +102,9 @@ class WorkerState:
         replaced: whether another receiver is about to join in its place.
         receiver: the receiver that was last admitted under this index.
         admitted_until: time, on the monotonic clock, by which an admitted connection reaches the link.
-        connections: number of connections admitted; tells an error of one from an error of the next.
+        connections: changes with each connection; tells an error of one from an error of the next.
         alive: tells whether the process of a worker index lives; None if that is not known.
+        restarted: whether another receiver was admitted since then; ``alive`` may not tell of its process.
         sent_at: time, on the monotonic clock, at which ``inflight`` was set.
         sending: lock of whoever writes to the link; a signal handler may take it again, for ``shutdown()``.
         reading: lock of whoever reads from the link, and acts on what was read.
@@ -122,6 +123,7 @@ class WorkerState:
     admitted_until: float = 0.0
     connections: int = 0
     alive: Callable[[int], bool] | None = field(default=None, repr=False)
+    restarted: bool = False
     pid: int = 0
     group: SendGroup | None = None
     has: VersionId | None = None
@@ -160,8 +162,8 @@ class WorkerState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process is known to have ended; if it joined again, that may be as another process."""
-        if self.alive is None or self.connections > 1:
+        """Whether its process is known to have ended."""
+        if self.alive is None or self.restarted:
             return False
         try:
             return not self.alive(self.idx)
@@ -244,9 +246,6 @@ class WorkerState:
         self.joined, self.has, self.staged = False, None, None
         self.set_update("inflight", None)
         self.set_update("applied", None)
-
-
-WorkerTest = Callable[[WorkerState], bool]
 
 
 class WorkerTable:
