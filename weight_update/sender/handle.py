@@ -8,7 +8,6 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Protocol
 
 from weight_update.arguments import require_seconds
@@ -180,8 +179,7 @@ class Outcomes:
         patience = Patience(
             self.timeout if timeout is None else timeout, patient=timeout is None, since=since
         )
-        done = partial(is_settled, version=version)
-        failures = self._wait(version, states, patience, done, lambda worker: worker.reached >= version)
+        failures = self._wait(version, states, patience, lambda worker: worker.reached >= version)
         self.fill(report, states)
         return failures
 
@@ -192,25 +190,17 @@ class Outcomes:
 
         ``since`` is when the wait began, if it began before this call.
         """
-
-        def staged(worker: WorkerState) -> bool:
-            return worker.staged == version
-
-        def done(worker: WorkerState) -> bool:
-            return staged(worker) or is_settled(worker, version)
-
-        patience = Patience(self.timeout, since=since)
-        return self._wait(version, self.table.known(workers), patience, done, staged)
+        patience, states = Patience(self.timeout, since=since), self.table.known(workers)
+        return self._wait(version, states, patience, lambda worker: worker.staged == version)
 
     def _wait(
-        self,
-        version: int,
-        states: list[WorkerState],
-        patience: Patience,
-        done: _WorkerTest,
-        good: _WorkerTest,
+        self, version: int, states: list[WorkerState], patience: Patience, good: _WorkerTest
     ) -> dict[int, Exception]:
-        """Wait until workers are ``done``; return the errors of those that are not ``good``."""
+        """Wait until workers are ``good`` or settled; return the errors of those that are not ``good``."""
+
+        def done(worker: WorkerState) -> bool:
+            return good(worker) or is_settled(worker, version)
+
         self.reader.read(states, done, patience.deadline)
         with self.table.lock:
             patience.wait(self.table.changed, states, done)
