@@ -244,11 +244,10 @@ _UNWATCHED = "? Set scheme.worker_alive to their processes to learn at once of o
 _WATCHED = "? Their processes live; if they need longer to start, raise connect_timeout=."
 
 
-def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str], *, watched: bool) -> None:
+def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str]) -> None:
     """Raise the error of :meth:`Sender.connect` if initial workers have no weights.
 
-    ``refusals`` are reasons for which join requests were refused. ``watched`` tells whether the workers'
-    processes are known.
+    ``refusals`` are reasons for which join requests were refused.
     """
     with table.lock:
         failures = {worker.idx: error for worker in initial(table) if (error := worker.error) is not None}
@@ -270,9 +269,9 @@ def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str],
         raise SyncFailedError(f"workers could not connect:{lines}{refused}", failures)
     if overdue:
         joined = f" (others did: {others}; do the indices match?)" if others else ""
+        hint = "; have they called connect()" + (_UNWATCHED if table[overdue[0]].alive is None else _WATCHED)
         raise SyncTimeoutError(
-            f"workers {overdue} did not connect within {format_seconds(timeout)}{joined}"
-            f"{refused or '; have they called connect()' + (_WATCHED if watched else _UNWATCHED)}"
+            f"workers {overdue} did not connect within {format_seconds(timeout)}{joined}{refused or hint}"
         )
 
 

@@ -160,7 +160,7 @@ class Sender(Outcomes):
             self._answers.start(worker)
         try:
             wait_for_none(self.table, without_weights, deadline)
-            require_weights(self.table, timeout, self.refusals, watched=alive is not None)
+            require_weights(self.table, timeout, self.refusals)
         finally:
             with self._groups.lock:
                 self._end_connect(weights)
