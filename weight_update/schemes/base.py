@@ -362,14 +362,13 @@ class WeightSyncScheme(SchemeUpdates):
     @context.setter
     def context(self, context: Any) -> None:
         self._context = None if context is None else weakref.ref(context)
-        self._observe()
-
-    def _observe(self) -> None:
-        """Have the context, if there is one, told of a receiver's updates."""
         if self._receiver_options is not None:
-            context, name = self.context, self.model_id or "policy"
-            observer = None if context is None else ContextObserver(context, name, self.strategy.export)
-            self._receiver_options.observer = observer
+            self._receiver_options.observer = self._observer()
+
+    def _observer(self) -> ContextObserver | None:
+        """Return the observer that tells the context, if there is one, of a receiver's updates."""
+        context, name = self.context, self.model_id or "policy"
+        return None if context is None else ContextObserver(context, name, self.strategy.export)
 
     def _connect_limit(self, timeout: float | None) -> float:
         return self.connect_timeout if timeout is None else require_seconds("timeout", timeout)
@@ -399,9 +398,8 @@ class WeightSyncScheme(SchemeUpdates):
             instance=self._instance,
             stable_addresses=self.stable_addresses,
             timeout=self.timeout,
-            observer=None,
+            observer=self._observer(),
         )
-        self._observe()
         receiver = Receiver(options, self._model)
         try:
             receiver.connect(max(deadline - time.monotonic(), 0.0))
