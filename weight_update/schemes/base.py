@@ -344,8 +344,10 @@ class WeightSyncScheme(SchemeUpdates):
             )
         self._require_open()
         side = self._sender_side
+        if side is not None and worker_idx is not None:
+            raise LifecycleError("connect(worker_idx=...) is for receivers")
         if side is not None and isinstance(side.sender, Sender):
-            self._connect_sender(side, worker_idx, weights, limit)
+            self._connect_sender(side, weights, limit)
         elif side is not None:
             self.last_report: SyncReport | None = side.connect(weights, limit, self.worker_alive)
         elif self._end == "receiver":
@@ -373,9 +375,7 @@ class WeightSyncScheme(SchemeUpdates):
     def _connect_limit(self, timeout: float | None) -> float:
         return self.connect_timeout if timeout is None else require_seconds("timeout", timeout)
 
-    def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
-        if worker_idx is not None:
-            raise LifecycleError("connect(worker_idx=...) is for receivers")
+    def _connect_sender(self, side: SenderSide, weights: Any, limit: float) -> None:
         self.last_report = side.connect(weights, limit, self.worker_alive)
         self._observers.tell(self.last_report)
 

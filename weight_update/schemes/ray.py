@@ -162,9 +162,9 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         limit = self.connect_timeout if timeout is None else timeout
         return find_rendezvous(self.name, self.namespace, limit)
 
-    def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
+    def _connect_sender(self, side: SenderSide, weights: Any, limit: float) -> None:
         try:
-            super()._connect_sender(side, worker_idx, weights, limit)
+            super()._connect_sender(side, weights, limit)
         except SyncFailedError as error:
             raise self._watch.all_named(error) from None
 

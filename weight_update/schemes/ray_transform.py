@@ -96,11 +96,11 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         options["worker_idx"] = options.get("worker_idx") or 0
         super().init_on_receiver(context=context, model=model, **options)
 
-    def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
+    def _connect_sender(self, side: SenderSide, weights: Any, limit: float) -> None:
         call = self._actor._init_weight_sync_scheme.remote(scheme=self, model_id=self.model_id)
         self.worker_alive = lambda _: _error_of(call) is None
         try:
-            super()._connect_sender(side, worker_idx, weights, limit)
+            super()._connect_sender(side, weights, limit)
         except SyncFailedError:
             theirs = _error_of(call)
             if theirs is None:
