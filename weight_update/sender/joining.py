@@ -156,8 +156,8 @@ class Admission:
             worker.link.send_chunk(chunk, self._delivery.timeout)
             with self._table.lock:
                 worker.joined, worker.lost, worker.pid = True, None, header["pid"]
-                worker.left = worker.leaving = worker.replaced = worker.absence_told = False
-                worker.arrived = False
+                worker.left = worker.leaving = worker.replaced = False
+                worker.absence_told = worker.arrived = False
                 worker.failures.clear()  # they were of another process, or of an earlier connection
         _log.info("worker %d (process %d) joined", worker.idx, worker.pid)
         self._table.tell(WorkerEvent("joined", worker.idx, worker.version, late_joiner=worker.late))

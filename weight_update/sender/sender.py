@@ -171,10 +171,9 @@ class Sender(Outcomes):
 
     def _end_connect(self, weights: Mapping[int, NamedWeights]) -> None:
         """Encode the first weights of workers that did not join: ``weights`` may change until they do."""
-        for idx, named in self._of_known(weights).items():
-            worker = self.table[idx]
-            if worker.group is None and (idx == NOBODY or not worker.late):
-                kept = named if self._strategy.max_in_flight is None else None
+        for worker in self.table:
+            if worker.group is None and (worker.idx == NOBODY or not worker.late):
+                kept = weights[worker.idx] if self._strategy.max_in_flight is None else None
                 self._groups.assign_first(worker, worker.schema, self._number, kept)
         self._first_weights = {}
 
