@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError
 from weight_update.transports.base import Capabilities, TransportBackend
 from weight_update.transports.distributed.connection import Connection, WorkerConnection
 from weight_update.transports.distributed.relay.client import RelayClient
 from weight_update.transports.distributed.relay.router import RemoteConnection, Router
 from weight_update.transports.distributed.rendezvous import Announcement, SenderStore, find_sender
 from weight_update.transports.host_name import shares_sockets, this_host
-from weight_update.transports.join_listener import refusal_of
+from weight_update.transports.join_listener import answering_refusals, link_for
 from weight_update.transports.listener import Listener
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
@@ -197,13 +197,8 @@ class DistributedListener(Listener):
         hello = connection.recv(seconds_left(deadline), None)
         if hello is None or hello.kind is not Kind.HELLO:
             raise FormatError("the first frame is not a HELLO, or did not come in time")
-        worker: int = hello.header["worker"]
-        try:
-            link = self._links.get(worker) or self._late_joiners(worker)
-            link.screen(hello)
-        except JoinRefusedError as error:
-            connection.send(refusal_of(error), seconds_left(deadline))
-            raise
+        with answering_refusals(lambda answer: connection.send(answer, seconds_left(deadline))):
+            link = link_for(hello, self._links, self._late_joiners)
         link.attach_remote(signed, hello, name, host, self.router)
 
 

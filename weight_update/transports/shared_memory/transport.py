@@ -18,10 +18,10 @@ from weakref import WeakSet
 
 import torch
 
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError
 from weight_update.transports.base import Allocate, Arrivals, Buffer, Capabilities
 from weight_update.transports.handshake import prove_token
-from weight_update.transports.join_listener import refusal_of
+from weight_update.transports.join_listener import answering_refusals, link_for
 from weight_update.transports.listener import Listener
 from weight_update.transports.reconnecting import LinkConnection, ReconnectingLink
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer, CudaSlotMapping
@@ -346,11 +346,6 @@ class SharedMemListener(Listener):
         if prelude.kind is not Kind.HELLO or prelude.payload_bytes:
             raise FormatError("the first frame is not a HELLO")
         hello = prelude.assemble(raw, None).with_token(self._token)
-        worker: int = hello.header["worker"]
-        try:
-            link = self._links.get(worker) or self._late_joiners(worker)
-            link.screen(hello)
-        except JoinRefusedError as error:
-            stream.send(refusal_of(error).encode(), deadline)
-            raise
+        with answering_refusals(lambda answer: stream.send(answer.encode(), deadline)):
+            link = link_for(hello, self._links, self._late_joiners)
         link.attach(stream, hello)
