@@ -65,14 +65,13 @@ class SlotStream(LinkConnection, Arrivals):
         stream: connected Unix sockets, whose two ends have verified that they share a token.
         slots: table of the slots opened here; slots of an earlier connection are dropped.
         token: token that is put into received HELLOs, because it does not travel.
-
-    Attributes:
-        received_handle: whether a slot arrived whose memory ends with the sender's process.
+        on_handle: called when a slot arrives whose memory ends with the sender's process.
     """
 
-    def __init__(self, stream: SocketStream, slots: SlotTable, token: str) -> None:
-        self.received_handle: bool = False
-        self._stream, self._slots, self._token = stream, slots, token
+    def __init__(
+        self, stream: SocketStream, slots: SlotTable, token: str, on_handle: Callable[[], None]
+    ) -> None:
+        self._stream, self._slots, self._token, self._on_handle = stream, slots, token, on_handle
         self._slots.clear()
         self._handed_over: WeakSet[SharedSlot] = WeakSet()
         self._received = bytearray()  # bytes that were received together with an earlier frame
@@ -128,7 +127,8 @@ class SlotStream(LinkConnection, Arrivals):
                 (length,) = _SIZE.unpack(self._read(_SIZE.size))
                 if length > _MAX_HANDLE:
                     raise FormatError(f"the handle of a slot has {length} bytes")
-                handle, self.received_handle = self._read(length), True
+                handle = self._read(length)
+                self._on_handle()
             return self._slots.payload(key, nbytes, lambda: _map_slot(key, fd, handle))
         finally:
             if fd is not None:
@@ -222,7 +222,7 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
         self._address, self._token = address, token
         self._directory, self._device = directory, device
         if device is not None:
-            self.capabilities = replace(self.capabilities, payloads_die_with_sender=True)
+            self._slots_are_on_gpu()
         self._joining: SocketStream | None = None  # a connection in the middle of the handshake
         self._slots = SlotTable()
 
@@ -231,16 +231,8 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
             return CudaBuffer(nbytes, self._device)
         return SharedBuffer(nbytes, self._directory)
 
-    def recv_chunk(
-        self, timeout: float | None = None, allocate: Allocate | None = None
-    ) -> WeightChunk | None:
-        connection = self._connection
-        try:
-            return super().recv_chunk(timeout, allocate)
-        finally:
-            on_gpu = isinstance(connection, SlotStream) and connection.received_handle
-            if on_gpu and not self.capabilities.payloads_die_with_sender:
-                self.capabilities = replace(self.capabilities, payloads_die_with_sender=True)
+    def _slots_are_on_gpu(self) -> None:
+        self.capabilities = replace(self.capabilities, payloads_die_with_sender=True)
 
     def release(self, payload: torch.Tensor) -> None:
         self._slots.release(payload)
@@ -257,7 +249,7 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
         """Sender's end: take over an authenticated connection whose HELLO, with the token, is ``hello``."""
         if stream.peer_pid != hello.header["pid"]:  # in another pid namespace, or an impostor
             self.capabilities = replace(self.capabilities, pid_is_visible=False)
-        self.take_over(SlotStream(stream, self._slots, hello.header["token"]), hello)
+        self.take_over(SlotStream(stream, self._slots, hello.header["token"], self._slots_are_on_gpu), hello)
 
     def close(self) -> None:
         super().close()
@@ -295,7 +287,7 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
                     "connect_timeout has passed, or address= is not the sender's scheme.address"
                 ) from None
         self.authenticate(stream, _context(address), deadline)
-        return SlotStream(stream, self._slots, self._token)
+        return SlotStream(stream, self._slots, self._token, self._slots_are_on_gpu)
 
     def authenticate(self, stream: SocketStream, context: str, deadline: float | None) -> bytes:
         """Prove the token, and return the connection's key; BlockingIOError if the listener is too busy."""
