@@ -192,7 +192,7 @@ class HostRelay:
             with Progress("receiving weights", command["nbytes"]):
                 total = source.recv_payload(into, patience, forwarder)
         except (TransportError, TimeoutError) as error:
-            if source is sender and command["link"] is None:
+            if command["link"] is None:
                 raise
             self._close_incoming()
             return {"error": f"the host before it in the chain: {error}"[:_MAX_ERROR_CHARS]}
