@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from stranger_parts import Tap
+from stream_parts import signed_pair
 
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.testing.processes import eventually
@@ -24,7 +25,7 @@ from weight_update.transports.distributed.relay.router import RemoteConnection, 
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.slots import SharedBuffer, open_slot
 from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
-from weight_update.transports.signed_stream import SignedStream, call, dial, listen
+from weight_update.transports.signed_stream import SignedStream, call, listen
 
 HERE = "127.0.0.1"
 TOKEN = "confidential"
@@ -44,12 +45,9 @@ class Joint:
     def __init__(self) -> None:
         self.failures: list[Exception] = []
         self.client = RelayClient(0, "gloo")
-        with listen(HERE) as sock:
-            here = dial(HERE, sock.getsockname()[1], deadline_of(LONG))
-            there = SocketStream(sock.accept()[0])
-        self.here = SignedStream(here, bytes(32), listener=False)
+        self.here, there = signed_pair(tcp=True)
         self.relay = HostRelay(lambda: self.here, TOKEN, None, self.failures.append)
-        self.client.open(SignedStream(there, bytes(32), listener=True))
+        self.client.open(there)
 
     def ask(self, **command: Any) -> dict[str, Any]:
         self.client.send_command(command, LONG)
