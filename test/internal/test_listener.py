@@ -25,6 +25,7 @@ from weight_update.transports import listener as module
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.unix_stream import SocketStream
+from weight_update.transports.signed_stream import closing_on_error
 
 TOKEN = "confidential"
 LONG = 10.0
@@ -56,11 +57,8 @@ class Service:
 
     def join(self, token: str = TOKEN) -> SocketStream:
         stream = SocketStream(self.stranger())
-        try:
+        with closing_on_error(stream):
             prove_token(stream, token, "test", time.monotonic() + LONG)
-        except BaseException:
-            stream.close()
-            raise
         return stream
 
     def admits(self) -> bool:
