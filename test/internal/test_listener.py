@@ -19,13 +19,12 @@ import pytest
 from background import repeating
 from marks import slow
 
-from weight_update.errors import JoinRefusedError, LinkClosedError
+from weight_update.errors import JoinRefusedError, LinkClosedError, undo_on_error
 from weight_update.testing.processes import eventually
 from weight_update.transports import listener as module
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.unix_stream import SocketStream
-from weight_update.transports.signed_stream import closing_on_error
 
 TOKEN = "confidential"
 LONG = 10.0
@@ -57,7 +56,7 @@ class Service:
 
     def join(self, token: str = TOKEN) -> SocketStream:
         stream = SocketStream(self.stranger())
-        with closing_on_error(stream):
+        with undo_on_error(stream.close):
             prove_token(stream, token, "test", time.monotonic() + LONG)
         return stream
 

@@ -9,10 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from weight_update.errors import FormatError, JoinRefusedError
+from weight_update.errors import FormatError, JoinRefusedError, undo_on_error
 from weight_update.transports.rate_limit import EXPECTED, Refusals
 from weight_update.transports.reconnecting import ReconnectingLink
-from weight_update.transports.signed_stream import closing_on_error
 from weight_update.wire.frames import Kind, WeightChunk
 
 BACK_OFF_SECONDS = 1.0
@@ -89,7 +88,7 @@ class JoinListener(ABC, Generic[_L]):
     def _admit(self, connection: Any, hello: WeightChunk | None) -> None:
         """Give the connection of a worker to its link, or answer why the worker is refused, and raise."""
         refuse = answering_refusals(lambda answer: connection.send(answer, _REFUSAL_SECONDS))
-        with closing_on_error(connection), refuse:
+        with undo_on_error(connection.close), refuse:
             if hello is None or hello.kind is not Kind.HELLO:
                 raise FormatError("the first chunk of a connection is not a HELLO, or did not come in time")
             if not hello.shows(self._token):

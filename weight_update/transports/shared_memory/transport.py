@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import torch
 
-from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, undo_on_error
 from weight_update.transports.base import Allocate, Arrivals, Buffer, Capabilities
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.join_listener import answering_refusals, link_for
@@ -39,7 +39,6 @@ from weight_update.transports.shared_memory.unix_stream import (
     deadline_of,
     seconds_left,
 )
-from weight_update.transports.signed_stream import closing_on_error
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 
 _log = logging.getLogger(__name__)
@@ -275,7 +274,7 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
     def join(self, address: str, deadline: float | None) -> LinkConnection:
         """Receiver's end: connect to the sender once; raise BlockingIOError if it should be tried again."""
         stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        with closing_on_error(stream):
+        with undo_on_error(stream.close):
             try:
                 stream.sock.connect(address)
             except BlockingIOError:  # its backlog is full
@@ -293,7 +292,7 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
         """Prove the token, and return the connection's key; BlockingIOError if the listener is too busy."""
         self._joining = stream
         try:
-            with closing_on_error(stream):
+            with undo_on_error(stream.close):
                 if self._closed:  # close() may not have seen the stream
                     raise LinkClosedError("this end was closed")
                 return prove_token(stream, self._token, context, deadline)
