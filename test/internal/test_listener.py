@@ -48,11 +48,8 @@ class Service:
 
     def stranger(self) -> socket.socket:
         sock = socket.socket(self.family)
-        try:
+        with undo_on_error(sock.close):
             sock.connect(self.address)
-        except OSError:
-            sock.close()
-            raise
         sock.settimeout(LONG)
         return sock
 

@@ -327,7 +327,7 @@ def be_sender(pipe: Connection, announced: bool, child: str) -> None:
     store = SenderStore(HERE, 0)
     if announced:
         store.announce(WHERE, TOKEN)
-    find_sender(HERE, store.port, TOKEN, LONG) if announced else None
+        find(store.port)
     started = 0
     if child == "program":
         started = subprocess.Popen(["sleep", "60"], close_fds=False).pid
