@@ -78,12 +78,8 @@ class RPCTransport(DistributedTransport):
         super().take_over(connection, hello)
         self._abandon_old_call()
 
-    def disconnect(self) -> None:
-        super().disconnect()
-        self._abandon_old_call()
-
-    def close(self) -> None:
-        super().close()
+    def _drop(self, connection: LinkConnection | None) -> None:
+        super()._drop(connection)
         self._abandon_old_call()
 
     def _abandon_old_call(self) -> None:
