@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from weight_update import JoinListener, JoinRefusedError, LinkClosedError, ReconnectingLink, WeightChunk
-from weight_update.testing.chunks import (
-    hello,
-)
+from weight_update.testing.chunks import hello
 from weight_update.testing.processes import wait_until
 
 

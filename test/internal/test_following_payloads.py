@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from stream_parts import signed_pair
 
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError
 from weight_update.testing.chunks import assert_same, in_background
@@ -14,11 +15,8 @@ from weight_update.transports.distributed.checksum import Checksum
 from weight_update.transports.distributed.connection import FOLLOWS, Connection, WorkerConnection
 from weight_update.transports.distributed.relay.payload_stream import PIECE, PayloadStream
 from weight_update.transports.shared_memory.slots import SlotTable
-from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
-from weight_update.transports.signed_stream import SignedStream, dial, listen
 from weight_update.wire.frames import Kind, WeightChunk
 
-HERE = "127.0.0.1"
 LONG = 20.0
 
 
@@ -32,18 +30,10 @@ class Following(Connection):
 Ends = tuple[Following, WorkerConnection]
 
 
-def pair() -> tuple[SignedStream, SignedStream]:
-    """Return the sender's end and the worker's end of a connection over TCP."""
-    with listen(HERE) as sock:
-        here = dial(HERE, sock.getsockname()[1], deadline_of(LONG))
-        there = SocketStream(sock.accept()[0])
-    return SignedStream(there, bytes(32), listener=True), SignedStream(here, bytes(32), listener=False)
-
-
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     """Yield the sender's end and the worker's end, whose host relay waits for a command."""
-    (frames, received), (commands, awaited) = pair(), pair()
+    (received, frames), (awaited, commands) = signed_pair(tcp=True), signed_pair(tcp=True)
     sender = Following(frames, "token")
     worker = WorkerConnection(received, "token", connect=lambda: awaited, directory=None, slots=SlotTable())
     yield sender, worker

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from stranger_parts import Tap
+from stream_parts import signed_pair
 
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.testing.processes import eventually
@@ -24,7 +25,7 @@ from weight_update.transports.distributed.relay.router import RemoteConnection, 
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.slots import SharedBuffer, open_slot
 from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
-from weight_update.transports.signed_stream import SignedStream, call, dial, listen
+from weight_update.transports.signed_stream import SignedStream, call, listen
 
 HERE = "127.0.0.1"
 TOKEN = "confidential"
@@ -44,12 +45,9 @@ class Joint:
     def __init__(self) -> None:
         self.failures: list[Exception] = []
         self.client = RelayClient(0, "gloo")
-        with listen(HERE) as sock:
-            here = dial(HERE, sock.getsockname()[1], deadline_of(LONG))
-            there = SocketStream(sock.accept()[0])
-        self.here = SignedStream(here, bytes(32), listener=False)
+        self.here, there = signed_pair(tcp=True)
         self.relay = HostRelay(lambda: self.here, TOKEN, None, self.failures.append)
-        self.client.open(SignedStream(there, bytes(32), listener=True))
+        self.client.open(there)
 
     def ask(self, **command: Any) -> dict[str, Any]:
         self.client.send_command(command, LONG)
@@ -193,16 +191,20 @@ def take_along(before: Joint, after: Joint, slot: SharedBuffer) -> list[dict[str
     return [one.client.receive_answer(LONG) for one in (before, after)]
 
 
+def assert_arrives(before: Joint, after: Joint, slot: SharedBuffer) -> None:
+    """Send a payload to the first host, which forwards it; both must then have it."""
+    for answer in take_along(before, after, slot):
+        assert torch.equal(replica(answer, SMALL), slot.tensor)
+
+
 def test_a_payload_goes_along_a_chain(joint: Joint) -> None:
     with closing(Joint()) as after, slot_of_size(SMALL) as slot:
         link(joint, after)
         for _ in range(3):
             slot.tensor.add_(1)
-            for answer in take_along(joint, after, slot):
-                assert torch.equal(replica(answer, SMALL), slot.tensor)
+            assert_arrives(joint, after, slot)
         link(joint, after)  # anew
-        for answer in take_along(joint, after, slot):
-            assert torch.equal(replica(answer, SMALL), slot.tensor)
+        assert_arrives(joint, after, slot)
 
 
 def test_a_next_host_that_is_gone(joint: Joint) -> None:
@@ -234,8 +236,7 @@ def test_a_stranger_that_knows_the_link_but_not_the_token(
             call_relay(where, "another")
         assert eventually(lambda: "refused a connection: wrong token" in caplog.text, LONG)
         assert joint.ask(do="link", name="link", patience=5.0, **where) == {}
-        for answer in take_along(joint, after, slot):
-            assert torch.equal(replica(answer, SMALL), slot.tensor)
+        assert_arrives(joint, after, slot)
 
 
 @pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n", b"WUH1", bytes(100)])
@@ -247,8 +248,7 @@ def test_strangers_at_the_port_of_a_relay(joint: Joint, says: bytes) -> None:
             there = (where["address"], where["port"])
             stack.enter_context(socket.create_connection(there, LONG)).sendall(says)
         link(joint, after)
-        for answer in take_along(joint, after, slot):
-            assert torch.equal(replica(answer, SMALL), slot.tensor)
+        assert_arrives(joint, after, slot)
 
 
 @pytest.mark.parametrize("name", ["another", None, 7, {"a": 1}])
@@ -263,8 +263,7 @@ def test_a_link_that_nobody_expects_is_closed(joint: Joint, name: object) -> Non
         with closing(call_relay(where)) as second:  # a link is not taken over by another one of its name
             second.send_json({"name": "link"}, LONG)
             assert hear_end(second.stream.sock)
-        for answer in take_along(joint, after, slot):
-            assert torch.equal(replica(answer, SMALL), slot.tensor)
+        assert_arrives(joint, after, slot)
 
 
 def test_what_a_host_said_is_not_heard_twice(joint: Joint) -> None:
@@ -279,8 +278,7 @@ def test_what_a_host_said_is_not_heard_twice(joint: Joint) -> None:
             with socket.create_connection((HERE, tap.to), LONG) as stranger:
                 stranger.sendall(said[:200])
                 assert hear_end(stranger)
-            for answer in take_along(joint, after, slot):
-                assert torch.equal(replica(answer, SMALL), slot.tensor)
+            assert_arrives(joint, after, slot)
 
 
 @pytest.mark.slow  # its limits of time are short

@@ -19,11 +19,13 @@ import pytest
 from background import repeating
 from marks import slow
 
-from weight_update.errors import JoinRefusedError, LinkClosedError
+from weight_update.errors import JoinRefusedError, LinkClosedError, undo_on_error
+from weight_update.testing.chunks import hello
 from weight_update.testing.processes import eventually
 from weight_update.transports import listener as module
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.listener import Listener
+from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
 from weight_update.transports.shared_memory.unix_stream import SocketStream
 
 TOKEN = "confidential"
@@ -46,21 +48,15 @@ class Service:
 
     def stranger(self) -> socket.socket:
         sock = socket.socket(self.family)
-        try:
+        with undo_on_error(sock.close):
             sock.connect(self.address)
-        except OSError:
-            sock.close()
-            raise
         sock.settimeout(LONG)
         return sock
 
     def join(self, token: str = TOKEN) -> SocketStream:
         stream = SocketStream(self.stranger())
-        try:
+        with undo_on_error(stream.close):
             prove_token(stream, token, "test", time.monotonic() + LONG)
-        except BaseException:
-            stream.close()
-            raise
         return stream
 
     def admits(self) -> bool:
@@ -257,6 +253,21 @@ def test_a_listener_that_was_never_started() -> None:
     with service.stranger() as stranger:
         service.listener.close()
         assert ends(stranger)
+
+
+def test_a_refusal_is_told_though_the_worker_has_left() -> None:
+    """The reason is noted, and not that the answer could not be sent."""
+
+    def refuse(worker: int) -> SharedMemTransport:
+        raise JoinRefusedError(f"no place for worker {worker}")
+
+    listener = SharedMemListener(TOKEN, {}, refuse)
+    ours, theirs = map(SocketStream, socket.socketpair())
+    with closing(listener), closing(ours), closing(theirs):
+        theirs.send(hello().encode(), None)
+        theirs.close()
+        with pytest.raises(JoinRefusedError, match="no place for worker 0"):
+            listener._admit(ours, b"", time.monotonic() + LONG)
 
 
 class Failing:

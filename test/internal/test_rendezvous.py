@@ -25,6 +25,7 @@ from marks import slow
 from torch.distributed import DistError, TCPStore
 
 from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.testing.chunks import in_background
 from weight_update.testing.processes import eventually, freeze
 from weight_update.transports.distributed import rendezvous
 from weight_update.transports.distributed.rendezvous import Announcement, SenderStore, find_sender
@@ -89,8 +90,7 @@ def test_a_worker_that_comes_before_the_sender(store: SenderStore) -> None:
         free.bind((HERE, 0))
         port = free.getsockname()[1]
     found: list[Announcement] = []
-    worker = threading.Thread(target=lambda: found.append(find(port)))
-    worker.start()
+    worker = in_background(lambda: found.append(find(port)))
     with closing(SenderStore(HERE, port)) as late:
         worker.join(0.3)
         late.announce(WHERE, TOKEN)
@@ -171,7 +171,7 @@ SAYINGS = {
 def test_something_else_listens_there(says: bytes) -> None:
     """It reads all, says something, and stays silent: the worker gives up in time."""
     with socket.create_server((HERE, 0)) as server:
-        threading.Thread(target=say_to_one, args=(server, says), daemon=True).start()
+        in_background(say_to_one, server, says)
         start = time.monotonic()
         with pytest.raises((SyncTimeoutError, JoinRefusedError)):
             find(server.getsockname()[1], 0.5)
@@ -191,7 +191,7 @@ def test_a_value_of_a_gigabyte_is_not_read() -> None:
     """A TCPStore keeps no value so large; a stranger that took over the port may claim one."""
     with socket.create_server((HERE, 0)) as server:
         says = struct.pack("<IQ", 0, 1 << 30) + bytes(1 << 20)
-        threading.Thread(target=say_to_one, args=(server, says), daemon=True).start()
+        in_background(say_to_one, server, says)
         before = psutil.Process().memory_info().rss
         with pytest.raises(LinkClosedError, match="what answers there is not a sender"):
             find(server.getsockname()[1], 0.05)
@@ -201,7 +201,7 @@ def test_a_value_of_a_gigabyte_is_not_read() -> None:
 def test_a_web_server_listens_there() -> None:
     with socket.create_server((HERE, 0)) as server:
         says = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"
-        threading.Thread(target=say_to_one, args=(server, says), daemon=True).start()
+        in_background(say_to_one, server, says)
         message = r"what answers there is not a sender: it sent b'HTTP/1\.1 400'\)"
         with pytest.raises(LinkClosedError, match=message):
             find(server.getsockname()[1], 0.05)
@@ -327,7 +327,7 @@ def be_sender(pipe: Connection, announced: bool, child: str) -> None:
     store = SenderStore(HERE, 0)
     if announced:
         store.announce(WHERE, TOKEN)
-    find_sender(HERE, store.port, TOKEN, LONG) if announced else None
+        find(store.port)
     started = 0
     if child == "program":
         started = subprocess.Popen(["sleep", "60"], close_fds=False).pid

@@ -39,7 +39,7 @@ def test_clearing_while_another_thread_releases():
         with repeating(lambda: table.release(torch.empty(0))):
             for _ in range(300):
                 for slot in slots:
-                    table.payload(slot.key, 64, lambda slot=slot: HostSlotMapping(slot.fd))
+                    name(table, slot)
                 table.clear()
     finally:
         sys.setswitchinterval(switching)
@@ -77,8 +77,7 @@ def test_the_descriptor_that_is_handed_out_does_not_write(slot: SharedBuffer, wa
 
 
 def mapped_elsewhere(slot: SharedBuffer) -> set[int]:
-    table = SlotTable()
-    return set(table.payload(slot.key, 64, lambda: HostSlotMapping(slot.fd)).tolist())
+    return set(name(SlotTable(), slot).tolist())
 
 
 @pytest.mark.parametrize("way", WRITING)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from weight_update.errors import LinkClosedError
+from weight_update.testing.chunks import in_background
 from weight_update.transports.shared_memory import unix_stream
 from weight_update.transports.shared_memory.unix_stream import SocketStream
 
@@ -61,8 +62,7 @@ def test_close_wakes_a_thread_that_waits() -> None:
             stream.recv(1)
         ended.set()
 
-    thread = threading.Thread(target=read)
-    thread.start()
+    thread = in_background(read)
     assert not ended.wait(0.1)
     stream.close()
     assert ended.wait(LONG)

@@ -264,9 +264,9 @@ class TransportBackend(ABC):
         encoding = strategy.encoding.whole
         encoder = encoding.encoder(schema)
         payloads = encoder.encode(list(named.tensors.values()), lend)
-        hello: dict[str, Any] = {"schema": schema.to_header(), "strategy": strategy.extract_as}
-        hello |= {"keep": False, "version": None, "digests": None}
-        self.send_chunk(WeightChunk(Kind.WELCOME, hello), timeout)
+        welcome: dict[str, Any] = {"schema": schema.to_header(), "strategy": strategy.extract_as}
+        welcome |= {"keep": False, "version": None, "digests": None}
+        self.send_chunk(WeightChunk(Kind.WELCOME, welcome), timeout)
         for chunk in frames_of(Step.of(0, named.extra), schema, encoding.name, payloads, len(payloads)):
             self.send_chunk(chunk, timeout)
 

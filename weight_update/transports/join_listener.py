@@ -6,10 +6,10 @@ import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from weight_update.errors import FormatError, JoinRefusedError
+from weight_update.errors import FormatError, JoinRefusedError, undo_on_error
 from weight_update.transports.rate_limit import EXPECTED, Refusals
 from weight_update.transports.reconnecting import ReconnectingLink
 from weight_update.wire.frames import Kind, WeightChunk
@@ -87,25 +87,32 @@ class JoinListener(ABC, Generic[_L]):
 
     def _admit(self, connection: Any, hello: WeightChunk | None) -> None:
         """Give the connection of a worker to its link, or answer why the worker is refused, and raise."""
-        try:
+        refuse = answering_refusals(lambda answer: connection.send(answer, _REFUSAL_SECONDS))
+        with undo_on_error(connection.close), refuse:
             if hello is None or hello.kind is not Kind.HELLO:
                 raise FormatError("the first chunk of a connection is not a HELLO, or did not come in time")
             if not hello.shows(self._token):
                 raise JoinRefusedError("wrong token: both ends need the same one")
             if self._closed.is_set():
                 raise JoinRefusedError("the sender was closed")
-            worker: int = hello.header["worker"]
-            link = self._links.get(worker) or self._late_joiners(worker)
-            link.screen(hello)
-        except BaseException as error:
-            if isinstance(error, JoinRefusedError):
-                with contextlib.suppress(OSError, EOFError):  # the worker may be gone
-                    connection.send(refusal_of(error), _REFUSAL_SECONDS)
-            connection.close()
-            raise
+            link = link_for(hello, self._links, self._late_joiners)
         link.take_over(connection, hello)
 
 
-def refusal_of(error: JoinRefusedError) -> WeightChunk:
-    """Return the chunk that tells a worker why it is refused."""
-    return WeightChunk(Kind.REFUSED, {"reason": str(error), "problems": list(error.problems)})
+def link_for(hello: WeightChunk, links: Mapping[int, _L], late_joiners: Callable[[int], _L]) -> _L:
+    """Return the link of the worker that sent ``hello``; JoinRefusedError if the worker is not admitted."""
+    worker: int = hello.header["worker"]
+    link = links.get(worker) or late_joiners(worker)
+    link.screen(hello)
+    return link
+
+
+@contextlib.contextmanager
+def answering_refusals(send: Callable[[WeightChunk], object]) -> Iterator[None]:
+    """Return a context manager that sends a worker the reason if its body raises JoinRefusedError."""
+    try:
+        yield
+    except JoinRefusedError as error:
+        with contextlib.suppress(OSError, EOFError):  # the worker may be gone
+            send(WeightChunk(Kind.REFUSED, {"reason": str(error), "problems": list(error.problems)}))
+        raise

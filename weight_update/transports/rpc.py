@@ -45,7 +45,7 @@ class RPCTransport(DistributedTransport):
         super().__init__(**link)
         self._rref, self._model_id, self._timeout = rref, model_id, timeout
         self._pid: int | None = None
-        self._joined = False
+        self._has_weights = False
         self._call: tuple[LinkConnection | None, futures.Future[WeightChunk]] | None = None
 
     def recv_chunk(
@@ -78,12 +78,8 @@ class RPCTransport(DistributedTransport):
         super().take_over(connection, hello)
         self._abandon_old_call()
 
-    def disconnect(self) -> None:
-        super().disconnect()
-        self._abandon_old_call()
-
-    def close(self) -> None:
-        super().close()
+    def _drop(self, connection: LinkConnection | None) -> None:
+        super()._drop(connection)
         self._abandon_old_call()
 
     def _abandon_old_call(self) -> None:
@@ -96,11 +92,11 @@ class RPCTransport(DistributedTransport):
         if chunk.kind is Kind.HELLO:
             if self._pid not in (None, chunk.header["pid"]):
                 self._rref = None
-            self._pid, self._joined = chunk.header["pid"], False
+            self._pid, self._has_weights = chunk.header["pid"], False
         if chunk.kind is not Kind.APPLIED:
             return False
-        joined, self._joined = self._joined, True
-        return joined and self._rref is not None
+        had_weights, self._has_weights = self._has_weights, True
+        return had_weights and self._rref is not None
 
 
 def _call(rref: Any, model_id: str, applied: WeightChunk, timeout: float) -> futures.Future[WeightChunk]:

@@ -12,11 +12,9 @@ import hmac
 import json
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from weight_update.errors import FormatError, SyncTimeoutError
+from weight_update.errors import FormatError, SyncTimeoutError, undo_on_error
 from weight_update.text import format_seconds
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.shared_memory.unix_stream import (
@@ -129,18 +127,8 @@ def call(address: str, port: int, token: str, context: str, deadline: float | No
         JoinRefusedError: the listener has another token.
     """
     stream = dial(address, port, deadline)
-    with closing_on_error(stream):
+    with undo_on_error(stream.close):
         return SignedStream(stream, prove_token(stream, token, context, deadline), listener=False)
-
-
-@contextmanager
-def closing_on_error(stream: SocketStream | SignedStream) -> Iterator[None]:
-    """Return a context manager that closes ``stream`` if its body raises."""
-    try:
-        yield
-    except BaseException:
-        stream.close()
-        raise
 
 
 def dial(address: str, port: int, deadline: float | None) -> SocketStream:

@@ -121,28 +121,25 @@ def find_sender(
     limit = REPLY_SECONDS if timeout is None else timeout
     deadline = time.monotonic() + limit
     while True:
+        retry_at = time.monotonic() + _RETRY_SECONDS
         try:
-            stream = dial(address, port, max(deadline, time.monotonic() + _RETRY_SECONDS))
+            with contextlib.closing(dial(address, port, max(deadline, retry_at))) as stream:
+                return _read_announcement(stream, address, port, token, deadline)
+        except JoinRefusedError:
+            raise
+        except SyncTimeoutError:
+            raise SyncTimeoutError(
+                f"the sender at {address}:{port} did not answer within {format_seconds(limit)}: it is "
+                "stopped, something else listens there, or a network between the two drops what is sent"
+            ) from None
         except OSError as error:
             problem = error
-        else:
-            try:
-                return _read_announcement(stream, address, port, token, deadline)
-            except SyncTimeoutError:
-                raise SyncTimeoutError(
-                    f"the sender at {address}:{port} did not answer within {format_seconds(limit)}: it is "
-                    "stopped, something else listens there, or a network between the two drops what is sent"
-                ) from None
-            except LinkClosedError as error:
-                problem = error
-            finally:
-                stream.close()
         refused = isinstance(problem, ConnectionRefusedError)
         if refused and again:
             raise LinkClosedError(f"the sender at {address}:{port} is gone ({problem})")
-        if time.monotonic() + _RETRY_SECONDS > deadline and again:
-            raise SyncTimeoutError(f"no way leads to the sender at {address}:{port} now ({problem})")
         if time.monotonic() + _RETRY_SECONDS > deadline:
+            if again:
+                raise SyncTimeoutError(f"no way leads to the sender at {address}:{port} now ({problem})")
             hint = "it may not have started, or may have shut down or died; " if refused else ""
             raise LinkClosedError(
                 f"no sender at {address}:{port} within {format_seconds(limit)} ({problem}); {hint}if it is "

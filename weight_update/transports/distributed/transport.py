@@ -6,24 +6,23 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, undo_on_error
 from weight_update.transports.base import Capabilities, TransportBackend
 from weight_update.transports.distributed.connection import Connection, WorkerConnection
 from weight_update.transports.distributed.relay.client import RelayClient
 from weight_update.transports.distributed.relay.router import RemoteConnection, Router
 from weight_update.transports.distributed.rendezvous import Announcement, SenderStore, find_sender
 from weight_update.transports.host_name import shares_sockets, this_host
-from weight_update.transports.join_listener import refusal_of
+from weight_update.transports.join_listener import answering_refusals, link_for
 from weight_update.transports.listener import Listener
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
 from weight_update.transports.shared_memory.unix_stream import SHORTAGES, SocketStream, seconds_left
-from weight_update.transports.signed_stream import SignedStream, call, closing_on_error, dial, listen
+from weight_update.transports.signed_stream import SignedStream, call, dial, listen
 from weight_update.wire.frames import Kind, WeightChunk
 
 _log = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ class DistributedTransport(SharedMemTransport):
         name, context = uuid.uuid4().hex, _context(sender)
         self._last = stream = self._dial(address, sender.port, deadline)
         signed = SignedStream(stream, self.authenticate(stream, context, deadline), listener=False)
-        with closing_on_error(stream):
+        with undo_on_error(stream.close):
             signed.send_json({"do": "join", "name": name, "host": self.host}, seconds_left(deadline))
 
         def connect_for_payloads() -> SignedStream:
@@ -92,7 +91,7 @@ class DistributedTransport(SharedMemTransport):
             while True:
                 try:
                     another = call(address, sender.port, self._token, context, until)
-                    with closing_on_error(another):
+                    with undo_on_error(another.close):
                         another.send_json({"do": "take payloads", "name": name}, seconds_left(until))
                     return another
                 except LinkClosedError:  # the listener is too busy, or the sender has ended
@@ -157,16 +156,14 @@ class DistributedListener(Listener):
     ) -> None:
         self._store, self._links, self._late_joiners = store, links, late_joiners
         self.router: Router = Router()
-        with ExitStack() as undo:
-            self._local = SharedMemListener(token, links, late_joiners)
-            undo.callback(self._local.close)
+        self._local = SharedMemListener(token, links, late_joiners)
+        with undo_on_error(self._local.close):
             sock = listen(store.address)
             where = Announcement(host, self._local.address[1:], sock.getsockname()[1], uuid.uuid4().hex)
             super().__init__(sock, token, _context(where), self._admit, "weight_update-listener", _log)
-            undo.callback(super().close)
             self._local.refusals = self.refusals
-            store.announce(where, token)  # workers wait for start(), rather than be told of another token
-            undo.pop_all()
+            with undo_on_error(super().close):
+                store.announce(where, token)  # workers wait for start(), rather than be told of another token
 
     def start(self) -> None:
         self._local.start()
@@ -197,13 +194,8 @@ class DistributedListener(Listener):
         hello = connection.recv(seconds_left(deadline), None)
         if hello is None or hello.kind is not Kind.HELLO:
             raise FormatError("the first frame is not a HELLO, or did not come in time")
-        worker: int = hello.header["worker"]
-        try:
-            link = self._links.get(worker) or self._late_joiners(worker)
-            link.screen(hello)
-        except JoinRefusedError as error:
-            connection.send(refusal_of(error), seconds_left(deadline))
-            raise
+        with answering_refusals(lambda answer: connection.send(answer, seconds_left(deadline))):
+            link = link_for(hello, self._links, self._late_joiners)
         link.attach_remote(signed, hello, name, host, self.router)
 
 

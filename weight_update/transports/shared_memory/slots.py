@@ -56,7 +56,6 @@ class SharedSlot(Buffer):
 
     Attributes:
         key: name of the slot, unique among all slots of all processes.
-        nbytes: size in bytes.
         fd: file descriptor that is sent to other processes.
         handle: bytes that other processes need in addition to ``fd``; empty for host memory.
     """
@@ -67,7 +66,6 @@ class SharedSlot(Buffer):
         super().__init__(tensor)
         self.fd: int = fd
         self.key: str = key
-        self.nbytes: int = tensor.numel()
         _mine[tensor.data_ptr()] = self
 
 

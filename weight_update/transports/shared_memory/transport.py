@@ -18,10 +18,10 @@ from weakref import WeakSet
 
 import torch
 
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, undo_on_error
 from weight_update.transports.base import Allocate, Arrivals, Buffer, Capabilities
 from weight_update.transports.handshake import prove_token
-from weight_update.transports.join_listener import refusal_of
+from weight_update.transports.join_listener import answering_refusals, link_for
 from weight_update.transports.listener import Listener
 from weight_update.transports.reconnecting import LinkConnection, ReconnectingLink
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer, CudaSlotMapping
@@ -39,7 +39,6 @@ from weight_update.transports.shared_memory.unix_stream import (
     deadline_of,
     seconds_left,
 )
-from weight_update.transports.signed_stream import closing_on_error
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 
 _log = logging.getLogger(__name__)
@@ -65,14 +64,13 @@ class SlotStream(LinkConnection, Arrivals):
         stream: connected Unix sockets, whose two ends have verified that they share a token.
         slots: table of the slots opened here; slots of an earlier connection are dropped.
         token: token that is put into received HELLOs, because it does not travel.
-
-    Attributes:
-        received_handle: whether a slot arrived whose memory ends with the sender's process.
+        on_handle: called when a slot arrives whose memory ends with the sender's process.
     """
 
-    def __init__(self, stream: SocketStream, slots: SlotTable, token: str) -> None:
-        self.received_handle: bool = False
-        self._stream, self._slots, self._token = stream, slots, token
+    def __init__(
+        self, stream: SocketStream, slots: SlotTable, token: str, on_handle: Callable[[], None]
+    ) -> None:
+        self._stream, self._slots, self._token, self._on_handle = stream, slots, token, on_handle
         self._slots.clear()
         self._handed_over: WeakSet[SharedSlot] = WeakSet()
         self._received = bytearray()  # bytes that were received together with an earlier frame
@@ -128,7 +126,8 @@ class SlotStream(LinkConnection, Arrivals):
                 (length,) = _SIZE.unpack(self._read(_SIZE.size))
                 if length > _MAX_HANDLE:
                     raise FormatError(f"the handle of a slot has {length} bytes")
-                handle, self.received_handle = self._read(length), True
+                handle = self._read(length)
+                self._on_handle()
             return self._slots.payload(key, nbytes, lambda: _map_slot(key, fd, handle))
         finally:
             if fd is not None:
@@ -222,7 +221,7 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
         self._address, self._token = address, token
         self._directory, self._device = directory, device
         if device is not None:
-            self.capabilities = replace(self.capabilities, payloads_die_with_sender=True)
+            self._slots_are_on_gpu()
         self._joining: SocketStream | None = None  # a connection in the middle of the handshake
         self._slots = SlotTable()
 
@@ -231,16 +230,8 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
             return CudaBuffer(nbytes, self._device)
         return SharedBuffer(nbytes, self._directory)
 
-    def recv_chunk(
-        self, timeout: float | None = None, allocate: Allocate | None = None
-    ) -> WeightChunk | None:
-        connection = self._connection
-        try:
-            return super().recv_chunk(timeout, allocate)
-        finally:
-            on_gpu = isinstance(connection, SlotStream) and connection.received_handle
-            if on_gpu and not self.capabilities.payloads_die_with_sender:
-                self.capabilities = replace(self.capabilities, payloads_die_with_sender=True)
+    def _slots_are_on_gpu(self) -> None:
+        self.capabilities = replace(self.capabilities, payloads_die_with_sender=True)
 
     def release(self, payload: torch.Tensor) -> None:
         self._slots.release(payload)
@@ -257,7 +248,7 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
         """Sender's end: take over an authenticated connection whose HELLO, with the token, is ``hello``."""
         if stream.peer_pid != hello.header["pid"]:  # in another pid namespace, or an impostor
             self.capabilities = replace(self.capabilities, pid_is_visible=False)
-        self.take_over(SlotStream(stream, self._slots, hello.header["token"]), hello)
+        self.take_over(SlotStream(stream, self._slots, hello.header["token"], self._slots_are_on_gpu), hello)
 
     def close(self) -> None:
         super().close()
@@ -283,7 +274,7 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
     def join(self, address: str, deadline: float | None) -> LinkConnection:
         """Receiver's end: connect to the sender once; raise BlockingIOError if it should be tried again."""
         stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        with closing_on_error(stream):
+        with undo_on_error(stream.close):
             try:
                 stream.sock.connect(address)
             except BlockingIOError:  # its backlog is full
@@ -295,13 +286,13 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
                     "connect_timeout has passed, or address= is not the sender's scheme.address"
                 ) from None
         self.authenticate(stream, _context(address), deadline)
-        return SlotStream(stream, self._slots, self._token)
+        return SlotStream(stream, self._slots, self._token, self._slots_are_on_gpu)
 
     def authenticate(self, stream: SocketStream, context: str, deadline: float | None) -> bytes:
         """Prove the token, and return the connection's key; BlockingIOError if the listener is too busy."""
         self._joining = stream
         try:
-            with closing_on_error(stream):
+            with undo_on_error(stream.close):
                 if self._closed:  # close() may not have seen the stream
                     raise LinkClosedError("this end was closed")
                 return prove_token(stream, self._token, context, deadline)
@@ -346,11 +337,6 @@ class SharedMemListener(Listener):
         if prelude.kind is not Kind.HELLO or prelude.payload_bytes:
             raise FormatError("the first frame is not a HELLO")
         hello = prelude.assemble(raw, None).with_token(self._token)
-        worker: int = hello.header["worker"]
-        try:
-            link = self._links.get(worker) or self._late_joiners(worker)
-            link.screen(hello)
-        except JoinRefusedError as error:
-            stream.send(refusal_of(error).encode(), deadline)
-            raise
+        with answering_refusals(lambda answer: stream.send(answer.encode(), deadline)):
+            link = link_for(hello, self._links, self._late_joiners)
         link.attach(stream, hello)

@@ -84,7 +84,7 @@ class RelayClient:
         for key in gone:
             del self._replicated[key]
         self._replicated[slot.key] = weakref.ref(slot)
-        return {"slot": slot.key, "size": slot.nbytes, "nbytes": payload.numel(), "gone": gone}
+        return {"slot": slot.key, "size": slot.tensor.numel(), "nbytes": payload.numel(), "gone": gone}
 
     def receive_location(self, patience: float) -> bytes:
         """Return where workers of that host find the payload; NotDeliveredError if it did not arrive."""

@@ -6,7 +6,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, TransportError
+from weight_update.errors import (
+    FormatError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    TransportError,
+    undo_on_error,
+)
 from weight_update.progress import Progress
 from weight_update.threads import start_thread
 from weight_update.transports.distributed.checksum import CHECKSUM
@@ -22,7 +28,7 @@ from weight_update.transports.distributed.relay.payload_stream import (
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.slots import SharedBuffer
 from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of, seconds_left
-from weight_update.transports.signed_stream import SignedStream, call, closing_on_error, listen
+from weight_update.transports.signed_stream import SignedStream, call, listen
 
 _log = logging.getLogger(__name__)
 _CONTEXT = "relay"
@@ -144,7 +150,7 @@ class HostRelay:
         try:
             deadline = deadline_of(command["patience"])
             signed = call(command["address"], command["port"], self._token, _CONTEXT, deadline)
-            with closing_on_error(signed):
+            with undo_on_error(signed.close):
                 signed.send_json({"name": command["name"]}, seconds_left(deadline))
                 self._outgoing = payload_stream(signed, self._backend, 0)
         except OSError as error:
@@ -192,7 +198,7 @@ class HostRelay:
             with Progress("receiving weights", command["nbytes"]):
                 total = source.recv_payload(into, patience, forwarder)
         except (TransportError, TimeoutError) as error:
-            if source is sender and command["link"] is None:
+            if command["link"] is None:
                 raise
             self._close_incoming()
             return {"error": f"the host before it in the chain: {error}"[:_MAX_ERROR_CHARS]}

@@ -197,9 +197,10 @@ class Router:
         self, one: RemoteConnection, slot_use: _SlotUse, result: bytes | Exception, *, first: bool
     ) -> None:
         """Note the result of a payload for one host, whose workers do not wait for the other hosts."""
-        if isinstance(result, NotDeliveredError) and first:  # no other host was involved
-            one.lose(LinkClosedError(str(result)))
-        elif isinstance(result, Exception) and not isinstance(result, NotDeliveredError):
+        if isinstance(result, NotDeliveredError):
+            if first:  # no other host was involved
+                one.lose(LinkClosedError(str(result)))
+        elif isinstance(result, Exception):
             one.lose(result)
         with self._changed:
             self._busy.pop(id(one), None)
