@@ -265,14 +265,11 @@ class Staging:
             self._decoders[encoding] = decoder_for(encoding, self._schema)
         return self._decoders[encoding]
 
-    def _follow(self) -> bool:
-        """Find the model's tensors again if a part of it was replaced; return whether one was."""
-        if self._schema is None or not self.target.follow(self._schema):
-            return False
-        if self._own is not None:
+    def _follow(self) -> None:
+        """Find the model's tensors again if a part of it was replaced."""
+        if self._schema is not None and self.target.follow(self._schema) and self._own is not None:
             self._own.bind(self.target.binding)
             self._own.forget()  # the new part has weights of its own
-        return True
 
     def _whole(self, parts: list[WeightChunk], schema: WeightSchema) -> StagedUpdate:
         """Return the update of all weights that ``parts`` are."""
@@ -320,7 +317,8 @@ class Staging:
     def begin(self, update: StagedUpdate) -> None:
         """Do the first half of applying an update, which may fail and can be reverted."""
         storage = update.storage
-        storage.begin(update, self.target, self._follow())
+        self._follow()
+        storage.begin(update, self.target)
         if update.storage is not storage:  # the model does not suit its flat buffer any more
             self._flat = None
         update.undo = self.target.exchange_extra(update.extra)

@@ -266,14 +266,14 @@ class Storage:
         update.received = update.values
         update.values = target.prepare(self.schema, update.received)
 
-    def begin(self, update: StagedUpdate, target: Target, replaced: bool) -> None:
+    def begin(self, update: StagedUpdate, target: Target) -> None:
         """Make sure that the update can be switched to; raise if it cannot.
 
-        ``replaced`` says that parts of the target were replaced since :meth:`stage`. The program may also
-        have replaced, moved or cast single tensors, inside ``hold()`` for example.
+        Since :meth:`stage`, the program may have replaced, moved or cast tensors, inside ``hold()`` for
+        example.
         """
         received, update.received = update.received, []
-        if replaced or target.changed(self.schema.names):
+        if target.changed(self.schema.names):
             update.values = target.prepare(self.schema, received)
 
     def settle(self) -> None:
