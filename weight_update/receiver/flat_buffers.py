@@ -50,7 +50,7 @@ class FlatBuffer(Storage):
     def suits(schema: WeightSchema, binding: Binding) -> bool:
         """Return whether a model has many small tensors on the CPU (or meta), in the dtypes of ``schema``."""
         count = len(schema.names)
-        if not binding.points or count < _MANY or not 0 < schema.nbytes <= _SMALL * count:
+        if count < _MANY or not 0 < schema.nbytes <= _SMALL * count:
             return False
         tensors = binding.tensors(schema.names)
         return all(

@@ -287,7 +287,7 @@ class Staging:
     def _flat_buffer(self, schema: WeightSchema) -> FlatBuffer | None:
         """Return the buffer that the model is to lie in; None if it is to point at payloads."""
         binding = self.target.binding
-        if binding is None or self._stable:
+        if binding is None or not self.target.points:
             return None
         if self._flat is None or self._flat[0] is not binding:
             suits = FlatBuffer.suits(schema, binding)

@@ -27,12 +27,14 @@ class Target:
 
     Attributes:
         binding: tensors of the model that can lie in memory of the receiver; None where there are none.
+        points: whether the tensors of a model are pointed at other memory, which copies nothing.
         takes_over: whether the target is an engine, which hands out no weights.
         keeps_tensors: whether the target refers to the tensors of an update for as long as it is in force.
         loading: version that an engine has begun and not finished; None for every other target.
     """
 
     binding: Binding | None = None
+    points = False
     takes_over = False
     keeps_tensors = True
     loading: Loading | None = None
@@ -97,8 +99,8 @@ class ModelTarget(Target):
     binding: Binding
 
     def __init__(self, strategy: WeightStrategy, model: Any, stable: bool) -> None:
-        self._strategy, self._stable = strategy, stable
-        self.binding = strategy.bind(model)
+        self._strategy, self.binding = strategy, strategy.bind(model)
+        self.points = self.binding.points and not stable
 
     def device_for(self, payload: torch.Tensor) -> torch.device:
         return self.binding.home
@@ -112,15 +114,20 @@ class ModelTarget(Target):
         return True
 
     def write(self, names: tuple[str, ...], values: list[torch.Tensor], version: int) -> None:
-        self.binding.write(names, values, stay=self._stable)
+        self.binding.finish_kernels()
+        if self.points:
+            self.binding.switch(names, values)
+        else:
+            self.binding.copy(names, values)
+        self.binding.finish_kernels()
 
     def move(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
-        if self.binding.points and not self._stable:
+        if self.points:
             self.binding.switch(names, values)
             self.binding.finish_kernels()  # they may still read the former memory
 
     def leave(self) -> None:
-        if self.binding.points and not self._stable:
+        if self.points:
             self.binding.leave()
 
 

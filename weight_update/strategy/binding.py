@@ -195,18 +195,6 @@ class Binding:
                 tensor.data = memory[place]
         self.finish_kernels()
 
-    def write(self, names: tuple[str, ...], ready: list[torch.Tensor], *, stay: bool) -> None:
-        """Give the tensors the values that :meth:`prepare` returned; nobody may compute with them meanwhile.
-
-        ``stay`` keeps their addresses.
-        """
-        self.finish_kernels()
-        if self.points and not stay:
-            self.switch(names, ready)
-        else:
-            self.copy(names, ready)
-        self.finish_kernels()
-
     def finish_kernels(self) -> None:
         """Wait for the GPUs of the destination: a forward pass may still read, and a copy still write.
 
