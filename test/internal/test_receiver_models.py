@@ -24,6 +24,7 @@ from weight_update.receiver import flat_buffers
 from weight_update.receiver.flat_buffers import MissingBaseError, OwnCopy
 from weight_update.receiver.targets import ModelTarget, StagedUpdate
 from weight_update.strategy.binding import count_writes
+from weight_update.testing.processes import wait_until
 from weight_update.wire.schema import WeightSchema
 
 WAIT = 20.0
@@ -361,6 +362,24 @@ def test_a_write_before_the_model_is_replaced_is_not_forgotten() -> None:
     weights.bind(ModelTarget(WeightStrategy(), linear(), stable=False).binding)
     with pytest.raises(MissingBaseError, match="wrote into its weights"):
         weights.require(0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_payload_that_was_released_is_kept_by_nobody(
+    join: Join, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(flat_buffers, "_MANY", 1 if path == "flat buffer" else 1 << 30)
+    source = net()
+    sender, receiver = join(source, net(), **PATHS[path])
+    updates, released = receiver._receiver._updates, list[torch.Tensor]()
+    monkeypatch.setattr(receiver._receiver.link, "release", released.append)
+    add_one(source)
+    sender.send()
+    with updates.busy:  # until the update is finished
+        current = updates.staging.current
+    wait_until(lambda: released and not updates.leftovers)
+    kept = [*current.payloads, *current.used_up]
+    assert not any(memory is one for memory in kept for one in released)
 
 
 # -- code of the model that ends its thread ------------------------------------------------------------

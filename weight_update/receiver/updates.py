@@ -175,7 +175,8 @@ class UpdateHandler:
         seconds = {"apply_seconds": time.perf_counter() - update.arrived, "stall_seconds": stall}
         self._answer(Kind.APPLIED, {"version": update.version, **seconds})
         update.storage.settle()
-        leftovers = [*update.used_up, *(before.payloads if before is not None else ())]
+        used_up, update.used_up = update.used_up, []
+        leftovers = [*used_up, *(before.payloads if before is not None else ())]
         self.leftovers = [memory for memory in leftovers if all(memory is not one for one in update.payloads)]
 
     # -- memory ------------------------------------------------------------------------------------
