@@ -330,6 +330,9 @@ class Staging:
         except BaseException:
             self._abort_loading()
             raise
+        before = [] if self.current is None else self.current.payloads
+        done = [one for one in before if all(one is not kept for kept in update.payloads)]
+        update.used_up = [*update.used_up, *done]
         self.current, self.version = update, update.version
 
     def named(self, update: StagedUpdate) -> NamedWeights:
@@ -353,7 +356,7 @@ class Staging:
             return None
         loaded, self.parts = engine.finish(), []
         self.current = StagedUpdate(
-            header["version"], None, [], [], {}, Storage(schema), arrived=loaded.since, seconds=loaded.seconds
+            header["version"], None, [], [], {}, Storage(schema), arrived=loaded.since, stall=loaded.seconds
         )
         self.version = header["version"]
         return self.current

@@ -237,9 +237,9 @@ class StagedUpdate:
         base: version that ``deltas`` change; None for an update of all weights.
         deltas: changes to apply.
         received: values before they were converted to what the target takes, until :meth:`Storage.begin`.
-        used_up: payloads that nobody reads once the update is in force.
+        used_up: payloads that nobody reads once the update is in force, until they are released.
         arrived: time of arrival, by ``time.perf_counter``.
-        seconds: time for which an engine that loads in chunks kept forward passes out.
+        stall: seconds for which forward passes were kept out.
         undo: function that reverts :meth:`Staging.begin`.
     """
 
@@ -254,7 +254,7 @@ class StagedUpdate:
     received: list[torch.Tensor] = field(default_factory=list, repr=False)
     used_up: list[torch.Tensor] = field(default_factory=list, repr=False)
     arrived: float = field(default_factory=time.perf_counter)
-    seconds: float = 0.0
+    stall: float = 0.0
     undo: Callable[[], None] = lambda: None
 
 
