@@ -49,6 +49,9 @@ class Binding:
     A binding remembers where each tensor is kept (the owning dict and its key), not the tensor, so that it
     finds a parameter that was replaced in the meantime. :meth:`WeightStrategy.bind` makes one, whose ``read``
     is :meth:`WeightStrategy.named`.
+
+    Attributes:
+        home: CUDA device that all tensors are on; the CPU if there is no such device.
     """
 
     def __init__(self, read: Callable[[Any], NamedWeights], destination: Any) -> None:
@@ -77,18 +80,14 @@ class Binding:
         )
 
     def _find_devices(self) -> None:
-        self._devices = {self._get(name).device for name in self._places}
-        self._cuda_devices = [device for device in self._devices if device.type == "cuda"]
+        devices = {self._get(name).device for name in self._places}
+        self._cuda_devices = [device for device in devices if device.type == "cuda"]
+        self.home: torch.device = devices.pop() if len(devices) == 1 and self._cuda_devices else _CPU
 
     @property
     def points(self) -> bool:
         """Whether :meth:`switch` may be used: True for modules, whose parameters may move in memory."""
         return isinstance(self.destination, nn.Module)
-
-    @property
-    def home(self) -> torch.device:
-        """The CUDA device that all tensors are on; the CPU if there is no such device."""
-        return next(iter(self._devices)) if len(self._devices) == 1 and self._cuda_devices else _CPU
 
     def read(self) -> NamedWeights:
         """Return the weights of the destination as they are now; live references."""
