@@ -236,7 +236,7 @@ def error_to_wire(error: BaseException) -> Message:
     if isinstance(error, SchemaMismatchError):
         wire = {**wire, "text": str(error).partition("\n")[0], "problems": error.problems}
     if isinstance(error, SyncFailedError):
-        wire["failures"] = {idx: error_to_wire(one) for idx, one in error.failures.items()}
+        wire["failures"] = failures_to_wire(error.failures)
     return wire
 
 
@@ -251,11 +251,20 @@ def error_from_wire(wire: Message, who: str | None = None, *, foreign: bool = Fa
     if "problems" in wire:
         return SchemaMismatchError(text, tuple(wire["problems"]))
     if "failures" in wire:
-        failures = {int(idx): error_from_wire(one) for idx, one in wire["failures"].items()}
-        return SyncFailedError(text, failures)
+        return SyncFailedError(text, failures_from_wire(wire["failures"]))
     if isinstance(known, type) and issubclass(known, WeightSyncError):
         found: Exception = known(text)
         return found
     if who is None:
         return WorkerError(f"{wire['type']}: {text}")
     return SyncFailedError(f"{who} failed: {wire['type']}: {text}", {})
+
+
+def failures_to_wire(failures: Mapping[int, Exception]) -> Message:
+    """Return the errors of workers, by index, in a form that JSON can hold."""
+    return {str(idx): error_to_wire(error) for idx, error in failures.items()}
+
+
+def failures_from_wire(wire: Message) -> dict[int, Exception]:
+    """Return the errors of workers, by index."""
+    return {int(idx): error_from_wire(error) for idx, error in wire.items()}
