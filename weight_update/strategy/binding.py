@@ -55,9 +55,12 @@ class Binding:
     """
 
     def __init__(self, read: Callable[[Any], NamedWeights], destination: Any) -> None:
+        require_writable(destination)
         self._read = read
         self.destination = destination
-        self._places: dict[str, tuple[Any, str]] = dict(self._find())
+        is_module = isinstance(destination, nn.Module) and not isinstance(destination, TensorDictBase)
+        places = self._module_places(destination) if is_module else _places(destination)
+        self._places: dict[str, tuple[Any, str]] = dict(places)
         self._parts = list(_parts(destination))
         modules = named_parts(destination) if self.points else []
         self._extra_owners = extra_owners(modules)
@@ -248,14 +251,6 @@ class Binding:
                     made[id(target)] = fresh
                 owner[key] = made[id(target)]
         self._find_devices()
-
-    def _find(self) -> Iterator[_Place]:
-        destination = self.destination
-        require_writable(destination)
-        if isinstance(destination, nn.Module) and not isinstance(destination, TensorDictBase):
-            yield from self._module_places(destination)
-        else:
-            yield from _places(destination)
 
     def _module_places(self, module: nn.Module) -> Iterator[_Place]:
         places = {}
