@@ -375,7 +375,7 @@ def walk(source: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any
     """Yield the entries of a nested mapping or TensorDict, with its non-tensor data, by dotted name."""
     in_tensordict = isinstance(source, TensorDictBase)
     for key, value in source.items():
-        name = prefix + key_name(key, source)
+        name = prefix + (key if in_tensordict else key_name(key, source))
         if isinstance(value, torch.Tensor):  # asked first: it is quick, the others are abstract classes
             yield name, value
         elif in_tensordict and key == EXTRA_IN_TENSORDICT:
