@@ -6,6 +6,9 @@ import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import torch
+from torch import nn
+
 from weight_update import WeightSyncScheme
 
 _Scheme = TypeVar("_Scheme", bound=WeightSyncScheme)
@@ -42,3 +45,16 @@ def connect_pair(sender: _Scheme, source: Any, target: Any, **options: Any) -> _
         receiver.shutdown()
         raise
     return receiver
+
+
+@torch.no_grad()
+def add_one(model: nn.Module) -> None:
+    """Add 1 to all weights, buffers included."""
+    for one in model.state_dict().values():
+        one += 1
+
+
+def same(source: nn.Module, target: nn.Module) -> bool:
+    """Return whether ``target`` has the weights of ``source``."""
+    mine = target.state_dict()
+    return all(torch.equal(mine[name], value) for name, value in source.state_dict().items())

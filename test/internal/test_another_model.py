@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from pairs import PATHS, connect_pair
+from pairs import PATHS, add_one, connect_pair, same
 from torch import nn
 
 from weight_update import (
@@ -60,17 +60,6 @@ class Noted(nn.Linear):
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-
-@torch.no_grad()
-def add_one(model: nn.Module) -> None:
-    for one in model.state_dict().values():
-        one += 1
-
-
-def same(source: nn.Module, target: nn.Module) -> bool:
-    mine = target.state_dict()
-    return all(torch.equal(mine[name], value) for name, value in source.state_dict().items())
 
 
 def test_a_model_that_does_not_fit_is_not_taken(join: Join) -> None:

@@ -40,6 +40,14 @@ class Update(threading.Thread):
         return self.landed.wait(WAIT)
 
 
+def in_a_thread(function: Callable[..., Any], *args: Any) -> None:
+    """Call a function in a thread, which ends in time."""
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    thread.join(WAIT)
+    assert not thread.is_alive()
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async def wait() -> None:
         while not condition():
@@ -260,10 +268,7 @@ def test_a_coroutine_that_is_cancelled_while_it_waits() -> None:
         gate.leave(section)
         await until(update.landed.is_set)
 
-    thread = threading.Thread(target=asyncio.run, args=(main(),))
-    thread.start()
-    thread.join(WAIT)
-    assert not thread.is_alive()
+    in_a_thread(asyncio.run, main())
     assert not gate._inside
 
 
@@ -292,9 +297,7 @@ def test_leaving_what_another_thread_entered_needs_what_enter_returned() -> None
             caught.append(str(error))
         gate.leave(section)
 
-    thread = threading.Thread(target=leave)
-    thread.start()
-    thread.join(WAIT)
+    in_a_thread(leave)
     assert "enter() returned" in caught[0]
     gate.run(lambda: None, WAIT)
 
@@ -329,10 +332,7 @@ def test_an_update_holds_and_computes_itself() -> None:
             gate.run(lambda: None)
 
     gate.run(action, WAIT)
-    thread = threading.Thread(target=gate.run, args=(action, WAIT))
-    thread.start()
-    thread.join(WAIT)
-    assert not thread.is_alive()
+    in_a_thread(gate.run, action, WAIT)
     assert seen == [(1, 2), (1, 2)]
 
 
@@ -350,9 +350,7 @@ def test_a_thread_that_died_in_a_forward_pass() -> None:
         with contextlib.suppress(SystemExit):
             module()
 
-    thread = threading.Thread(target=die)
-    thread.start()
-    thread.join(WAIT)
+    in_a_thread(die)
     gate.run(lambda: None, WAIT)
 
 

@@ -6,11 +6,12 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from pairs import PATHS
+from pairs import PATHS, add_one, same
 from torch import nn
 
 from weight_update import (
@@ -24,6 +25,7 @@ from weight_update.receiver import flat_buffers
 from weight_update.receiver.flat_buffers import MissingBaseError, OwnCopy
 from weight_update.receiver.targets import ModelTarget, StagedUpdate
 from weight_update.strategy.binding import count_writes
+from weight_update.testing.processes import wait_until
 from weight_update.wire.schema import WeightSchema
 
 WAIT = 20.0
@@ -33,7 +35,7 @@ Join = Callable[..., tuple[WeightSyncScheme, WeightSyncScheme]]
 
 @pytest.fixture
 def join() -> Iterator[Join]:
-    """Connect a receiver in this thread to a sender in another thread; raise the first error of the two."""
+    """Connect a receiver in this thread to a sender in another thread; raise the receiver's error first."""
     with contextlib.ExitStack() as stack:
 
         def connect(source: Any, target: Any, encoding: str = "dense", **options: Any) -> Any:
@@ -43,30 +45,13 @@ def join() -> Iterator[Join]:
             sender.init_on_sender(num_workers=1, **given)
             receiver = stack.enter_context(copy.copy(sender))
             receiver.init_on_receiver(model=target, worker_idx=0)
-            errors: list[BaseException] = []
-
-            def serve() -> None:
-                try:
-                    sender.connect(timeout=WAIT)
-                except SyncFailedError as error:
-                    errors.append(error)
-
-            thread = threading.Thread(target=serve)
-            thread.start()
-            try:
+            with ThreadPoolExecutor(1) as pool:
+                serving = pool.submit(sender.connect, timeout=WAIT)
                 receiver.connect(timeout=WAIT)
-            finally:
-                thread.join(WAIT)
-                receiver.errors_of_the_sender = errors
+                serving.result()
             return sender, receiver
 
         yield connect
-
-
-@torch.no_grad()
-def add_one(model: nn.Module) -> None:
-    for one in model.state_dict().values():
-        one += 1
 
 
 class Scale(nn.Module):
@@ -131,11 +116,6 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
 
 
-def same(source: nn.Module, target: nn.Module) -> bool:
-    mine = target.state_dict()
-    return all(torch.equal(mine[name], value) for name, value in source.state_dict().items())
-
-
 def replace_inner(model: nn.Module) -> None:
     model[1][0] = nn.Linear(4, 4)
 
@@ -165,8 +145,7 @@ def test_a_part_that_was_replaced_is_kept_current(
     if waits:
         with receiver.hold():
             handle = sender.send_async()
-            while not receiver._receiver.gate._updates:
-                pass
+            wait_until(lambda: receiver._receiver.gate._updates)
             replace(target)
         with contextlib.suppress(SyncFailedError):  # a change of weights that are not there any more
             handle.wait(WAIT)
@@ -183,15 +162,14 @@ def test_a_part_of_another_dtype(join: Join) -> None:
     sender, receiver = join(source, target)
     with receiver.hold():
         handle = sender.send_async()
-        while not receiver._receiver.gate._updates:
-            pass
+        wait_until(lambda: receiver._receiver.gate._updates)
         replace_with_double(target)
     handle.wait(WAIT)
     assert target[1][0].weight.dtype is torch.float64
     assert torch.equal(target[1][0].weight.float(), source[1][0].weight)
 
 
-def replace_parameter(module: nn.Linear, weight: torch.Tensor) -> None:
+def replace_weight(module: nn.Linear, weight: torch.Tensor) -> None:
     module.weight = nn.Parameter(weight)
 
 
@@ -199,7 +177,7 @@ def replace_data(module: nn.Linear, weight: torch.Tensor) -> None:
     module.weight.data = weight
 
 
-@pytest.mark.parametrize("replace", [replace_parameter, replace_data])
+@pytest.mark.parametrize("replace", [replace_weight, replace_data])
 @pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
 @pytest.mark.parametrize("stable", [False, True])
 def test_a_tensor_of_another_shape_is_named_until_it_fits(
@@ -247,13 +225,24 @@ def test_a_dict_within_a_dict(join: Join) -> None:
     assert torch.equal(target["a"]["b"], torch.ones(3))
 
 
-def own_copy(model: nn.Module) -> OwnCopy:
-    """Return the weights of a receiver whose ``model`` has version 0, and that may be changed."""
-    target = ModelTarget(WeightStrategy(), model, stable=False)
-    weights = OwnCopy(target.schema(), target.binding, lambda payload: False)
-    update = StagedUpdate(0, None, [], [torch.ones(4, 4), torch.ones(4)], {}, weights)
+def target_of(model: nn.Module, *, stable: bool = False) -> ModelTarget:
+    return ModelTarget(WeightStrategy(), model, stable)
+
+
+def with_ones(target: ModelTarget, schema: WeightSchema) -> OwnCopy:
+    """Return the weights of a receiver that were switched to version 0, which is all ones."""
+    weights = OwnCopy(schema, target.binding, lambda payload: False)
+    ones = [torch.ones(shape) for shape in schema.shapes]
+    update = StagedUpdate(0, None, [], ones, {}, weights)
     weights.stage(update, target)
     weights.switch(update, target)
+    return weights
+
+
+def own_copy(model: nn.Module) -> OwnCopy:
+    """Return the weights of a receiver whose ``model`` has version 0, and that may be changed."""
+    target = target_of(model)
+    weights = with_ones(target, target.schema())
     weights.require(0)
     return weights
 
@@ -292,8 +281,7 @@ def test_a_parameter_replaced_while_a_change_is_applied_is_noticed() -> None:
 
 def test_a_write_right_after_a_switch_is_noticed() -> None:
     model = linear()
-    target = ModelTarget(WeightStrategy(), model, stable=False)
-    weights = OwnCopy(target.schema(), target.binding, lambda payload: False)
+    target = target_of(model)
     write = target.write
 
     def write_and_be_followed(*args: Any) -> None:
@@ -302,9 +290,7 @@ def test_a_write_right_after_a_switch_is_noticed() -> None:
         torch.autograd.graph.increment_version([model.weight])
 
     target.write = write_and_be_followed  # type: ignore[method-assign]
-    update = StagedUpdate(0, None, [], [torch.ones(4, 4), torch.ones(4)], {}, weights)
-    weights.stage(update, target)
-    weights.switch(update, target)
+    weights = with_ones(target, target.schema())
     with pytest.raises(MissingBaseError, match="wrote into its weights"):
         weights.require(0)
 
@@ -329,15 +315,8 @@ def test_changes_of_tied_and_cast_weights_fit_again_and_again(stable: bool) -> N
     """The receiver's own writes are never taken for writes of the worker."""
     model = nn.Sequential(linear(), linear(), linear().to(torch.bfloat16))
     model[1].weight = model[0].weight
-    target = ModelTarget(WeightStrategy(), model, stable=stable)
-    own = target.schema()
-    sent = {m.name: torch.ones(m.shape) for m in own.tensors}  # float32
-    sent["1.weight"] = sent["0.weight"]
-    schema = WeightSchema.of(sent)
-    weights = OwnCopy(schema, target.binding, lambda payload: False)
-    update = StagedUpdate(0, None, [], list(sent.values()), {}, weights)
-    weights.stage(update, target)
-    weights.switch(update, target)
+    target = target_of(model, stable=stable)
+    weights = with_ones(target, target.schema().with_dtype(torch.float32))
     for version in range(3):
         weights.require(version)
         weights.apply([TouchingDelta()], version + 1)
@@ -358,9 +337,27 @@ def test_a_write_before_the_model_is_replaced_is_not_forgotten() -> None:
     weights = own_copy(model)
     with torch.no_grad():
         model.weight[0, 0] = 5.0
-    weights.bind(ModelTarget(WeightStrategy(), linear(), stable=False).binding)
+    weights.bind(target_of(linear()).binding)
     with pytest.raises(MissingBaseError, match="wrote into its weights"):
         weights.require(0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_payload_that_was_released_is_kept_by_nobody(
+    join: Join, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(flat_buffers, "_MANY", 1 if path == "flat buffer" else 1 << 30)
+    source = net()
+    sender, receiver = join(source, net(), **PATHS[path])
+    updates, released = receiver._receiver._updates, list[torch.Tensor]()
+    monkeypatch.setattr(receiver._receiver.link, "release", released.append)
+    add_one(source)
+    sender.send()
+    with updates.busy:  # until the update is finished
+        current = updates.staging.current
+    wait_until(lambda: released and not updates.leftovers)
+    kept = [*current.payloads, *current.used_up]
+    assert not any(memory is one for memory in kept for one in released)
 
 
 # -- code of the model that ends its thread ------------------------------------------------------------

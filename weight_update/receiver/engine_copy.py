@@ -49,7 +49,7 @@ class EngineCopy(OwnCopy):
         weights = zip(self.schema.names, self.values, strict=True)
         return [WeightChange(name, nothing, w.view(-1)[:0], w) for name, w in weights if name in needed]
 
-    def begin(self, update: StagedUpdate, target: Target, replaced: bool) -> None:
+    def begin(self, update: StagedUpdate, target: Target) -> None:
         """Do nothing: nobody but the receiver writes into the copy."""
 
     def switch(self, update: StagedUpdate, target: Target) -> None:

@@ -50,7 +50,7 @@ class FlatBuffer(Storage):
     def suits(schema: WeightSchema, binding: Binding) -> bool:
         """Return whether a model has many small tensors on the CPU (or meta), in the dtypes of ``schema``."""
         count = len(schema.names)
-        if not binding.points or count < _MANY or not 0 < schema.nbytes <= _SMALL * count:
+        if count < _MANY or not 0 < schema.nbytes <= _SMALL * count:
             return False
         tensors = binding.tensors(schema.names)
         return all(
@@ -66,7 +66,7 @@ class FlatBuffer(Storage):
     def stage(self, update: StagedUpdate, target: Target) -> None:
         """Do nothing: the payload is copied as it is."""
 
-    def begin(self, update: StagedUpdate, target: Target, replaced: bool) -> None:
+    def begin(self, update: StagedUpdate, target: Target) -> None:
         """Make the update lie in its payload instead, if the model does not suit the buffer any more.
 
         Until forward passes wait, the program may move the model's tensors or cast them.
@@ -146,10 +146,10 @@ class OwnCopy(Storage):
         update.used_up = [one for one in payloads if one is not flat]
         super().stage(update, target)
 
-    def begin(self, update: StagedUpdate, target: Target, replaced: bool) -> None:
+    def begin(self, update: StagedUpdate, target: Target) -> None:
         """Check changes again: while the update waited, the worker may have written into its weights."""
         if update.base is None:
-            super().begin(update, target, replaced)
+            super().begin(update, target)
         else:
             self.require(update.base)
 

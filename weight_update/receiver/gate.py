@@ -47,10 +47,6 @@ class _Section:
         self.wake: Callable[[], Any] | None = None
         self.outer: _Section | None = next(_active(_current.get()), None)
 
-    @property
-    def active(self) -> bool:
-        return self in self.gate._inside
-
     def within(self, gate: Gate) -> bool:
         """Return whether the section is nested in another section of ``gate``."""
         return any(one.gate is gate for one in _active(self.outer))
@@ -59,7 +55,7 @@ class _Section:
 def _active(section: _Section | None) -> Iterator[_Section]:
     """Yield the active ones of ``section`` and the sections around it, from the inside out."""
     while section is not None:
-        if section.active:
+        if section in section.gate._inside:
             yield section
         section = section.outer
 

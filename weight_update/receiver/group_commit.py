@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +16,7 @@ class _GroupCommit:
     """One commit of a group, from its first member's arrival to its outcome."""
 
     members: list[Any] = field(default_factory=list)
-    done: threading.Event = field(default_factory=threading.Event)
-    error: Exception | None = None
-    seconds: float = 0.0
+    seconds: Future[float] = field(default_factory=Future)
 
 
 _pending: dict[str, _GroupCommit] = {}
@@ -47,19 +46,17 @@ def commit_group(
             del _pending[key]
     if last:
         try:
-            commit.seconds = action(commit.members)
+            commit.seconds.set_result(action(commit.members))
         except BaseException as error:
-            commit.error = error if isinstance(error, Exception) else WorkerError(f"it ended with {error!r}")
+            known = isinstance(error, Exception)
+            commit.seconds.set_exception(error if known else WorkerError(f"it ended with {error!r}"))
             raise
-        finally:
-            commit.done.set()
-    elif not commit.done.wait(timeout):
+    elif wait([commit.seconds], timeout).not_done:
         with _lock:
             if _pending.get(key) is commit:
                 del _pending[key]
-                commit.error = SyncTimeoutError("the other models of the group did not arrive")
-                commit.done.set()
-        commit.done.wait()  # the last member may have arrived just now: then the action's outcome counts
-    if commit.error is not None:
-        raise kept_error(commit.error)
-    return commit.seconds
+                commit.seconds.set_exception(SyncTimeoutError("the other models of the group did not arrive"))
+    # The last member may have arrived just now: then the action's outcome counts.
+    if (failure := commit.seconds.exception()) is not None:
+        raise kept_error(failure)
+    return commit.seconds.result()

@@ -94,10 +94,10 @@ class Receiver:
         finally:
             self._updates.busy.release()
 
-    def connect(self, timeout: float, *, again: bool = False) -> None:
+    def connect(self, timeout: float) -> None:
         """Join the sender and apply the weights it has now.
 
-        With ``again``, this receiver has weights, which it keeps if the sender has none to give now.
+        A receiver that joins again keeps its weights if the sender has none to give now.
 
         Raises:
             UnsupportedSourceError: the model has weights that cannot be synchronized.
@@ -108,13 +108,14 @@ class Receiver:
         """
         try:
             with torch.inference_mode(False):  # the thread writes into the memory that is allocated here
-                self._join(timeout, again)
+                self._join(timeout)
         except BaseException:
             self.staging.forget()
             raise
 
-    def _join(self, timeout: float, again: bool) -> None:
+    def _join(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
+        applied = self._updates.applied  # above 0 if this receiver joins again
         self._greeted = self._welcomed = False
         try:
             model, self._model = self._model, None
@@ -123,23 +124,22 @@ class Receiver:
             expected = self.staging.target.schema()
         except Exception as reason:
             with contextlib.suppress(TransportError, TimeoutError):
-                self._greet(deadline, None, reason, again)
+                self._greet(deadline, None, reason)
             raise
-        self._greet(deadline, expected, None, again)
+        self._greet(deadline, expected, None)
         self._greeted = True
         reply = self._await_frame(deadline)
         while reply.kind in (Kind.UPDATE, Kind.COMMIT, Kind.ABORT):  # meant for the worker before this one
             reply = self._await_frame(deadline)
         if reply.kind is not Kind.WELCOME:
             raise FormatError(f"expected WELCOME, got {reply.kind.name}")
-        applied = self._updates.applied
         error = self._updates.handle(reply)
         self._welcomed = error is None
-        if error is None and again and reply.header["version"] is None:
+        if error is None and applied and reply.header["version"] is None:
             return  # nothing will come before the next send()
         while error is None and self._updates.applied == applied:
             error = self._updates.handle(self._await_frame(deadline))
-        if error is not None and again and self._welcomed:
+        if error is not None and applied and self._welcomed:
             _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
         elif error is not None:
             self._say_goodbye()  # nothing is read any more: the sender must not wait for this worker
@@ -148,9 +148,7 @@ class Receiver:
             finally:
                 del error  # its frames would refer to it
 
-    def _greet(
-        self, deadline: float, expected: WeightSchema | None, error: Exception | None, again: bool
-    ) -> None:
+    def _greet(self, deadline: float, expected: WeightSchema | None, error: Exception | None) -> None:
         """Send a HELLO with the schema that the model expects, or with the reason why it cannot join."""
         hello = {
             "token": self.options.token,
@@ -160,7 +158,7 @@ class Receiver:
             "schema": None if expected is None else expected.to_header(),
             "error": None if error is None else "\n\n".join(summary_of(error))[:_LONGEST],
             "instance": self.options.instance,
-            "again": again,
+            "again": self._updates.applied > 0,
         }
         self.link.restart(seconds_left(deadline))
         self.link.send_chunk(WeightChunk(Kind.HELLO, hello), seconds_left(deadline))
@@ -302,7 +300,7 @@ class Receiver:
         while True:
             try:
                 with self._updates.busy:
-                    self.connect(_ATTEMPT_SECONDS, again=True)
+                    self.connect(_ATTEMPT_SECONDS)
                 return None
             except (JoinRefusedError, SchemaMismatchError) as refusal:
                 self.link.disconnect()

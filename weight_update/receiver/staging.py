@@ -113,9 +113,10 @@ class Staging:
         guarded = isinstance(model, torch.nn.Module) and not self._guarded_outside
         unguard = self._gate.guard(model) if guarded else lambda: None
         with undo_on_error(unguard):
-            if self.current is not None and target.binding is not None and self._schema is not None:
-                self._schema.require_same(target.binding.schema(), "the new model", more=True)
-                self._gate.run(functools.partial(self._fill, target, self.current, self._schema), timeout)
+            if self.current is not None and target.binding is not None:
+                schema = self.current.storage.schema
+                schema.require_same(target.binding.schema(), "the new model", more=True)
+                self._gate.run(functools.partial(self._fill, target, self.current, schema), timeout)
         self.unguard()
         self.target, self.unguard = target, unguard
 
@@ -150,10 +151,10 @@ class Staging:
             return live
         section = self._gate.enter(sys._getframe())
         try:
-            if self.current is None or self._schema is None:
+            if self.current is None:
                 return NamedWeights({})
-            copies = _copies(self.current.values)
-            return NamedWeights(dict(zip(self._schema.names, copies, strict=True)), dict(self.current.extra))
+            names, copies = self.current.storage.schema.names, _copies(self.current.values)
+            return NamedWeights(dict(zip(names, copies, strict=True)), dict(self.current.extra))
         finally:
             self._gate.leave(section)
 
@@ -198,7 +199,7 @@ class Staging:
         if len(self.parts) < header["count"]:
             return None
         parts, self.parts = self.parts, []
-        self._follow()
+        self._follow(self._schema)
         make = self._whole if header["base"] is None else self._change
         update = make(parts, self._schema)
         self.target.check_extra(update.extra)
@@ -265,14 +266,11 @@ class Staging:
             self._decoders[encoding] = decoder_for(encoding, self._schema)
         return self._decoders[encoding]
 
-    def _follow(self) -> bool:
-        """Find the model's tensors again if a part of it was replaced; return whether one was."""
-        if self._schema is None or not self.target.follow(self._schema):
-            return False
-        if self._own is not None:
+    def _follow(self, schema: WeightSchema) -> None:
+        """Find the model's tensors again if a part of it was replaced."""
+        if self.target.follow(schema) and self._own is not None:
             self._own.bind(self.target.binding)
             self._own.forget()  # the new part has weights of its own
-        return True
 
     def _whole(self, parts: list[WeightChunk], schema: WeightSchema) -> StagedUpdate:
         """Return the update of all weights that ``parts`` are."""
@@ -290,7 +288,7 @@ class Staging:
     def _flat_buffer(self, schema: WeightSchema) -> FlatBuffer | None:
         """Return the buffer that the model is to lie in; None if it is to point at payloads."""
         binding = self.target.binding
-        if binding is None or self._stable:
+        if binding is None or not self.target.points:
             return None
         if self._flat is None or self._flat[0] is not binding:
             suits = FlatBuffer.suits(schema, binding)
@@ -320,7 +318,8 @@ class Staging:
     def begin(self, update: StagedUpdate) -> None:
         """Do the first half of applying an update, which may fail and can be reverted."""
         storage = update.storage
-        storage.begin(update, self.target, self._follow())
+        self._follow(storage.schema)
+        storage.begin(update, self.target)
         if update.storage is not storage:  # the model does not suit its flat buffer any more
             self._flat = None
         update.undo = self.target.exchange_extra(update.extra)
@@ -332,12 +331,14 @@ class Staging:
         except BaseException:
             self._abort_loading()
             raise
+        before = [] if self.current is None else self.current.payloads
+        done = [one for one in before if all(one is not kept for kept in update.payloads)]
+        update.used_up = [*update.used_up, *done]
         self.current, self.version = update, update.version
 
     def named(self, update: StagedUpdate) -> NamedWeights:
         """Return the weights of an update that is in force."""
-        assert self._schema is not None
-        weights = zip(self._schema.names, update.values, strict=bool(update.values))
+        weights = zip(update.storage.schema.names, update.values, strict=bool(update.values))
         return NamedWeights(dict(weights), update.extra)
 
     # -- engines -----------------------------------------------------------------------------------
@@ -355,7 +356,7 @@ class Staging:
             return None
         loaded, self.parts = engine.finish(), []
         self.current = StagedUpdate(
-            header["version"], None, [], [], {}, Storage(schema), arrived=loaded.since, seconds=loaded.seconds
+            header["version"], None, [], [], {}, Storage(schema), arrived=loaded.since, stall=loaded.seconds
         )
         self.version = header["version"]
         return self.current
@@ -380,9 +381,8 @@ class Staging:
     def leave_payloads(self) -> None:
         """Copy the version in force out of the sender's memory; nobody may compute with it meanwhile."""
         assert self.current is not None
-        assert self._schema is not None
         self.current.values = _copies(self.current.values)
-        self.target.move(self._schema.names, self.current.values)
+        self.target.move(self.current.storage.schema.names, self.current.values)
         self.current.payloads = []
 
     def close(self) -> None:

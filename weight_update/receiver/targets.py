@@ -27,12 +27,14 @@ class Target:
 
     Attributes:
         binding: tensors of the model that can lie in memory of the receiver; None where there are none.
+        points: whether the tensors of a model are pointed at other memory, which copies nothing.
         takes_over: whether the target is an engine, which hands out no weights.
         keeps_tensors: whether the target refers to the tensors of an update for as long as it is in force.
         loading: version that an engine has begun and not finished; None for every other target.
     """
 
     binding: Binding | None = None
+    points = False
     takes_over = False
     keeps_tensors = True
     loading: Loading | None = None
@@ -97,8 +99,8 @@ class ModelTarget(Target):
     binding: Binding
 
     def __init__(self, strategy: WeightStrategy, model: Any, stable: bool) -> None:
-        self._strategy, self._stable = strategy, stable
-        self.binding = strategy.bind(model)
+        self._strategy, self.binding = strategy, strategy.bind(model)
+        self.points = self.binding.points and not stable
 
     def device_for(self, payload: torch.Tensor) -> torch.device:
         return self.binding.home
@@ -112,15 +114,20 @@ class ModelTarget(Target):
         return True
 
     def write(self, names: tuple[str, ...], values: list[torch.Tensor], version: int) -> None:
-        self.binding.write(names, values, stay=self._stable)
+        self.binding.finish_kernels()
+        if self.points:
+            self.binding.switch(names, values)
+        else:
+            self.binding.copy(names, values)
+        self.binding.finish_kernels()
 
     def move(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
-        if self.binding.points and not self._stable:
+        if self.points:
             self.binding.switch(names, values)
             self.binding.finish_kernels()  # they may still read the former memory
 
     def leave(self) -> None:
-        if self.binding.points and not self._stable:
+        if self.points:
             self.binding.leave()
 
 
@@ -230,9 +237,9 @@ class StagedUpdate:
         base: version that ``deltas`` change; None for an update of all weights.
         deltas: changes to apply.
         received: values before they were converted to what the target takes, until :meth:`Storage.begin`.
-        used_up: payloads that nobody reads once the update is in force.
+        used_up: payloads that nobody reads once the update is in force, until they are released.
         arrived: time of arrival, by ``time.perf_counter``.
-        seconds: time for which an engine that loads in chunks kept forward passes out.
+        stall: seconds for which forward passes were kept out.
         undo: function that reverts :meth:`Staging.begin`.
     """
 
@@ -247,7 +254,7 @@ class StagedUpdate:
     received: list[torch.Tensor] = field(default_factory=list, repr=False)
     used_up: list[torch.Tensor] = field(default_factory=list, repr=False)
     arrived: float = field(default_factory=time.perf_counter)
-    seconds: float = 0.0
+    stall: float = 0.0
     undo: Callable[[], None] = lambda: None
 
 
@@ -266,14 +273,14 @@ class Storage:
         update.received = update.values
         update.values = target.prepare(self.schema, update.received)
 
-    def begin(self, update: StagedUpdate, target: Target, replaced: bool) -> None:
+    def begin(self, update: StagedUpdate, target: Target) -> None:
         """Make sure that the update can be switched to; raise if it cannot.
 
-        ``replaced`` says that parts of the target were replaced since :meth:`stage`. The program may also
-        have replaced, moved or cast single tensors, inside ``hold()`` for example.
+        Since :meth:`stage`, the program may have replaced, moved or cast tensors, inside ``hold()`` for
+        example.
         """
         received, update.received = update.received, []
-        if replaced or target.changed(self.schema.names):
+        if target.changed(self.schema.names):
             update.values = target.prepare(self.schema, received)
 
     def settle(self) -> None:

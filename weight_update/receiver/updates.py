@@ -133,13 +133,12 @@ class UpdateHandler:
                 self._link.release(chunk.payload)
             return
         self.release_leftovers()
-        before = self.staging.current
         update = self.staging.take(chunk)
         if update is None:
             self._answer(Kind.TAKEN, {"version": header["version"], "index": header["index"]})
         elif update is self.staging.current:  # an engine loaded it chunk by chunk
             self._in_force()
-            self._finish(update, update.seconds, before)
+            self._finish(update)
         elif header["commit"]:
             self._commit(header["version"])
         else:
@@ -149,13 +148,12 @@ class UpdateHandler:
         update, self.staging.staged = self.staging.staged, None
         if update is None or update.version != version:
             raise LinkClosedError(f"version {version} is to be applied but was not received")
-        before = self.staging.current
         if update.group is None:
-            stall = self._through_gate([(self, update)])
+            update.stall = self._through_gate([(self, update)])
         else:
             key, size = f"{update.group}:{self._worker}", int(update.group.rpartition("/")[2])
-            stall = commit_group(key, size, (self, update), self._through_gate, 2 * self._timeout)
-        self._finish(update, stall, before)
+            update.stall = commit_group(key, size, (self, update), self._through_gate, 2 * self._timeout)
+        self._finish(update)
 
     def _through_gate(self, members: list[tuple[UpdateHandler, StagedUpdate]]) -> float:
         """Apply the updates of all members at one moment; return the seconds that forward passes waited."""
@@ -166,17 +164,16 @@ class UpdateHandler:
         if (observer := self._options.observer) is not None:  # any thread may set it to None
             observer.switched()
 
-    def _finish(self, update: StagedUpdate, stall: float, before: StagedUpdate | None) -> None:
+    def _finish(self, update: StagedUpdate) -> None:
         """Tell everyone concerned that an update is in force."""
         with self.news:
             self.news.notify_all()
         if (observer := self._options.observer) is not None:
             observer.applied(functools.partial(self.staging.named, update))
-        seconds = {"apply_seconds": time.perf_counter() - update.arrived, "stall_seconds": stall}
+        seconds = {"apply_seconds": time.perf_counter() - update.arrived, "stall_seconds": update.stall}
         self._answer(Kind.APPLIED, {"version": update.version, **seconds})
         update.storage.settle()
-        leftovers = [*update.used_up, *(before.payloads if before is not None else ())]
-        self.leftovers = [memory for memory in leftovers if all(memory is not one for one in update.payloads)]
+        self.leftovers, update.used_up = update.used_up, []
 
     # -- memory ------------------------------------------------------------------------------------
 

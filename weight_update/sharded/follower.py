@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from weight_update.report import SyncReport, report_of
 from weight_update.sender.handle import Outcome
-from weight_update.sharded.links import Message, error_from_wire
+from weight_update.sharded.links import Message, failures_from_wire
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights
 
@@ -50,7 +50,7 @@ class Follower:
             message = self._follow()
         heard = report_of(message["report"])
         report.apply_seconds, report.stall_seconds = heard.apply_seconds, heard.stall_seconds
-        self._failures[report.version] = failures = _failures(message["failures"])
+        self._failures[report.version] = failures = failures_from_wire(message["failures"])
         for old in list(self._failures)[:-_REMEMBERED]:
             del self._failures[old]
         return failures
@@ -60,7 +60,7 @@ class Follower:
     ) -> dict[int, Exception]:
         """Wait until the leader has waited for workers to stage; return the errors that it found."""
         with self._ranks.step("wait_staged", lambda _: None, 2 * self.timeout):
-            return _failures(self._follow()["failures"])
+            return failures_from_wire(self._follow()["failures"])
 
     def settled(self, version: int, workers: Sequence[int]) -> bool:
         """Return whether :meth:`wait` has returned for this version."""
@@ -74,7 +74,7 @@ class Follower:
         """Return the outcomes that the leader knows."""
         with self._ranks.step("outcomes", lambda _: None, self.timeout):
             found = self._follow()["outcomes"]
-        return [(settled, _failures(failures)) for settled, failures in found]
+        return [(settled, failures_from_wire(failures)) for settled, failures in found]
 
     def members(self, workers: Sequence[int]) -> Sequence[object]:
         """Return nothing: the leader holds the states of workers."""
@@ -101,7 +101,3 @@ class Follower:
             if "version" in last:
                 self.version, self.serving = last["version"], last["serving"]
                 self.worker_versions = dict(last["workers"])
-
-
-def _failures(wire: Message) -> dict[int, Exception]:
-    return {int(idx): error_from_wire(error) for idx, error in wire.items()}

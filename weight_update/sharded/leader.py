@@ -12,7 +12,7 @@ from typing import Any
 from weight_update.report import SyncReport
 from weight_update.sender.handle import Outcome
 from weight_update.sender.sender import Sender
-from weight_update.sharded.links import Message, error_to_wire
+from weight_update.sharded.links import Message, failures_to_wire
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights
 
@@ -44,7 +44,7 @@ class Leader(Sender):
         with self._step("wait"), self._telling() as result:
             failures = super().wait(report, workers, timeout, since)
             result["report"] = dataclasses.asdict(report)
-            result["failures"] = _to_wire(failures)
+            result["failures"] = failures_to_wire(failures)
         return failures
 
     def wait_staged(
@@ -52,13 +52,13 @@ class Leader(Sender):
     ) -> dict[int, Exception]:
         with self._step("wait_staged"), self._telling() as result:
             failures = super().wait_staged(version, workers, since)
-            result["failures"] = _to_wire(failures)
+            result["failures"] = failures_to_wire(failures)
         return failures
 
     def outcomes(self, updates: Sequence[tuple[int, Sequence[int]]]) -> list[Outcome]:
         with self._step("outcomes"), self._telling() as result:
             found = super().outcomes(updates)
-            result["outcomes"] = [(settled, _to_wire(failures)) for settled, failures in found]
+            result["outcomes"] = [(settled, failures_to_wire(failures)) for settled, failures in found]
         return found
 
     def whole_weights(self, weights: Mapping[int, NamedWeights]) -> NamedWeights:
@@ -93,7 +93,3 @@ class Leader(Sender):
         finally:
             versions = list(self.worker_versions.items())
             result.update(version=self.version, workers=versions, serving=self.serving)
-
-
-def _to_wire(failures: Mapping[int, Exception]) -> Message:
-    return {str(idx): error_to_wire(error) for idx, error in failures.items()}

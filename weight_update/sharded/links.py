@@ -44,27 +44,26 @@ class RankLinks:
 
     Args:
         members: numbers, in the default process group, of the ranks that take part; the first leads.
-        timeout: seconds that a rank may be late.
+        patience: seconds that another rank may be silent.
         rendezvous_timeout: seconds to wait here for all ranks.
 
     Attributes:
         broken: error that every later call raises, once a rank was lost or this was closed.
         tags: new tags for data, on the leader.
-        patience: seconds that the leader may be silent, on the other ranks.
+        patience: seconds that another rank may be silent.
     """
 
-    def __init__(self, members: Sequence[int], timeout: float, rendezvous_timeout: float) -> None:
+    def __init__(self, members: Sequence[int], patience: float, rendezvous_timeout: float) -> None:
         me = dist.get_rank()
         if me not in members:
             raise LifecycleError(f"rank {me} is not in the group of the trainer {list(members)}")
-        self.members, self.timeout = list(members), timeout
+        self.members, self.patience = list(members), patience
         self.me, self.size = self.members.index(me), len(self.members)
         self.broken: Exception | None = None
         self._gone: set[int] = set()
         self._told = 0  # number of the leader's last message; a report answers one of them
         self._reports: list[Any] = []
         self._store: Any = None
-        self.patience = timeout
         self.tags = itertools.count(_DATA)
         self._group: Any = None if self.size == 1 else self._rendezvous(rendezvous_timeout)
 
@@ -100,11 +99,11 @@ class RankLinks:
                     sent += [(to, work) for work in self._send(to, {**message, "number": self._told})]
                 except WeightSyncError as error:
                     problems.append(error)
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.patience
         for to, work in sent:
             if to not in self._gone:
                 try:
-                    self._wait(to, work, self.timeout, deadline)
+                    self._wait(to, work, deadline)
                 except WeightSyncError as error:
                     problems.append(error)
         if problems:
@@ -112,7 +111,7 @@ class RankLinks:
 
     def hear(self) -> list[Message]:
         """Return the report of each of the others, on the leader; raise as :meth:`Ranks.step`."""
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.patience
         heard = [self._hear(place, deadline) for place in self.others]
         for place, message in zip(self.others, heard, strict=True):
             if "error" in message:
@@ -121,13 +120,13 @@ class RankLinks:
 
     def _hear(self, place: int, deadline: float) -> Message:
         while True:
-            message = self._receive(place, self.timeout, deadline)
+            message = self._receive(place, deadline)
             if message["to"] == self._told:  # older reports are to messages that the leader failed after
                 return message
 
     def listen(self) -> Message:
         """Return the next message of the leader, on the other ranks."""
-        message = self._receive(0, self.patience)
+        message = self._receive(0)
         self._told = message["number"]
         return message
 
@@ -146,7 +145,7 @@ class RankLinks:
 
     def finish(self, place: int, work: Any) -> None:
         """Wait until a transfer that was begun is complete."""
-        self._wait(place, work, self.timeout)
+        self._wait(place, work)
 
     def _send(self, to: int, message: Message) -> list[Any]:
         body = json.dumps(message, separators=(",", ":")).encode()
@@ -157,18 +156,18 @@ class RankLinks:
             self.push(torch.frombuffer(bytearray(data), dtype=torch.uint8), tag, to) for tag, data in frames
         ]
 
-    def _receive(self, place: int, timeout: float, deadline: float | None = None) -> Message:
-        front = self._take(place, _FRAME, _FIRST, timeout, deadline)
+    def _receive(self, place: int, deadline: float | None = None) -> Message:
+        front = self._take(place, _FRAME, _FIRST, deadline)
         length = int.from_bytes(front[:_LENGTH_BYTES], "little")
         body = front[_LENGTH_BYTES : _LENGTH_BYTES + length]
         if length > len(body):
-            body += self._take(place, length - len(body), _REST, timeout, deadline)
+            body += self._take(place, length - len(body), _REST, deadline)
         message: Message = json.loads(body)
         return message
 
-    def _take(self, place: int, nbytes: int, tag: int, timeout: float, deadline: float | None) -> bytes:
+    def _take(self, place: int, nbytes: int, tag: int, deadline: float | None) -> bytes:
         into = torch.empty(nbytes, dtype=torch.uint8)
-        self._wait(place, self.pull(place, into, tag), timeout, deadline)
+        self._wait(place, self.pull(place, into, tag), deadline)
         return into.numpy().tobytes()
 
     def _begin(self, place: int, begin: Callable[[], Any]) -> Any:
@@ -177,16 +176,16 @@ class RankLinks:
         try:
             return begin()
         except RuntimeError as error:
-            raise self._lost(place, error, 0.0) from None
+            raise self._lost(place, error) from None
 
-    def _wait(self, place: int, work: Any, timeout: float, deadline: float | None = None) -> None:
-        left = timeout if deadline is None else max(deadline - time.monotonic(), _MOMENT)
+    def _wait(self, place: int, work: Any, deadline: float | None = None) -> None:
+        left = self.patience if deadline is None else max(deadline - time.monotonic(), _MOMENT)
         try:
             work.wait(timedelta(seconds=left))
         except RuntimeError as error:
-            raise self._lost(place, error, timeout) from None
+            raise self._lost(place, error) from None
 
-    def _lost(self, place: int, error: Exception, timeout: float) -> Exception:
+    def _lost(self, place: int, error: Exception) -> Exception:
         """Mark a rank as lost, which is never waited for again: its next message could belong to any call."""
         text, rank = brief(error).partition(". ")[0], self.name(place)  # without gloo's advice
         lost: Exception
@@ -194,7 +193,7 @@ class RankLinks:
             lost = error_from_wire(why)
         elif "imed out" in text or "timing out" in text:
             lost = SyncTimeoutError(
-                f"{rank} took no part for {timeout:g} s; every rank makes the same calls of the scheme "
+                f"{rank} took no part for {self.patience:g} s; every rank makes the same calls of the scheme "
                 "(or raise timeout=)"
             )
         else:
@@ -237,7 +236,7 @@ def error_to_wire(error: BaseException) -> Message:
     if isinstance(error, SchemaMismatchError):
         wire = {**wire, "text": str(error).partition("\n")[0], "problems": error.problems}
     if isinstance(error, SyncFailedError):
-        wire["failures"] = {idx: error_to_wire(one) for idx, one in error.failures.items()}
+        wire["failures"] = failures_to_wire(error.failures)
     return wire
 
 
@@ -252,11 +251,20 @@ def error_from_wire(wire: Message, who: str | None = None, *, foreign: bool = Fa
     if "problems" in wire:
         return SchemaMismatchError(text, tuple(wire["problems"]))
     if "failures" in wire:
-        failures = {int(idx): error_from_wire(one) for idx, one in wire["failures"].items()}
-        return SyncFailedError(text, failures)
+        return SyncFailedError(text, failures_from_wire(wire["failures"]))
     if isinstance(known, type) and issubclass(known, WeightSyncError):
         found: Exception = known(text)
         return found
     if who is None:
         return WorkerError(f"{wire['type']}: {text}")
     return SyncFailedError(f"{who} failed: {wire['type']}: {text}", {})
+
+
+def failures_to_wire(failures: Mapping[int, Exception]) -> Message:
+    """Return the errors of workers, by index, in a form that JSON can hold."""
+    return {str(idx): error_to_wire(error) for idx, error in failures.items()}
+
+
+def failures_from_wire(wire: Message) -> dict[int, Exception]:
+    """Return the errors of workers, by index."""
+    return {int(idx): error_from_wire(error) for idx, error in wire.items()}

@@ -54,10 +54,12 @@ class GatherItem:
     Attributes:
         boxes: the box to take from each rank that gives one; empty for a plain tensor; None if only
             ``full_tensor()`` on all ranks can gather it.
+        nbytes: bytes of the whole tensor; 0 for a plain tensor, of which nothing is gathered.
     """
 
     names: list[str]
     boxes: dict[int, Box] | None
+    nbytes: int
 
 
 Batch = list[GatherItem]
@@ -143,15 +145,14 @@ def plan(ranks: Sequence[Sequence[Row]], members: Sequence[int], batch_bytes: in
     if problems:
         raise SchemaMismatchError("the ranks of the trainer do not hold the same weights:", tuple(problems))
     items: dict[int, GatherItem] = {}
-    sizes: list[int] = []
     for place, row in enumerate(mine):
         if row.tie in items:
             items[row.tie].names.append(row.name)
             continue
         boxes = _boxes(row, [theirs[row.name] for theirs in others if row.layout])
-        items[place] = GatherItem([row.name], boxes)
-        sizes.append(math.prod(row.shape) * DTYPES[row.dtype].itemsize if row.layout else 0)
-    return _batches(list(items.values()), sizes, batch_bytes)
+        nbytes = math.prod(row.shape) * DTYPES[row.dtype].itemsize if row.layout else 0
+        items[place] = GatherItem([row.name], boxes, nbytes)
+    return _batches(items.values(), batch_bytes)
 
 
 def _differences(mine: Sequence[Row], theirs: Mapping[str, Row], them: str, me: str) -> Iterable[str]:
@@ -182,13 +183,13 @@ def _boxes(row: Row, others: Sequence[Row]) -> dict[int, Box] | None:
     return {number: box for box, number in owners.items()} if whole and not remote else None
 
 
-def _batches(items: list[GatherItem], sizes: list[int], limit: int) -> list[Batch]:
+def _batches(items: Iterable[GatherItem], limit: int) -> list[Batch]:
     """Split into runs of consecutive items of together at most ``limit`` bytes, or one that is larger."""
     batches, filled = list[Batch](), 0
-    for item, size in zip(items, sizes, strict=True):
-        if not batches or (filled and filled + size > limit):
+    for item in items:
+        if not batches or (filled and filled + item.nbytes > limit):
             batches.append([])
             filled = 0
         batches[-1].append(item)
-        filled += size
+        filled += item.nbytes
     return batches

@@ -49,12 +49,18 @@ class Binding:
     A binding remembers where each tensor is kept (the owning dict and its key), not the tensor, so that it
     finds a parameter that was replaced in the meantime. :meth:`WeightStrategy.bind` makes one, whose ``read``
     is :meth:`WeightStrategy.named`.
+
+    Attributes:
+        home: CUDA device that all tensors are on; the CPU if there is no such device.
     """
 
     def __init__(self, read: Callable[[Any], NamedWeights], destination: Any) -> None:
+        require_writable(destination)
         self._read = read
         self.destination = destination
-        self._places: dict[str, tuple[Any, str]] = dict(self._find())
+        is_module = isinstance(destination, nn.Module) and not isinstance(destination, TensorDictBase)
+        places = self._module_places(destination) if is_module else _places(destination)
+        self._places: dict[str, tuple[Any, str]] = dict(places)
         self._parts = list(_parts(destination))
         modules = named_parts(destination) if self.points else []
         self._extra_owners = extra_owners(modules)
@@ -77,18 +83,14 @@ class Binding:
         )
 
     def _find_devices(self) -> None:
-        self._devices = {self._get(name).device for name in self._places}
-        self._cuda_devices = [device for device in self._devices if device.type == "cuda"]
+        devices = {self._get(name).device for name in self._places}
+        self._cuda_devices = [device for device in devices if device.type == "cuda"]
+        self.home: torch.device = devices.pop() if len(devices) == 1 and self._cuda_devices else _CPU
 
     @property
     def points(self) -> bool:
         """Whether :meth:`switch` may be used: True for modules, whose parameters may move in memory."""
         return isinstance(self.destination, nn.Module)
-
-    @property
-    def home(self) -> torch.device:
-        """The CUDA device that all tensors are on; the CPU if there is no such device."""
-        return next(iter(self._devices)) if len(self._devices) == 1 and self._cuda_devices else _CPU
 
     def read(self) -> NamedWeights:
         """Return the weights of the destination as they are now; live references."""
@@ -195,18 +197,6 @@ class Binding:
                 tensor.data = memory[place]
         self.finish_kernels()
 
-    def write(self, names: tuple[str, ...], ready: list[torch.Tensor], *, stay: bool) -> None:
-        """Give the tensors the values that :meth:`prepare` returned; nobody may compute with them meanwhile.
-
-        ``stay`` keeps their addresses.
-        """
-        self.finish_kernels()
-        if self.points and not stay:
-            self.switch(names, ready)
-        else:
-            self.copy(names, ready)
-        self.finish_kernels()
-
     def finish_kernels(self) -> None:
         """Wait for the GPUs of the destination: a forward pass may still read, and a copy still write.
 
@@ -261,14 +251,6 @@ class Binding:
                     made[id(target)] = fresh
                 owner[key] = made[id(target)]
         self._find_devices()
-
-    def _find(self) -> Iterator[_Place]:
-        destination = self.destination
-        require_writable(destination)
-        if isinstance(destination, nn.Module) and not isinstance(destination, TensorDictBase):
-            yield from self._module_places(destination)
-        else:
-            yield from _places(destination)
 
     def _module_places(self, module: nn.Module) -> Iterator[_Place]:
         places = {}

@@ -205,7 +205,7 @@ class WeightReader:
                 return from_items(iter(source.state_dict(keep_vars=True).items()))
             return from_module(source)
         if isinstance(source, Mapping):
-            return from_items(walk_mapping(source))
+            return from_items(walk(source))
         raise UnsupportedSourceError(
             f"cannot read weights from an object of type {type(source).__name__}; give an nn.Module, a "
             "TensorDict, a dict of tensors, or a callable that returns one of these"
@@ -351,7 +351,7 @@ def from_tensordict(source: TensorDictBase) -> NamedWeights:
     tensors: dict[str, torch.Tensor] = {}
     if _only_tensors(source, "", tensors) == len(tensors):
         return NamedWeights(tensors)
-    return from_items(walk_tensordict(source))
+    return from_items(walk(source))
 
 
 def _only_tensors(source: TensorDictBase, prefix: str, found: dict[str, torch.Tensor]) -> int:
@@ -371,30 +371,21 @@ def _only_tensors(source: TensorDictBase, prefix: str, found: dict[str, torch.Te
     return count
 
 
-def walk_mapping(source: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a nested mapping by dotted name."""
+def walk(source: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a nested mapping or TensorDict, with its non-tensor data, by dotted name."""
+    in_tensordict = isinstance(source, TensorDictBase)
     for key, value in source.items():
-        name = prefix + key_name(key, source)
-        if isinstance(value, TensorDictBase):
-            yield from walk_tensordict(value, name + ".")
-        elif isinstance(value, Mapping) and name.rpartition(".")[2] != EXTRA:
-            yield from walk_mapping(value, name + ".")
-        else:
-            yield name, value
-
-
-def walk_tensordict(source: TensorDictBase, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a TensorDict, with its non-tensor data, by dotted name."""
-    for key, value in source.items():
-        name = f"{prefix}{key}"
+        name = prefix + (key if in_tensordict else key_name(key, source))
         if isinstance(value, torch.Tensor):  # asked first: it is quick, the others are abstract classes
             yield name, value
-        elif key == EXTRA_IN_TENSORDICT:
+        elif in_tensordict and key == EXTRA_IN_TENSORDICT:
             yield prefix + EXTRA, value.to_dict() if isinstance(value, TensorDictBase) else value.data
-        elif isinstance(value, TensorDictBase):
-            yield from walk_tensordict(value, name + ".")
+        elif isinstance(value, TensorDictBase) or (
+            isinstance(value, Mapping) and name.rpartition(".")[2] != EXTRA
+        ):
+            yield from walk(value, name + ".")
         else:
-            yield name, value.data if isinstance(value, NonTensorData) else value
+            yield name, value.data if in_tensordict and isinstance(value, NonTensorData) else value
 
 
 def key_name(key: Any, source: Mapping[Any, Any]) -> str:

@@ -67,9 +67,13 @@ class RepeatedRead:
         if isinstance(source, nn.Module):
             self._module = weakref.ref(source)
             if source is last:  # a module that is read once is not kept alive
-                structure = ModuleStructure.of(source, self._strategy.extract_as)
-        named = self._strategy.outgoing(source, chosen)  # after its structure: nothing in between is missed
-        if structure is not None and structure.extra_owners.keys() == named.extra.keys():
+                structure = ModuleStructure(source, self._strategy.extract_as)
+        named = self._strategy.outgoing(source, chosen)
+        if (
+            structure is not None
+            and structure.unchanged()  # since before the weights were read
+            and structure.extra_owners.keys() == named.extra.keys()
+        ):
             self._fixed = FixedTensors.of(named.tensors)
             if self._fixed is not None:
                 self._structure, self._chosen, self._tensors = structure, chosen, named.tensors
@@ -114,12 +118,6 @@ class ModuleStructure:
         self._methods = _METHODS[extract_as]
         self._parts = ModuleParts([part for _, part in parts], as_state_dict=extract_as == "state_dict")
         self._extra_of = {type(part): type(part).get_extra_state for _, part in parts}
-
-    @classmethod
-    def of(cls, module: nn.Module, extract_as: ExtractAs) -> ModuleStructure | None:
-        """Return the structure; None if the module does not find its weights as torch's modules do."""
-        structure = cls(module, extract_as)
-        return structure if structure.unchanged() else None
 
     def unchanged(self) -> bool:
         """Return whether everything is as it was, and torch's own methods find the weights."""
