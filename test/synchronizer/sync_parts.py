@@ -52,6 +52,20 @@ def synchronizer(
         yield made
 
 
+@contextmanager
+def connected(
+    method: SyncMethod, style: SyncStyle, directory: Path, source: Any, model: Any, **options: Any
+) -> Iterator[tuple[Synchronizer, TrainerClient, ExplorerClient]]:
+    """Yield a synchronizer, a trainer and an explorer, with one strategy and one limit of a transfer."""
+    shared = {name: options[name] for name in ("strategy", "transfer_timeout") if name in options}
+    with (
+        synchronizer(method, style, directory, **options) as where,
+        TrainerClient(where, source, **shared) as trainer,
+        ExplorerClient(where, model, **shared) as explorer,
+    ):
+        yield where, trainer, explorer
+
+
 def wait_until(true: Callable[[], Any], seconds: float = PATIENCE) -> None:
     processes.wait_until(true, seconds)
 
@@ -71,6 +85,17 @@ class Waiting(threading.Thread):
         self.join(seconds)
         assert not self.is_alive(), "it still waits"
         return self.said
+
+
+def exchange(trainer: TrainerClient, explorer: ExplorerClient) -> int:
+    """Let an explorer wait, and the trainer synchronize once it needs to; return the version."""
+    waiting = Waiting(explorer)
+    wait_until(trainer.blocking.need_sync)
+    published, taken = trainer.blocking.sync_weight(), waiting.result()
+    assert "reason" not in published
+    assert "reason" not in taken
+    assert published["version"] == taken["version"]
+    return int(published["version"])
 
 
 @dataclass

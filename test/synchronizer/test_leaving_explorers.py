@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sync_parts import Waiting, has_step, model_at, set_to, step_of, synchronizer, wait_until
+from sync_parts import (
+    Waiting,
+    connected,
+    exchange,
+    has_step,
+    model_at,
+    set_to,
+    step_of,
+    synchronizer,
+    wait_until,
+)
 from torch import nn
 
 from weight_update import (
@@ -41,16 +51,10 @@ def test_directly_a_version_that_its_only_explorer_did_not_live_to_take_is_not_p
     tmp_path: Path,
 ) -> None:
     source, model = model_at(0), model_at(-1)
-    with (
-        synchronizer(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
-        TrainerClient(where, source) as trainer,
-        ExplorerClient(where, model) as explorer,
-    ):
+    clients = connected(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path, source, model)
+    with clients as (where, trainer, explorer):
         explorer.step = 1
-        waiting = Waiting(explorer)
-        wait_until(trainer.blocking.need_sync)
-        before = trainer.blocking.sync_weight()["version"]
-        assert waiting.result()["version"] == before
+        before = exchange(trainer, explorer)
         with explorer.hold():  # the next update reaches it, and cannot land
             explorer.step, trainer.step = 2, 1
             set_to(source, 1)

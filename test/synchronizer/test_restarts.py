@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sync_parts import Waiting, model_at, synchronizer, wait_until
+from sync_parts import Waiting, connected, model_at, wait_until
 
 from weight_update import (
     ExplorerClient,
@@ -77,11 +77,8 @@ def test_in_fixed_a_trainer_that_is_made_anew_goes_on_at_the_step_of_the_newest_
 def test_after_the_synchronizer_was_closed_sync_weight_gives_a_reason_at_once(
     method: SyncMethod, tmp_path: Path
 ) -> None:
-    with (
-        synchronizer(method, SyncStyle.FIXED, tmp_path) as where,
-        TrainerClient(where, model_at(0)) as trainer,
-        ExplorerClient(where, model_at(-1)) as explorer,
-    ):
+    clients = connected(method, SyncStyle.FIXED, tmp_path, model_at(0), model_at(-1))
+    with clients as (where, trainer, explorer):
         where.close()
         for client in (trainer, explorer):
             began = time.monotonic()
