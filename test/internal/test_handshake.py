@@ -13,9 +13,7 @@ from multiprocessing import get_context
 import pytest
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
-from weight_update.testing.chunks import (
-    in_background,
-)
+from weight_update.testing.chunks import in_background
 from weight_update.testing.processes import eventually
 from weight_update.transports.handshake import Challenge, prove_token
 from weight_update.transports.shared_memory.unix_stream import SocketStream

@@ -6,7 +6,7 @@ import gc
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
+from weight_update.testing.chunks import in_background
 from weight_update.transports.distributed import transfer
 from weight_update.transports.distributed.checksum import BLOCK, Checksum
 from weight_update.transports.distributed.relay import nccl, payload_stream
@@ -60,12 +61,6 @@ def pair(compiled: bool) -> Iterator[Pair]:
         yield sender, receiver
 
 
-def in_thread(function: Callable[..., Any], *arguments: Any) -> threading.Thread:
-    thread = threading.Thread(target=function, args=arguments)
-    thread.start()
-    return thread
-
-
 def random_bytes(count: int) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8)
 
@@ -103,7 +98,7 @@ def test_a_payload_arrives_whole_between_messages(pair: Pair, size: int) -> None
         sums.append(pair[0].send_payload(payload, LONG))
         pair[0].signed.send_json({"after": size}, LONG)
 
-    sending = in_thread(send)
+    sending = in_background(send)
     assert pair[1].signed.receive_json(LONG) == {"before": size}
     into = torch.zeros_like(payload)
     total = pair[1].recv_payload(pieces_of(into), LONG, Forwarder(None))
@@ -121,7 +116,7 @@ def test_sums_are_those_of_the_bytes_that_arrived(pair: Pair, size: int) -> None
     def receive() -> None:
         sums.append(pair[1].recv_payload(pieces_of(into), LONG, Forwarder(None)))
 
-    receiving, rest = in_thread(receive), payload
+    receiving, rest = in_background(receive), payload
     while rest.numel():
         part, rest = rest[: 1 + rest.numel() // 3], rest[1 + rest.numel() // 3 :]
         pair[0].push(part, LONG)
@@ -142,7 +137,7 @@ def test_an_end_that_sends_a_byte_now_and_then(pair: Pair) -> None:
         while not ended.wait(0.015):
             pair[0].push(torch.zeros(1, dtype=torch.uint8), LONG)
 
-    sending, start = in_thread(send_slowly), time.monotonic()
+    sending, start = in_background(send_slowly), time.monotonic()
     try:
         with pytest.raises(SyncTimeoutError):
             pair[1].recv_payload(discarded_pieces(PIECE), 0.3, Forwarder(None))
@@ -154,7 +149,7 @@ def test_an_end_that_sends_a_byte_now_and_then(pair: Pair) -> None:
 
 def test_the_checksum_shows_a_change_on_the_way(pair: Pair) -> None:
     payload, sums = random_bytes(2 * PIECE), []
-    sending = in_thread(lambda: sums.append(pair[0].send_payload(payload, LONG)))
+    sending = in_background(lambda: sums.append(pair[0].send_payload(payload, LONG)))
     raw = pair[1].signed.stream.recv(payload.numel(), time.monotonic() + LONG)
     sending.join()
     changed = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
@@ -162,7 +157,7 @@ def test_the_checksum_shows_a_change_on_the_way(pair: Pair) -> None:
     changed[PIECE + 5] ^= 16
     one, other = connected()
     with closing(one), closing(other):
-        sending = in_thread(one.push, changed, LONG)
+        sending = in_background(one.push, changed, LONG)
         total = other.recv_payload(pieces_of(torch.empty_like(changed)), LONG, Forwarder(None))
         sending.join()
     assert sums != [total]
@@ -206,7 +201,7 @@ def test_an_end_that_is_slow_is_waited_for(pair: Pair) -> None:
             pair[1].pull(piece, LONG, Checksum())
 
     pair[0].signed.stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-    reading = in_thread(read_slowly)
+    reading = in_background(read_slowly)
     pair[0].send_payload(payload, 10.0)
     reading.join()
     assert time.monotonic() - start > 1.0
@@ -239,7 +234,7 @@ def test_closing_wakes_a_thread_that_waits(pair: Pair, waits: str, closes: str) 
             action()
         ended.set()
 
-    thread = in_thread(wait)
+    thread = in_background(wait)
     assert begun.wait(LONG)
     pair[closes == "the other end"].close()
     thread.join(LONG)
@@ -259,7 +254,7 @@ def test_an_end_that_was_closed_does_nothing(pair: Pair) -> None:
 
 def receive_and_forward(pair: Pair, payload: torch.Tensor, forwarder: Forwarder) -> torch.Tensor:
     """Return the payload as it arrived at a host that forwards it."""
-    sending = in_thread(pair[0].send_payload, payload, LONG)
+    sending = in_background(pair[0].send_payload, payload, LONG)
     into = torch.zeros_like(payload)
     pair[1].recv_payload(pieces_of(into), LONG, forwarder)
     sending.join()
@@ -272,13 +267,13 @@ def test_pieces_go_on_as_they_arrive(pair: Pair) -> None:
     with closing(here), closing(there):
         forwarder, payload = Forwarder(here), random_bytes(2 * PIECE)
         got, into = torch.zeros_like(payload), torch.zeros_like(payload)
-        receiving = in_thread(pair[1].recv_payload, pieces_of(into), LONG, forwarder)
+        receiving = in_background(pair[1].recv_payload, pieces_of(into), LONG, forwarder)
         pair[0].push(payload[:PIECE], LONG)
         there.pull(got[:1000], LONG, Checksum())
         assert receiving.is_alive()
         pair[0].push(payload[PIECE:], LONG)
         receiving.join(LONG)
-        finishing = in_thread(forwarder.finish, LONG)
+        finishing = in_background(forwarder.finish, LONG)
         there.pull(got[1000:], LONG, Checksum())
         finishing.join(LONG)
         assert torch.equal(got, payload)
@@ -299,7 +294,7 @@ def test_a_next_host_that_reads_late_gets_all(pair: Pair) -> None:
         forwarder, payload = Forwarder(here), random_bytes(NBYTES)
         receive_and_forward(pair, payload, forwarder)
         got = torch.zeros_like(payload)
-        reading = in_thread(there.recv_payload, pieces_of(got), LONG, Forwarder(None))
+        reading = in_background(there.recv_payload, pieces_of(got), LONG, Forwarder(None))
         assert forwarder.finish(LONG)
         reading.join()
         assert torch.equal(got, payload)
@@ -339,7 +334,7 @@ def test_a_connection_whose_nccl_fails_is_closed(pair: Pair, monkeypatch: pytest
 def test_what_one_end_of_nccl_sets_the_other_gets(pair: Pair) -> None:
     """NCCL exchanges its addresses over the connection; no store that strangers reach is involved."""
     here, there = nccl._ExchangeStore(pair[0].signed), nccl._ExchangeStore(pair[1].signed)
-    setting = in_thread(here.set, "address", b"\0\xff" * 50)
+    setting = in_background(here.set, "address", b"\0\xff" * 50)
     assert there.get("address") == b"\0\xff" * 50
     setting.join()
     assert here.get("address") == b"\0\xff" * 50

@@ -9,13 +9,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import Any
 
 import pytest
 
 from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError
+from weight_update.testing.chunks import in_background
 from weight_update.testing.processes import eventually
 from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
 from weight_update.transports.signed_stream import MAX_JSON_BYTES, SignedStream, dial, listen
@@ -72,12 +72,6 @@ def pair() -> Iterator[tuple[SignedStream, SignedStream]]:
     listener.close()
 
 
-def in_thread(function: Callable[..., Any], *args: Any) -> threading.Thread:
-    thread = threading.Thread(target=function, args=args)
-    thread.start()
-    return thread
-
-
 def test_messages_arrive_in_order_both_ways(pair: tuple[SignedStream, SignedStream]) -> None:
     for one, other in (pair, pair[::-1]):
         for number in range(20):
@@ -102,7 +96,7 @@ def test_last_words_of_an_end_that_is_gone_are_read_first(pair: tuple[SignedStre
 def test_messages_of_any_size(pair: tuple[SignedStream, SignedStream], size: int) -> None:
     caller, listener = pair
     body = os.urandom(size)
-    sending = in_thread(caller.send, body, deadline_of(LONG))
+    sending = in_background(caller.send, body, deadline_of(LONG))
     assert listener.receive(deadline_of(LONG), LARGEST) == body
     sending.join()
 
@@ -198,7 +192,7 @@ def test_nothing_comes(pair: tuple[SignedStream, SignedStream]) -> None:
 def test_a_message_that_is_no_json_object(
     pair: tuple[SignedStream, SignedStream], body: bytes, problem: str
 ) -> None:
-    sending = in_thread(send_or_end, pair[0], body)
+    sending = in_background(send_or_end, pair[0], body)
     with pytest.raises(FormatError, match=problem):
         pair[1].receive_json(LONG)
     pair[1].close()
@@ -235,7 +229,7 @@ def test_one_thread_sends_while_another_receives(pair: tuple[SignedStream, Signe
         for _ in range(count):
             end.send(body, deadline_of(LONG))
 
-    threads = [in_thread(action, end) for end in pair for action in (read, write)]
+    threads = [in_background(action, end) for end in pair for action in (read, write)]
     for thread in threads:
         thread.join(2 * LONG)
         assert not thread.is_alive()
@@ -256,7 +250,7 @@ def test_close_wakes_a_thread_that_waits(pair: tuple[SignedStream, SignedStream]
             action()
         ended.set()
 
-    thread = in_thread(wait)
+    thread = in_background(wait)
     assert begun.wait(LONG)
     pair[0].close()
     thread.join(LONG)

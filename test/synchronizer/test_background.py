@@ -201,9 +201,6 @@ def test_inside_hold_no_link_brings_weights_the_first_one_and_a_new_one_included
                     waiting = Waiting(explorer)
                     time.sleep(0.2)
                     assert step_of(model) == before
-                while waiting.is_alive():
-                    if trainer.blocking.need_sync():
-                        trainer.blocking.sync_weight()
-                    time.sleep(0.01)
+                waiting.be_served_by(trainer)
                 assert "reason" not in waiting.result()
                 assert step_of(model) == version

@@ -270,26 +270,16 @@ def test_a_model_that_is_not_the_trainers_is_an_error_and_the_others_go_on(
         TrainerClient(where, model_at(3)) as trainer,
         ExplorerClient(where, nn.Linear(2, 2), id=7, timeout=10.0) as other,
     ):
-        thread = ExplorerThread(where, 1, id=0)
-        thread.start()
-        raised: list[Exception] = []
-
-        def sync() -> None:
-            try:
-                other.step = 1
-                other.blocking.sync_weight()
-            except SchemaMismatchError as error:
-                raised.append(error)
-
-        wrong = threading.Thread(target=sync, daemon=True)
-        wrong.start()
-        while thread.is_alive() or wrong.is_alive():
-            if trainer.blocking.need_sync():
-                trainer.blocking.sync_weight()
-            time.sleep(0.01)
-        assert thread.seen.error is None
-        assert step_of(thread.model) == 3
-        assert "weight" in str(raised[0])
+        model = model_at(-1)
+        with ExplorerClient(where, model, id=0) as good:
+            good.step = other.step = 1
+            fitting, wrong = Waiting(good), Waiting(other)
+            for one in (fitting, wrong):
+                one.be_served_by(trainer)
+            assert "reason" not in fitting.result()
+        assert step_of(model) == 3
+        with pytest.raises(SchemaMismatchError, match="weight"):
+            wrong.result()
         assert other.blocking.status()["explorers"][7] is RunningStatus.RUNNING, "it does not wait any more"
         assert not other.blocking.need_sync(), "it would spin"
 
@@ -429,20 +419,14 @@ def test_clients_made_at_the_same_time_meet(method: SyncMethod, tmp_path: Path) 
 
 def asked_by(count: int, where: Synchronizer) -> list[Any]:
     """Return the services that threads get which ask for one at the same time."""
-    found: list[Any] = []
     start = threading.Barrier(count)
 
-    def ask() -> None:
+    def ask(_: int) -> Any:
         start.wait(10.0)
-        found.append(where.service)
+        return where.service
 
-    threads = [threading.Thread(target=ask) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10.0)
-    assert len(found) == count
-    return found
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(ask, range(count)))
 
 
 def test_a_second_trainer_takes_the_place_of_the_first() -> None:
@@ -578,14 +562,10 @@ def test_an_explorer_that_ties_what_the_trainer_does_not_says_so(method: SyncMet
     set_to(source.b, 5)
     with connected(method, SyncStyle.EXPLORER_DRIVEN, tmp_path, source, model) as (_, trainer, explorer):
         explorer.step = 1
-        with ThreadPoolExecutor(1) as pool:
-            said = pool.submit(explorer.blocking.sync_weight)
-            while not said.done():
-                if trainer.blocking.need_sync():
-                    trainer.blocking.sync_weight()
-                time.sleep(0.01)
+        waiting = Waiting(explorer)
+        waiting.be_served_by(trainer)
         with pytest.raises(SchemaMismatchError, match=r"a\.weight and b\.weight: tied in"):
-            said.result()
+            waiting.result()
     assert step_of(model) == -1
 
 
@@ -610,7 +590,7 @@ def test_updates_land_between_forward_passes(tmp_path: Path) -> None:
             deadline = time.monotonic() + 20.0
             while len(seen) < 4 and time.monotonic() < deadline:
                 if explorer.blocking.need_sync():
-                    trainer_helps(trainer, Waiting(explorer))
+                    Waiting(explorer).be_served_by(trainer)
                 if trainer.blocking.need_sync():
                     trainer.blocking.sync_weight()
                 trainer.step += 1
@@ -621,10 +601,3 @@ def test_updates_land_between_forward_passes(tmp_path: Path) -> None:
                     assert first == second
                     seen.add(first)
         assert len(seen) >= 4, f"{method}: {seen}"
-
-
-def trainer_helps(trainer: TrainerClient, waiting: Waiting) -> None:
-    while waiting.is_alive():
-        if trainer.blocking.need_sync():
-            trainer.blocking.sync_weight()
-        time.sleep(0.002)

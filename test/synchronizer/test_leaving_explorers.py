@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,12 @@ from weight_update.synchronizer.transfer import Publisher, Subscriber, settle
 REQUIRE_SYNC = RunningStatus.REQUIRE_SYNC
 
 
-def in_thread(call: Any) -> tuple[threading.Thread, list[Any]]:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
-    thread.start()
-    return thread, found
-
-
 def test_directly_a_version_that_its_only_explorer_did_not_live_to_take_is_not_published(
     tmp_path: Path,
 ) -> None:
     source, model = model_at(0), model_at(-1)
     clients = connected(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path, source, model)
-    with clients as (where, trainer, explorer):
+    with clients as (where, trainer, explorer), ThreadPoolExecutor(1) as pool:
         explorer.step = 1
         before = exchange(trainer, explorer)
         with explorer.hold():  # the next update reaches it, and cannot land
@@ -60,14 +54,14 @@ def test_directly_a_version_that_its_only_explorer_did_not_live_to_take_is_not_p
             set_to(source, 1)
             Waiting(explorer)
             wait_until(trainer.blocking.need_sync)
-            thread, said = in_thread(trainer.blocking.sync_weight)
+            sending = pool.submit(trainer.blocking.sync_weight)
             wait_until(lambda: where.service.machine.transfer)
             time.sleep(0.2)
             explorer.close()
-        thread.join(20.0)
-        assert "explorer 0" in said[0]["reason"]
+        said = sending.result(20.0)
+        assert "explorer 0" in said["reason"]
         assert step_of(model) == 0
-        assert trainer.blocking.latest_version() == said[0]["version"] == before
+        assert trainer.blocking.latest_version() == said["version"] == before
 
 
 @pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
