@@ -235,6 +235,16 @@ def test_a_fifo_in_place_of_the_version_file_is_ignored(tmp_path: Path) -> None:
     assert made == [None]
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"version": 1e999, "step": 0}'], ids=["deep", "infinite"])
+def test_a_version_file_with_rubbish_is_ignored(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "synchronizer.json").write_text(text)
+    with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
+        assert where.service.status()["version"] is None
+    assert "cannot be read and is ignored" in caplog.text
+
+
 def test_an_explorer_that_says_hello_again_keeps_its_id() -> None:
     with Synchronizer(SyncMethod.MEMORY) as where:
         service = where.service
