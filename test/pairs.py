@@ -6,7 +6,12 @@ import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import pytest
+import torch
+from torch import nn
+
 from weight_update import WeightSyncScheme
+from weight_update.receiver import flat_buffers
 
 _Scheme = TypeVar("_Scheme", bound=WeightSyncScheme)
 
@@ -17,7 +22,26 @@ PATHS: dict[str, dict[str, Any]] = {
     "dense copied": {"stable_addresses": True},
     "patch copied": {"encoding": "patch", "stable_addresses": True},
 }
-"""Options of the ways in which a receiver keeps a model; the tests make models small or large enough."""
+"""Options of the ways in which a receiver keeps a model; see :func:`keep_as`."""
+
+
+@torch.no_grad()
+def add_one(model: nn.Module) -> None:
+    """Add one to all weights of a model."""
+    for one in model.state_dict().values():
+        one += 1
+
+
+def same(source: nn.Module, target: nn.Module) -> bool:
+    """Return whether the target has the weights of the source."""
+    mine = target.state_dict()
+    return all(torch.equal(mine[name], value) for name, value in source.state_dict().items())
+
+
+def keep_as(path: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Have receivers keep small models as one of ``PATHS`` says; return its options."""
+    patch.setattr(flat_buffers, "_MANY", 1 if path == "flat buffer" else 1 << 30)
+    return PATHS[path]
 
 
 def connect_pair(sender: _Scheme, source: Any, target: Any, **options: Any) -> _Scheme:

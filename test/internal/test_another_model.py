@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from pairs import PATHS, connect_pair
+from pairs import PATHS, add_one, connect_pair, keep_as, same
 from torch import nn
 
 from weight_update import (
@@ -19,7 +19,6 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
 )
-from weight_update.receiver import flat_buffers
 from weight_update.testing.processes import wait_until
 
 WAIT = 20.0
@@ -29,8 +28,7 @@ Join = Callable[[nn.Module, nn.Module], tuple[WeightSyncScheme, WeightSyncScheme
 
 @pytest.fixture(params=PATHS)
 def join(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
-    monkeypatch.setattr(flat_buffers, "_MANY", 1 if request.param == "flat buffer" else 1 << 30)
-    options = {"encoding": "dense", "stable_addresses": False, **PATHS[request.param]}
+    options = {"encoding": "dense", "stable_addresses": False, **keep_as(request.param, monkeypatch)}
     with contextlib.ExitStack() as stack:
 
         def connect(source: nn.Module, target: nn.Module) -> tuple[WeightSyncScheme, WeightSyncScheme]:
@@ -60,17 +58,6 @@ class Noted(nn.Linear):
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-
-@torch.no_grad()
-def add_one(model: nn.Module) -> None:
-    for one in model.state_dict().values():
-        one += 1
-
-
-def same(source: nn.Module, target: nn.Module) -> bool:
-    mine = target.state_dict()
-    return all(torch.equal(mine[name], value) for name, value in source.state_dict().items())
 
 
 def test_a_model_that_does_not_fit_is_not_taken(join: Join) -> None:

@@ -28,6 +28,7 @@ class Inside:
         self.entered, self.leave = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._run, args=(gate,), daemon=True)
         self.thread.start()
+        assert self.entered.wait(WAIT)
 
     def _run(self, gate: Gate) -> None:
         with gate.hold():
@@ -49,7 +50,6 @@ def test_runs_at_once_when_nobody_is_inside() -> None:
 def test_returns_the_seconds_of_the_action_alone() -> None:
     gate, took = Gate(), []
     inside = Inside(gate)
-    assert inside.entered.wait(WAIT)
     update = threading.Thread(target=lambda: took.append(gate.run(lambda: time.sleep(0.05))))
     begin = time.monotonic()
     update.start()
@@ -63,7 +63,6 @@ def test_returns_the_seconds_of_the_action_alone() -> None:
 def test_waits_for_the_end_of_a_forward_pass_and_is_not_run_by_the_thread_that_leaves() -> None:
     gate, ran_in = Gate(), []
     inside = Inside(gate)
-    assert inside.entered.wait(WAIT)
     update = threading.Thread(target=gate.run, args=(lambda: ran_in.append(threading.get_ident()),))
     update.start()
     update.join(0.1)
@@ -125,7 +124,6 @@ def test_an_update_has_the_cuda_stream_of_its_caller() -> None:
 def test_timeout_gives_up_and_leaves_nothing_behind() -> None:
     gate, done = Gate(), []
     inside = Inside(gate)
-    assert inside.entered.wait(WAIT)
     with pytest.raises(SyncTimeoutError, match=r"longer than 0\.05"):
         gate.run(lambda: done.append(1), timeout=0.05)
     inside.end()
@@ -141,7 +139,6 @@ def test_an_exception_reaches_the_updater_not_the_forward_pass() -> None:
         raise ValueError("no")
 
     inside = Inside(gate)
-    assert inside.entered.wait(WAIT)
     caught: list[BaseException] = []
 
     def update() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import PATHS
+from pairs import PATHS, add_one, keep_as, same
 from torch import nn
 
 from weight_update import (
@@ -33,7 +33,7 @@ Join = Callable[..., tuple[WeightSyncScheme, WeightSyncScheme]]
 
 @pytest.fixture
 def join() -> Iterator[Join]:
-    """Connect a receiver in this thread to a sender in another thread; raise the first error of the two."""
+    """Connect a receiver in this thread to a sender in another thread; raise the receiver's error."""
     with contextlib.ExitStack() as stack:
 
         def connect(source: Any, target: Any, encoding: str = "dense", **options: Any) -> Any:
@@ -43,13 +43,10 @@ def join() -> Iterator[Join]:
             sender.init_on_sender(num_workers=1, **given)
             receiver = stack.enter_context(copy.copy(sender))
             receiver.init_on_receiver(model=target, worker_idx=0)
-            errors: list[BaseException] = []
 
             def serve() -> None:
-                try:
+                with contextlib.suppress(SyncFailedError):
                     sender.connect(timeout=WAIT)
-                except SyncFailedError as error:
-                    errors.append(error)
 
             thread = threading.Thread(target=serve)
             thread.start()
@@ -57,16 +54,9 @@ def join() -> Iterator[Join]:
                 receiver.connect(timeout=WAIT)
             finally:
                 thread.join(WAIT)
-                receiver.errors_of_the_sender = errors
             return sender, receiver
 
         yield connect
-
-
-@torch.no_grad()
-def add_one(model: nn.Module) -> None:
-    for one in model.state_dict().values():
-        one += 1
 
 
 class Scale(nn.Module):
@@ -92,9 +82,8 @@ def linear() -> nn.Module:
 def test_a_backward_pass_across_an_update_raises(
     join: Join, monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], path: str
 ) -> None:
-    monkeypatch.setattr(flat_buffers, "_MANY", 1 if path == "flat buffer" else 1 << 30)
     source, target = make(), make()
-    sender, receiver = join(source, target, **PATHS[path])
+    sender, receiver = join(source, target, **keep_as(path, monkeypatch))
     for _ in range(2):
         given = torch.ones(1, 4, requires_grad=True)
         output = target(given).sum()
@@ -131,11 +120,6 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
 
 
-def same(source: nn.Module, target: nn.Module) -> bool:
-    mine = target.state_dict()
-    return all(torch.equal(mine[name], value) for name, value in source.state_dict().items())
-
-
 def replace_inner(model: nn.Module) -> None:
     model[1][0] = nn.Linear(4, 4)
 
@@ -158,9 +142,8 @@ def replace_with_double(model: nn.Module) -> None:
 def test_a_part_that_was_replaced_is_kept_current(
     join: Join, monkeypatch: pytest.MonkeyPatch, path: str, waits: bool, replace: Callable[[nn.Module], None]
 ) -> None:
-    monkeypatch.setattr(flat_buffers, "_MANY", 1 if path == "flat buffer" else 1 << 30)
     source, target = net(), net()
-    sender, receiver = join(source, target, **PATHS[path])
+    sender, receiver = join(source, target, **keep_as(path, monkeypatch))
     add_one(source)
     if waits:
         with receiver.hold():
@@ -191,24 +174,24 @@ def test_a_part_of_another_dtype(join: Join) -> None:
     assert torch.equal(target[1][0].weight.float(), source[1][0].weight)
 
 
-def replace_parameter(module: nn.Linear, weight: torch.Tensor) -> None:
+def assign_parameter(module: nn.Linear, weight: torch.Tensor) -> None:
     module.weight = nn.Parameter(weight)
 
 
-def replace_data(module: nn.Linear, weight: torch.Tensor) -> None:
+def assign_data(module: nn.Linear, weight: torch.Tensor) -> None:
     module.weight.data = weight
 
 
-@pytest.mark.parametrize("replace", [replace_parameter, replace_data])
+@pytest.mark.parametrize("assign", [assign_parameter, assign_data])
 @pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
 @pytest.mark.parametrize("stable", [False, True])
 def test_a_tensor_of_another_shape_is_named_until_it_fits(
-    join: Join, replace: Any, encoding: str, stable: bool, caplog: pytest.LogCaptureFixture
+    join: Join, assign: Any, encoding: str, stable: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, target = nn.Linear(4, 2), nn.Linear(4, 2)
     sender, receiver = join(source, target, encoding, stable_addresses=stable)
     bias = target.bias.detach().clone()
-    replace(target, torch.zeros(3, 4))
+    assign(target, torch.zeros(3, 4))
     for _ in range(2):
         add_one(source)
         with pytest.raises(SyncFailedError, match=r"weight: float32\[2, 4\]: shape \[3, 4\] in the model"):
@@ -216,7 +199,7 @@ def test_a_tensor_of_another_shape_is_named_until_it_fits(
         assert torch.equal(target.bias, bias)
         assert target.weight.shape == (3, 4)
     assert "worker 0 keeps version 0: " in caplog.text
-    replace(target, torch.zeros(2, 4))
+    assign(target, torch.zeros(2, 4))
     sender.send()
     assert same(source, target)
     assert receiver.version == sender.version
