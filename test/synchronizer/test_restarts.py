@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -142,20 +143,14 @@ def test_a_client_that_cannot_introduce_itself_says_so(answer: str) -> None:
         service = where.service
         service.gone(explorer.blocking.session)
         service.hello = hello
-        raised: list[Exception] = []
-
-        def ask() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(explorer.blocking.need_sync)
             try:
-                explorer.blocking.need_sync()
-            except TransportError as error:
-                raised.append(error)
-
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(5.0)
-        explorer.blocking.closed.set()
-        assert raised
-        assert ("no room" if answer == "fails" else "forgets") in str(raised[0])
+                error = asking.exception(5.0)
+            finally:
+                explorer.blocking.closed.set()
+        assert isinstance(error, TransportError)
+        assert ("no room" if answer == "fails" else "forgets") in str(error)
         assert len(calls) < 20
 
 

@@ -248,7 +248,6 @@ class SessionManager:
                     self.machine.explorer_announces(member.id)
                 else:
                     self.machine.explorer_withdraws(member.id)
-            self.changed.notify_all()
         return {}
 
     def status(self) -> Reply:
