@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -220,3 +221,14 @@ def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
     except BaseException:
         undo()
         raise
+
+
+def optional(module: str, extra: str) -> Any:
+    """Import ``module``; raise an ImportError that names the extra of this package that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(
+            f'cannot import {module} ({error}): pip install "weight-update[{extra}]"', name=package
+        ) from error

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairs import connect_pair
 from torch import nn
 
 import weight_update
@@ -43,24 +44,14 @@ SCHEMES = [
 @pytest.fixture
 def connected() -> Iterator[Callable[..., MemoryWeightSyncScheme]]:
     """Return a function that connects a sender and one receiver in this process."""
-    opened: list[WeightSyncScheme] = []
+    with ExitStack() as stack:
 
-    def connect(source: nn.Module, target: nn.Module, strategy: Any = "state_dict") -> MemoryWeightSyncScheme:
-        sender = MemoryWeightSyncScheme(strategy, connect_timeout=10.0)
-        opened.append(sender)
-        sender.init_on_sender(model=source, num_workers=1)
-        receiver = copy.copy(sender)
-        opened.append(receiver)
-        receiver.init_on_receiver(model=target, worker_idx=0)
-        with ThreadPoolExecutor(1) as pool:
-            theirs = pool.submit(receiver.connect)
-            sender.connect()
-            theirs.result()
-        return sender
+        def connect(source: nn.Module, target: nn.Module, strategy: Any = "state_dict") -> Any:
+            sender = stack.enter_context(MemoryWeightSyncScheme(strategy, connect_timeout=10.0))
+            stack.enter_context(connect_pair(sender, source, target))
+            return sender
 
-    yield connect
-    for scheme in reversed(opened):
-        scheme.shutdown()
+        yield connect
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda one: one.__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,20 @@ def synchronizer(
         yield made
 
 
+@contextmanager
+def connected(
+    method: SyncMethod, style: SyncStyle, directory: Path, source: Any, model: Any, **options: Any
+) -> Iterator[tuple[Synchronizer, TrainerClient, ExplorerClient]]:
+    """Yield a synchronizer, a trainer and an explorer, with one strategy and one limit of a transfer."""
+    shared = {name: options[name] for name in ("strategy", "transfer_timeout") if name in options}
+    with (
+        synchronizer(method, style, directory, **options) as where,
+        TrainerClient(where, source, **shared) as trainer,
+        ExplorerClient(where, model, **shared) as explorer,
+    ):
+        yield where, trainer, explorer
+
+
 def wait_until(true: Callable[[], Any], seconds: float = PATIENCE) -> None:
     processes.wait_until(true, seconds)
 
@@ -61,16 +76,37 @@ class Waiting(threading.Thread):
 
     def __init__(self, client: ExplorerClient) -> None:
         super().__init__(daemon=True)
-        self.client, self.said = client.blocking, {}
+        self.client, self.said = client.blocking, Future()
         self.start()
 
     def run(self) -> None:
-        self.said = self.client.sync_weight()
+        try:
+            self.said.set_result(self.client.sync_weight())
+        except Exception as error:  # noqa: BLE001 - for the test to raise
+            self.said.set_exception(error)
 
     def result(self, seconds: float = 20.0) -> dict[str, Any]:
         self.join(seconds)
         assert not self.is_alive(), "it still waits"
-        return self.said
+        return self.said.result()
+
+    def be_served_by(self, trainer: TrainerClient) -> None:
+        """Let a trainer synchronize whenever it needs to, until the explorer does not wait any more."""
+        while self.is_alive():
+            if trainer.blocking.need_sync():
+                trainer.blocking.sync_weight()
+            time.sleep(0.005)
+
+
+def exchange(trainer: TrainerClient, explorer: ExplorerClient) -> int:
+    """Let an explorer wait, and the trainer synchronize once it needs to; return the version."""
+    waiting = Waiting(explorer)
+    wait_until(trainer.blocking.need_sync)
+    published, taken = trainer.blocking.sync_weight(), waiting.result()
+    assert "reason" not in published
+    assert "reason" not in taken
+    assert published["version"] == taken["version"]
+    return int(published["version"])
 
 
 @dataclass

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sync_parts import Waiting, model_at, set_to, step_of, synchronizer, wait_until
+from sync_parts import Waiting, connected, exchange, model_at, set_to, step_of, synchronizer, wait_until
 from torch import nn
 
 from weight_update import ExplorerClient, RunningStatus, SyncMethod, SyncStyle, TrainerClient
@@ -73,6 +73,17 @@ def test_announced_weights_are_published_before_the_explorer_asks_for_them(
         assert step_of(model) == -1
         assert explorer.blocking.sync_weight()["version"] == version
         assert step_of(model) == 0
+
+
+def test_giving_up_when_the_wait_has_ended_changes_nothing(tmp_path: Path) -> None:
+    """A call may be cancelled at the moment at which it returns."""
+    clients = connected(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN, tmp_path, model_at(0), model_at(-1))
+    with clients as (_, trainer, explorer):
+        exchange(trainer, explorer)
+        explorer.blocking.give_up()
+        trainer.step = 1
+        trainer.blocking.sync_weight()
+        assert explorer.blocking.need_sync()
 
 
 @pytest.mark.parametrize("style", list(SyncStyle))

@@ -11,7 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from sync_parts import Waiting, has_step, model_at, set_to, step_of, synchronizer, wait_until
+from sync_parts import (
+    Waiting,
+    connected,
+    exchange,
+    has_step,
+    model_at,
+    set_to,
+    step_of,
+    synchronizer,
+    wait_until,
+)
 from torch import nn
 
 from weight_update import ExplorerClient, LifecycleError, Synchronizer, SyncMethod, SyncStyle, TrainerClient
@@ -151,15 +161,9 @@ def test_a_directory_that_is_away_for_a_while_is_warned_about_once(
 
 def test_directly_who_holds_falls_behind_what_was_sent_off(tmp_path: Path) -> None:
     source, model = model_at(0), model_at(-1)
-    with (
-        synchronizer(SyncMethod.NCCL, ASYNC, tmp_path, max_staleness=2) as where,
-        TrainerClient(where, source) as trainer,
-        ExplorerClient(where, model) as explorer,
-    ):
-        waiting = Waiting(explorer)
-        wait_until(trainer.blocking.need_sync)
-        trainer.blocking.sync_weight()
-        assert "reason" not in waiting.result()
+    clients = connected(SyncMethod.NCCL, ASYNC, tmp_path, source, model, max_staleness=2)
+    with clients as (_, trainer, explorer):
+        exchange(trainer, explorer)
         with explorer.hold():
             needs = []
             for _ in range(4):
@@ -197,9 +201,6 @@ def test_inside_hold_no_link_brings_weights_the_first_one_and_a_new_one_included
                     waiting = Waiting(explorer)
                     time.sleep(0.2)
                     assert step_of(model) == before
-                while waiting.is_alive():
-                    if trainer.blocking.need_sync():
-                        trainer.blocking.sync_weight()
-                    time.sleep(0.01)
+                waiting.be_served_by(trainer)
                 assert "reason" not in waiting.result()
                 assert step_of(model) == version

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from engine_parts import Notebook
-from sync_parts import Waiting, model_at, set_to, synchronizer, wait_until
+from sync_parts import Waiting, connected, model_at, set_to, synchronizer, wait_until
 
-from weight_update import ExplorerClient, SyncMethod, SyncStyle, TrainerClient, UnsupportedSourceError
+from weight_update import ExplorerClient, SyncMethod, SyncStyle, UnsupportedSourceError
 from weight_update.testing import fingerprint
 
 
@@ -20,11 +20,7 @@ def test_an_engine_gets_weights(
     method: SyncMethod, expected: Mapping[str, torch.Tensor] | None, tmp_path: Path
 ) -> None:
     source, engine = model_at(0), Notebook(expected=expected)
-    with (
-        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
-        TrainerClient(where, source) as trainer,
-        ExplorerClient(where, engine) as explorer,
-    ):
+    with connected(method, SyncStyle.EXPLORER_DRIVEN, tmp_path, source, engine) as (_, trainer, explorer):
         for step in (1, 2):
             set_to(source, step)
             explorer.step = trainer.step = step

@@ -19,6 +19,8 @@ from marks import quick_for
 from sync_parts import (
     ExplorerThread,
     Waiting,
+    connected,
+    exchange,
     has_step,
     model_at,
     set_to,
@@ -83,10 +85,7 @@ def test_a_timeout_leaves_nothing_half_done_and_the_next_step_tries_again(
         explorer.step = 2
         assert explorer.blocking.need_sync()
         explorer.blocking.timeout = 20.0
-        waiting = Waiting(explorer)
-        wait_until(trainer.blocking.need_sync)
-        published = trainer.blocking.sync_weight()
-        assert waiting.result()["version"] == published["version"]
+        exchange(trainer, explorer)
         assert step_of(model) == 6
 
 
@@ -118,11 +117,8 @@ def test_the_trainer_stopping_wakes_all_with_the_unchanged_version(
 
 
 def test_directly_a_version_that_reached_no_explorer_is_not_published(tmp_path: Path) -> None:
-    with (
-        synchronizer(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
-        TrainerClient(where, model_at(0)) as trainer,
-        ExplorerClient(where, model_at(-1)) as explorer,
-    ):
+    clients = connected(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path, model_at(0), model_at(-1))
+    with clients as (where, trainer, explorer):
         explorer.step = 1
         waiting = Waiting(explorer)
         wait_until(lambda: waits(where, 0))
@@ -137,11 +133,9 @@ def test_directly_a_version_that_reached_no_explorer_is_not_published(tmp_path: 
         assert "not connected" in waiting.result()["reason"]
         assert trainer.blocking.latest_version() == 0, "what it joined with"
         explorer.step = 2
-        again = Waiting(explorer)
-        wait_until(trainer.blocking.need_sync)
-        newest = trainer.blocking.sync_weight()["version"]
+        newest = exchange(trainer, explorer)
         assert newest > 0
-        assert again.result()["version"] == newest == trainer.blocking.latest_version()
+        assert newest == trainer.blocking.latest_version()
 
 
 def test_directly_weights_sent_before_the_trainer_died_get_a_version_of_their_own(tmp_path: Path) -> None:
@@ -207,11 +201,8 @@ def test_a_broken_checkpoint_is_skipped_with_a_warning_and_does_not_spin(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, model = model_at(1), model_at(-1)
-    with (
-        synchronizer(SyncMethod.CHECKPOINT, SyncStyle.TRAINER_DRIVEN, tmp_path) as where,
-        TrainerClient(where, source) as trainer,
-        ExplorerClient(where, model) as explorer,
-    ):
+    clients = connected(SyncMethod.CHECKPOINT, SyncStyle.TRAINER_DRIVEN, tmp_path, source, model)
+    with clients as (_, trainer, explorer):
         trainer.blocking.sync_weight()
         data = next(tmp_path.rglob("*.safetensors"))
         data.write_bytes(data.read_bytes()[:-40])
@@ -243,11 +234,8 @@ def test_the_step_of_a_version_is_that_of_the_file_that_was_read(
         return read(store, version)
 
     model = model_at(-1)
-    with (
-        synchronizer(SyncMethod.CHECKPOINT, SyncStyle.TRAINER_DRIVEN, tmp_path) as where,
-        TrainerClient(where, model_at(0)) as trainer,
-        ExplorerClient(where, model) as explorer,
-    ):
+    clients = connected(SyncMethod.CHECKPOINT, SyncStyle.TRAINER_DRIVEN, tmp_path, model_at(0), model)
+    with clients as (_, trainer, explorer):
         trainer.blocking.sync_weight()
         monkeypatch.setattr(CheckpointStore, "reading", replaced_first)
         explorer.step = 1
@@ -257,11 +245,10 @@ def test_the_step_of_a_version_is_that_of_the_file_that_was_read(
 
 def test_files_of_versions_that_were_never_reported_are_not_replaced(tmp_path: Path) -> None:
     source, model = model_at(0), model_at(-1)
-    with (
-        synchronizer(SyncMethod.CHECKPOINT, SyncStyle.FULLY_ASYNC, tmp_path, max_staleness=0) as where,
-        TrainerClient(where, source) as trainer,
-        ExplorerClient(where, model) as explorer,
-    ):
+    clients = connected(
+        SyncMethod.CHECKPOINT, SyncStyle.FULLY_ASYNC, tmp_path, source, model, max_staleness=0
+    )
+    with clients as (_, trainer, explorer):
         version = trainer.blocking.ask("trainer_version", step=0)["version"]
         trainer.blocking._method.store(trainer.blocking, version, 0)  # and the trainer fails
         wait_until(lambda: explorer.version == version)  # read in the background
@@ -283,26 +270,16 @@ def test_a_model_that_is_not_the_trainers_is_an_error_and_the_others_go_on(
         TrainerClient(where, model_at(3)) as trainer,
         ExplorerClient(where, nn.Linear(2, 2), id=7, timeout=10.0) as other,
     ):
-        thread = ExplorerThread(where, 1, id=0)
-        thread.start()
-        raised: list[Exception] = []
-
-        def sync() -> None:
-            try:
-                other.step = 1
-                other.blocking.sync_weight()
-            except SchemaMismatchError as error:
-                raised.append(error)
-
-        wrong = threading.Thread(target=sync, daemon=True)
-        wrong.start()
-        while thread.is_alive() or wrong.is_alive():
-            if trainer.blocking.need_sync():
-                trainer.blocking.sync_weight()
-            time.sleep(0.01)
-        assert thread.seen.error is None
-        assert step_of(thread.model) == 3
-        assert "weight" in str(raised[0])
+        model = model_at(-1)
+        with ExplorerClient(where, model, id=0) as good:
+            good.step = other.step = 1
+            fitting, wrong = Waiting(good), Waiting(other)
+            for one in (fitting, wrong):
+                one.be_served_by(trainer)
+            assert "reason" not in fitting.result()
+        assert step_of(model) == 3
+        with pytest.raises(SchemaMismatchError, match="weight"):
+            wrong.result()
         assert other.blocking.status()["explorers"][7] is RunningStatus.RUNNING, "it does not wait any more"
         assert not other.blocking.need_sync(), "it would spin"
 
@@ -335,15 +312,8 @@ def test_the_synchronizer_restarts_from_the_last_published_version(
     first, server = start()
     trainer = TrainerClient(server, source)
     explorer = ExplorerClient(server, model)
-
-    def sync_once() -> dict[str, Any]:
-        waiting = Waiting(explorer)
-        wait_until(trainer.blocking.need_sync)
-        trainer.blocking.sync_weight()
-        return waiting.result()
-
     explorer.step = 1
-    before = sync_once()["version"]
+    before = exchange(trainer, explorer)
     port = int(server.address.rpartition(":")[2])
     first.close()
     del first, server
@@ -351,9 +321,7 @@ def test_the_synchronizer_restarts_from_the_last_published_version(
     assert trainer.blocking.latest_version() == before, "from the disk, by a client that found it again"
     set_to(source, 2)
     explorer.step, trainer.step = 2, 1
-    said = sync_once()
-    assert said["version"] > before
-    assert "reason" not in said
+    assert exchange(trainer, explorer) > before
     assert step_of(model) == 2
     for client in (trainer, explorer):
         client.close()
@@ -451,20 +419,14 @@ def test_clients_made_at_the_same_time_meet(method: SyncMethod, tmp_path: Path) 
 
 def asked_by(count: int, where: Synchronizer) -> list[Any]:
     """Return the services that threads get which ask for one at the same time."""
-    found: list[Any] = []
     start = threading.Barrier(count)
 
-    def ask() -> None:
+    def ask(_: int) -> Any:
         start.wait(10.0)
-        found.append(where.service)
+        return where.service
 
-    threads = [threading.Thread(target=ask) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10.0)
-    assert len(found) == count
-    return found
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(ask, range(count)))
 
 
 def test_a_second_trainer_takes_the_place_of_the_first() -> None:
@@ -511,30 +473,24 @@ class Counting(nn.Linear):
         self.seen = state["seen"]
 
 
-def sync_once(where: Synchronizer, source: nn.Module, model: nn.Module, strategy: Any = "tensordict") -> None:
-    with (
-        TrainerClient(where, source, strategy=strategy) as trainer,
-        ExplorerClient(where, model, strategy=strategy) as explorer,
-    ):
+def sync_once(method: SyncMethod, path: Path, source: nn.Module, model: nn.Module, **options: Any) -> None:
+    clients = connected(method, SyncStyle.EXPLORER_DRIVEN, path, source, model, **options)
+    with clients as (_, trainer, explorer):
         explorer.step = 1
-        waiting = Waiting(explorer)
-        wait_until(trainer.blocking.need_sync)
-        assert trainer.blocking.sync_weight()["version"] == waiting.result()["version"]
+        exchange(trainer, explorer)
 
 
 @pytest.mark.parametrize("method", EVERY)
 def test_extra_state_of_modules_travels(method: SyncMethod, tmp_path: Path) -> None:
     model = Counting(-1)
-    with synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where:
-        sync_once(where, Counting(5), model)
+    sync_once(method, tmp_path, Counting(5), model)
     assert (model.seen, step_of(model)) == (5, 5)
 
 
 @pytest.mark.parametrize("method", quick_for(EVERY, SyncMethod.NCCL, SyncMethod.CHECKPOINT))
 def test_a_part_of_the_weights_travels_and_the_rest_is_left_alone(method: SyncMethod, tmp_path: Path) -> None:
     model, strategy = Counting(-1), WeightStrategy(select=["head"])
-    with synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path, strategy=strategy) as where:
-        sync_once(where, Counting(5), model, strategy)
+    sync_once(method, tmp_path, Counting(5), model, strategy=strategy)
     assert step_of(model.head) == 5
     assert model.weight.tolist() == [[-1.0, -1.0]] * 2
 
@@ -545,8 +501,7 @@ def test_a_file_has_converted_weights_with_max_in_flight_too(tmp_path: Path) -> 
 
     strategy = WeightStrategy("state_dict", encoding="bucket", max_in_flight=1, convert=negated)
     model = model_at(-1)
-    with synchronizer(SyncMethod.CHECKPOINT, SyncStyle.EXPLORER_DRIVEN, tmp_path, strategy=strategy) as where:
-        sync_once(where, model_at(5), model, strategy)
+    sync_once(SyncMethod.CHECKPOINT, tmp_path, model_at(5), model, strategy=strategy)
     assert step_of(model) == -5
 
 
@@ -596,15 +551,7 @@ class TwoLayers(nn.Module):
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     for method in EVERY:
         model = TwoLayers(-1)
-        with (
-            synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path / method.value) as where,
-            TrainerClient(where, TwoLayers(4)) as trainer,
-            ExplorerClient(where, model) as explorer,
-        ):
-            explorer.step = 1
-            waiting = Waiting(explorer)
-            wait_until(trainer.blocking.need_sync)
-            assert trainer.blocking.sync_weight()["version"] == waiting.result()["version"]
+        sync_once(method, tmp_path / method.value, TwoLayers(4), model)
         assert step_of(model) == 4
         assert model.a.weight.data_ptr() == model.b.weight.data_ptr()
 
@@ -613,20 +560,12 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
 def test_an_explorer_that_ties_what_the_trainer_does_not_says_so(method: SyncMethod, tmp_path: Path) -> None:
     source, model = TwoLayers(4, tied=False), TwoLayers(-1)
     set_to(source.b, 5)
-    with (
-        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
-        TrainerClient(where, source) as trainer,
-        ExplorerClient(where, model) as explorer,
-    ):
+    with connected(method, SyncStyle.EXPLORER_DRIVEN, tmp_path, source, model) as (_, trainer, explorer):
         explorer.step = 1
-        with ThreadPoolExecutor(1) as pool:
-            said = pool.submit(explorer.blocking.sync_weight)
-            while not said.done():
-                if trainer.blocking.need_sync():
-                    trainer.blocking.sync_weight()
-                time.sleep(0.01)
+        waiting = Waiting(explorer)
+        waiting.be_served_by(trainer)
         with pytest.raises(SchemaMismatchError, match=r"a\.weight and b\.weight: tied in"):
-            said.result()
+            waiting.result()
     assert step_of(model) == -1
 
 
@@ -646,15 +585,12 @@ def test_updates_land_between_forward_passes(tmp_path: Path) -> None:
     for method in EVERY:
         source, model = Twice(), Twice()
         seen = set()
-        with (
-            synchronizer(method, SyncStyle.FULLY_ASYNC, tmp_path / method.value) as where,
-            TrainerClient(where, source) as trainer,
-            ExplorerClient(where, model) as explorer,
-        ):
+        clients = connected(method, SyncStyle.FULLY_ASYNC, tmp_path / method.value, source, model)
+        with clients as (_, trainer, explorer):
             deadline = time.monotonic() + 20.0
             while len(seen) < 4 and time.monotonic() < deadline:
                 if explorer.blocking.need_sync():
-                    trainer_helps(trainer, Waiting(explorer))
+                    Waiting(explorer).be_served_by(trainer)
                 if trainer.blocking.need_sync():
                     trainer.blocking.sync_weight()
                 trainer.step += 1
@@ -665,10 +601,3 @@ def test_updates_land_between_forward_passes(tmp_path: Path) -> None:
                     assert first == second
                     seen.add(first)
         assert len(seen) >= 4, f"{method}: {seen}"
-
-
-def trainer_helps(trainer: TrainerClient, waiting: Waiting) -> None:
-    while waiting.is_alive():
-        if trainer.blocking.need_sync():
-            trainer.blocking.sync_weight()
-        time.sleep(0.002)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sync_parts import Waiting, has_step, model_at, set_to, step_of, synchronizer, wait_until
+from sync_parts import (
+    Waiting,
+    connected,
+    exchange,
+    has_step,
+    model_at,
+    set_to,
+    step_of,
+    synchronizer,
+    wait_until,
+)
 from torch import nn
 
 from weight_update import (
@@ -30,40 +41,27 @@ from weight_update.synchronizer.transfer import Publisher, Subscriber, settle
 REQUIRE_SYNC = RunningStatus.REQUIRE_SYNC
 
 
-def in_thread(call: Any) -> tuple[threading.Thread, list[Any]]:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
-    thread.start()
-    return thread, found
-
-
 def test_directly_a_version_that_its_only_explorer_did_not_live_to_take_is_not_published(
     tmp_path: Path,
 ) -> None:
     source, model = model_at(0), model_at(-1)
-    with (
-        synchronizer(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
-        TrainerClient(where, source) as trainer,
-        ExplorerClient(where, model) as explorer,
-    ):
+    clients = connected(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path, source, model)
+    with clients as (where, trainer, explorer), ThreadPoolExecutor(1) as pool:
         explorer.step = 1
-        waiting = Waiting(explorer)
-        wait_until(trainer.blocking.need_sync)
-        before = trainer.blocking.sync_weight()["version"]
-        assert waiting.result()["version"] == before
+        before = exchange(trainer, explorer)
         with explorer.hold():  # the next update reaches it, and cannot land
             explorer.step, trainer.step = 2, 1
             set_to(source, 1)
             Waiting(explorer)
             wait_until(trainer.blocking.need_sync)
-            thread, said = in_thread(trainer.blocking.sync_weight)
+            sending = pool.submit(trainer.blocking.sync_weight)
             wait_until(lambda: where.service.machine.transfer)
             time.sleep(0.2)
             explorer.close()
-        thread.join(20.0)
-        assert "explorer 0" in said[0]["reason"]
+        said = sending.result(20.0)
+        assert "explorer 0" in said["reason"]
         assert step_of(model) == 0
-        assert trainer.blocking.latest_version() == said[0]["version"] == before
+        assert trainer.blocking.latest_version() == said["version"] == before
 
 
 @pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])

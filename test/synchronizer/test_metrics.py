@@ -7,9 +7,9 @@ import pickle
 from pathlib import Path
 
 import pytest
-from sync_parts import Waiting, model_at, set_to, synchronizer, wait_until
+from sync_parts import Waiting, connected, model_at, set_to, synchronizer, wait_until
 
-from weight_update import ExplorerClient, RunningStatus, SyncMethod, SyncStyle, TrainerClient
+from weight_update import ExplorerClient, RunningStatus, SyncMethod, SyncStyle
 
 NAMES = {"sync/version", "sync/step", "sync/seconds", "sync/bytes", "sync/waited", "sync/failed"}
 
@@ -17,11 +17,8 @@ NAMES = {"sync/version", "sync/step", "sync/seconds", "sync/bytes", "sync/waited
 @pytest.mark.parametrize("method", list(SyncMethod))
 def test_metrics_are_numbers_in_a_namespace_of_their_own(method: SyncMethod, tmp_path: Path) -> None:
     source = model_at(0)
-    with (
-        synchronizer(method, SyncStyle.FIXED, tmp_path, sync_interval=2) as where,
-        TrainerClient(where, source) as trainer,
-        ExplorerClient(where, model_at(-1)) as explorer,
-    ):
+    clients = connected(method, SyncStyle.FIXED, tmp_path, source, model_at(-1), sync_interval=2)
+    with clients as (where, trainer, explorer):
         explorer.step, trainer.step = 4, 4
         set_to(source, 4)
         waiting = Waiting(explorer)

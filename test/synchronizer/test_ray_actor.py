@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sync_parts import ExplorerThread, Waiting, model_at, set_to, step_of, train, wait_until
+from sync_parts import ExplorerThread, exchange, model_at, set_to, step_of, train, wait_until
 
 from weight_update import (
     ExplorerClient,
@@ -69,10 +69,7 @@ def test_an_actor_that_dies_is_started_again_and_goes_on_from_the_last_version(
         for step in (1, 2):
             set_to(source, step)
             trainer.step = explorer.step = step
-            waiting = Waiting(explorer)
-            wait_until(trainer.blocking.need_sync)
-            assert "reason" not in trainer.blocking.sync_weight()
-            versions.append(waiting.result()["version"])
+            versions.append(exchange(trainer, explorer))
             assert step_of(model) == step
             kill(ray.get_actor("sync-again"), no_restart=step == 2)
     assert versions[1] > versions[0]

@@ -7,11 +7,12 @@ import logging
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sync_parts import Waiting, model_at, synchronizer, wait_until
+from sync_parts import Waiting, connected, model_at, wait_until
 
 from weight_update import (
     ExplorerClient,
@@ -77,11 +78,8 @@ def test_in_fixed_a_trainer_that_is_made_anew_goes_on_at_the_step_of_the_newest_
 def test_after_the_synchronizer_was_closed_sync_weight_gives_a_reason_at_once(
     method: SyncMethod, tmp_path: Path
 ) -> None:
-    with (
-        synchronizer(method, SyncStyle.FIXED, tmp_path) as where,
-        TrainerClient(where, model_at(0)) as trainer,
-        ExplorerClient(where, model_at(-1)) as explorer,
-    ):
+    clients = connected(method, SyncStyle.FIXED, tmp_path, model_at(0), model_at(-1))
+    with clients as (where, trainer, explorer):
         where.close()
         for client in (trainer, explorer):
             began = time.monotonic()
@@ -145,20 +143,14 @@ def test_a_client_that_cannot_introduce_itself_says_so(answer: str) -> None:
         service = where.service
         service.gone(explorer.blocking.session)
         service.hello = hello
-        raised: list[Exception] = []
-
-        def ask() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(explorer.blocking.need_sync)
             try:
-                explorer.blocking.need_sync()
-            except TransportError as error:
-                raised.append(error)
-
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(5.0)
-        explorer.blocking.closed.set()
-        assert raised
-        assert ("no room" if answer == "fails" else "forgets") in str(raised[0])
+                error = asking.exception(5.0)
+            finally:
+                explorer.blocking.closed.set()
+        assert isinstance(error, TransportError)
+        assert ("no room" if answer == "fails" else "forgets") in str(error)
         assert len(calls) < 20
 
 
@@ -236,6 +228,16 @@ def test_a_fifo_in_place_of_the_version_file_is_ignored(tmp_path: Path) -> None:
     starting.start()
     starting.join(10.0)
     assert made == [None]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"version": 1e999, "step": 0}'], ids=["deep", "infinite"])
+def test_a_version_file_with_rubbish_is_ignored(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "synchronizer.json").write_text(text)
+    with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
+        assert where.service.status()["version"] is None
+    assert "cannot be read and is ignored" in caplog.text
 
 
 def test_an_explorer_that_says_hello_again_keeps_its_id() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sync_parts import Waiting, model_at, set_to, synchronizer, wait_until
+from sync_parts import Waiting, connected, model_at, set_to, synchronizer, wait_until
 
 from weight_update import (
     ExplorerClient,
@@ -84,11 +84,8 @@ def test_versions_and_explorers(method: SyncMethod, served: bool, tmp_path: Path
 
 def test_versions_taken_in_the_background(tmp_path: Path) -> None:
     told, source = Told(), model_at(0)
-    with (
-        synchronizer(SyncMethod.MEMORY, SyncStyle.FULLY_ASYNC, tmp_path) as where,
-        TrainerClient(where, source) as trainer,
-        ExplorerClient(where, model_at(-1)) as explorer,
-    ):
+    clients = connected(SyncMethod.MEMORY, SyncStyle.FULLY_ASYNC, tmp_path, source, model_at(-1))
+    with clients as (where, trainer, explorer):
         remove = where.add_observer(told)
         exchange(where, trainer, explorer, 1)
         trainer.step = 2
@@ -141,11 +138,8 @@ def test_all_weights_instead_of_a_patch(method: SyncMethod, served: bool, tmp_pa
 @pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
 def test_an_explorer_that_missed_too_many_versions(method: SyncMethod, tmp_path: Path) -> None:
     told, source, model = Told(), model_at(0), model_at(-1)
-    with (
-        synchronizer(method, SyncStyle.FULLY_ASYNC, tmp_path, **patches()) as where,
-        TrainerClient(where, source, **patches()) as trainer,
-        ExplorerClient(where, model, **patches()) as explorer,
-    ):
+    clients = connected(method, SyncStyle.FULLY_ASYNC, tmp_path, source, model, **patches())
+    with clients as (where, trainer, explorer):
         where.add_observer(told)
         explorer.step = trainer.step = 1
         trainer.blocking.sync_weight()
@@ -172,11 +166,8 @@ def test_an_update_is_observed_as_long_as_there_are_observers(method: SyncMethod
         return any(one.name == "weight_update-observers" for one in threading.enumerate())
 
     told, source, model = Told(), model_at(0), model_at(-1)
-    with (
-        synchronizer(method, SyncStyle.FIXED, tmp_path, **patches()) as where,
-        TrainerClient(where, source, **patches()) as trainer,
-        ExplorerClient(where, model, **patches()) as explorer,
-    ):
+    clients = connected(method, SyncStyle.FIXED, tmp_path, source, model, **patches())
+    with clients as (where, trainer, explorer):
         exchange(where, trainer, explorer, 1)
         assert not observed()
         remove = where.add_observer(told)
@@ -195,11 +186,8 @@ def test_an_update_is_observed_as_long_as_there_are_observers(method: SyncMethod
 def test_an_explorer_that_is_late(method: SyncMethod, tmp_path: Path) -> None:
     told, source = Told(), model_at(0)
     options = {"transfer_timeout": 0.5}
-    with (
-        synchronizer(method, SyncStyle.FIXED, tmp_path, **options) as where,
-        TrainerClient(where, source, **options) as trainer,
-        ExplorerClient(where, model_at(-1), **options) as explorer,
-    ):
+    clients = connected(method, SyncStyle.FIXED, tmp_path, source, model_at(-1), **options)
+    with clients as (where, trainer, explorer):
         where.add_observer(told)
         exchange(where, trainer, explorer, 1)
         with explorer.hold():

@@ -150,6 +150,8 @@ def _tensor(data: torch.Tensor, row: Mapping[str, Any], other: str | None) -> to
     dtype = _DTYPES[row["dtype"]] if other is None else DTYPES[other]
     if math.prod(shape) * dtype.itemsize != last - first or any(size < 0 for size in shape):
         raise ValueError(f"{last - first} bytes for {dtype} of shape {shape}")
+    if math.prod(size or 1 for size in shape) >= 1 << 63:  # torch counts the elements with an int64
+        raise ValueError(f"a shape of {shape}")
     piece = data[first:last]
     if not len(piece) or piece.data_ptr() % dtype.itemsize:  # empty, or another program did not sort them
         piece = piece.clone()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -77,17 +76,6 @@ class Compression(ABC):
             )
         if nbytes < 0:
             raise FormatError(f"cannot decompress to {nbytes} bytes")
-
-
-def optional(module: str, extra: str) -> Any:
-    """Import ``module``; raise an ImportError that names the extra of this package that installs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ImportError(
-            f'cannot import {module} ({error}): pip install "weight-update[{extra}]"', name=package
-        ) from error
 
 
 _registry: dict[str, type[Compression]] = {}

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from weight_update.compression.base import Compression, optional, register_compression
-from weight_update.errors import FormatError
+from weight_update.compression.base import Compression, register_compression
+from weight_update.errors import FormatError, optional
 
 _ALIGNMENT = 16
 """Largest alignment that nvCOMP requires (``Codec.get_required_decompression_alignment``)."""

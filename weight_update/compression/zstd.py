@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from weight_update.arguments import whole_number
-from weight_update.compression.base import optional, register_compression
+from weight_update.compression.base import register_compression
 from weight_update.compression.blocks import BlockCompression, Buffer
-from weight_update.errors import FormatError
+from weight_update.errors import FormatError, optional
 
 
 @register_compression

@@ -6,6 +6,7 @@ import csv
 import os
 from contextlib import AbstractContextManager
 
+from weight_update.errors import undo_on_error
 from weight_update.observers.files import open_file
 from weight_update.report import Event, SyncReport
 
@@ -35,16 +36,13 @@ class CsvObserver(AbstractContextManager["CsvObserver"]):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = open_file(path, "a+", newline="", encoding="utf-8")
-        try:
+        with undo_on_error(self._file.close):
             self._file.seek(0)
             header = next(csv.reader(self._file), None)
             if header not in (None, list(COLUMNS)):
                 raise ValueError(
                     f"{path} has other columns: {header}; remove the file, or choose another path"
                 )
-        except BaseException:
-            self._file.close()
-            raise
         self._rows = csv.writer(self._file)
         if header is None:
             self._write(*COLUMNS)

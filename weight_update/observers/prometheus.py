@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from weight_update.arguments import port_number
+from weight_update.errors import optional
 from weight_update.report import Event, PolicyLag, SyncReport, WorkerEvent
 
 BUCKETS = tuple(
@@ -50,13 +51,7 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
 
     def __init__(self, port: int = 0, addr: str = "127.0.0.1") -> None:
         port_number(port)
-        try:
-            import prometheus_client
-        except ImportError as error:
-            raise ImportError(
-                f'cannot import prometheus_client ({error}): pip install "weight-update[prometheus]"',
-                name="prometheus_client",
-            ) from error
+        prometheus_client = optional("prometheus_client", "prometheus")
         registry = _registry(prometheus_client)
         self._metrics = _Metrics(prometheus_client, registry)
         try:

@@ -6,6 +6,7 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
+from weight_update.errors import optional
 from weight_update.observers.scalars import ScalarObserver
 
 
@@ -27,12 +28,10 @@ class TensorBoardObserver(ScalarObserver, AbstractContextManager["TensorBoardObs
 
     def __init__(self, log_dir_or_writer: str | os.PathLike[str] | Any, prefix: str = "weight_sync/") -> None:
         super().__init__(prefix)
-        if not isinstance(log_dir_or_writer, (str, os.PathLike)) and not hasattr(
-            log_dir_or_writer, "add_scalar"
-        ):
+        self._owns = isinstance(log_dir_or_writer, (str, os.PathLike))
+        if not self._owns and not hasattr(log_dir_or_writer, "add_scalar"):
             kind = type(log_dir_or_writer).__name__
             raise TypeError(f"give a directory or a SummaryWriter, not an object of type {kind}")
-        self._owns = isinstance(log_dir_or_writer, (str, os.PathLike))
         self._writer: Any = _writer_to(log_dir_or_writer) if self._owns else log_dir_or_writer
 
     def log(self, name: str, value: float, step: int) -> None:
@@ -50,12 +49,8 @@ class TensorBoardObserver(ScalarObserver, AbstractContextManager["TensorBoardObs
 
 
 def _writer_to(log_dir: str | os.PathLike[str]) -> Any:
-    try:
-        from torch.utils import tensorboard
-    except ImportError as error:
-        raise ImportError(
-            f'cannot import tensorboard ({error}): pip install "weight-update[tensorboard]"',
-            name="tensorboard",
-        ) from error
+    optional("tensorboard", "tensorboard")
+    from torch.utils import tensorboard
+
     make: Any = tensorboard.SummaryWriter
     return make(os.fspath(log_dir))

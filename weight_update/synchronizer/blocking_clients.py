@@ -18,7 +18,7 @@ from weight_update.synchronizer.direct import DirectTrainer
 from weight_update.synchronizer.memory import MemoryTrainer
 from weight_update.synchronizer.methods import ExplorerMethod, SubscribingExplorer, TrainerMethod
 from weight_update.synchronizer.metrics import Metrics
-from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
+from weight_update.synchronizer.plan import SyncMethod, SyncStyle
 from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import TRAINER_STOPPED
@@ -105,10 +105,6 @@ class BlockingTrainer(ClientBase):
                 _log.warning("step %d: nothing was published: %s", step, metrics["reason"])
             return Metrics({"bytes": 0, "waited": 0.0, **metrics})
 
-    def give_up(self) -> None:
-        """End the wait of :meth:`sync_weight`, which another thread has called."""
-        self.ask("notify", step=self.step, status=RunningStatus.RUNNING.value)
-
 
 class BlockingExplorer(ClientBase):
     """An explorer's client without asyncio; see :class:`~weight_update.ExplorerClient`."""
@@ -160,10 +156,6 @@ class BlockingExplorer(ClientBase):
         In the other styles, weights change only in :meth:`sync_weight`.
         """
         return self._method.gate.hold()
-
-    def give_up(self) -> None:
-        """End the wait of :meth:`sync_weight` in another thread; the version does not change."""
-        self.ask("explorer_gives_up", reason="it was cancelled")
 
     def _nbytes(self) -> int:
         engine = isinstance(self._model, InferenceEngine)

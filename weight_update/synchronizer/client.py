@@ -81,6 +81,10 @@ class ClientBase:
         """Tell the synchronizer what this side is doing."""
         self.ask("notify", step=self.step, status=RunningStatus(status).value)
 
+    def give_up(self) -> None:
+        """End the wait of ``sync_weight()``, if another thread is inside it; the version does not change."""
+        self.notify(RunningStatus.RUNNING)
+
     def latest_version(self) -> int | None:
         """Return the newest published version; None before the first."""
         version: int | None = self.status()["version"]

@@ -54,8 +54,8 @@ class DirectTrainer(TrainerMethod):
         start = time.perf_counter()
         reply = client.ask("meet", deadline_of(client.timeout), wait=True, step=step)
         waited = time.perf_counter() - start
-        if reply.get("reason") is not None:
-            return {"version": reply["version"], "reason": reply["reason"], "waited": waited}
+        if "reason" in reply:
+            return {**reply, "waited": waited}
         ids, version = reply["ids"], reply["version"]
         failures = dict.fromkeys(ids, "the trainer did not send")
         transfer: SendHandle | None = None
@@ -67,7 +67,7 @@ class DirectTrainer(TrainerMethod):
             transfer = self.publisher.send(ids, spread=spread, observe=observed)
             failures = settle(transfer, ids) if ids else {}
         except OUTAGES as error:
-            outage, failures = error, {id: str(error) for id in ids}
+            outage, failures = error, dict.fromkeys(ids, str(error))
         finally:
             if transfer is not None:
                 numbers, nbytes = [transfer.version], transfer.report.wire_bytes

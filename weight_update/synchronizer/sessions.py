@@ -248,7 +248,6 @@ class SessionManager:
                     self.machine.explorer_announces(member.id)
                 else:
                     self.machine.explorer_withdraws(member.id)
-            self.changed.notify_all()
         return {}
 
     def status(self) -> Reply:
@@ -340,7 +339,7 @@ class VersionFile:
             newest = int(fields["version"]), int(fields["step"])
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             _log.warning("%s cannot be read and is ignored: %s", self._path, error)
             return None
         self._kept = newest[0]

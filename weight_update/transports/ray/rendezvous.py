@@ -11,8 +11,7 @@ import sys
 import time
 from typing import Any
 
-from weight_update.compression.base import optional
-from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError, optional
 from weight_update.text import format_seconds
 
 POLL_SECONDS = 20.0
