@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from weight_update.encodings.patch.arrays import ArrayReader
-from weight_update.encodings.patch.changes import BITS, DeviceSegment, Sparse
+from weight_update.encodings.patch.changes import BITS, Segment, Sparse
 from weight_update.encodings.patch.gaps import UNITS, most_units
 from weight_update.encodings.patch.gaps_cuda import SIGNED, read_units
 from weight_update.encodings.patch.values import require_plane
@@ -25,7 +25,7 @@ def read_sparse(
     else:
         values = torch.from_numpy(arrays.exactly(count, (width,))).view(BITS[width]).to(device)
     each = torch.split(values, [one.count for one in parts])
-    return Sparse(width, tuple(map(DeviceSegment, parts, each)), relative)
+    return Sparse(width, tuple(map(Segment, parts, each)), relative)
 
 
 def _read_steps(arrays: ArrayReader, count: int, width: int, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from weight_update.encodings.base import Difference
 from weight_update.encodings.dense import SERIAL
 from weight_update.encodings.patch import kernels
-from weight_update.encodings.patch.changes import ByteRange, Changes, GapSegment, Sparse
+from weight_update.encodings.patch.changes import ByteRange, Changes, Segment, Sparse
 from weight_update.encodings.patch.gaps import Gaps
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.threads import in_threads
@@ -249,7 +249,7 @@ class _Group:
             if buffer.found:
                 units, values = buffer.take()
                 gaps = Gaps(self._start // width, buffer.last, units, buffer.found)
-                yield Sparse(width, (GapSegment(gaps, torch.from_numpy(values)),), self._relative)
+                yield Sparse(width, (Segment(gaps, torch.from_numpy(values)),), self._relative)
 
 
 def _in_place(tile: Tile, most: int, weights: _Weights) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -55,9 +54,15 @@ class DeviceGaps:
             sums = sums[units != escape_of(self.units.itemsize)]
         return sums.add_(torch.arange(self.count, device=sums.device))
 
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Gaps:
-        """Return the same positions on the CPU, to which ``move`` copies a tensor."""
-        units = move(self.units).numpy()
+    @classmethod
+    def view(cls, gaps: Gaps) -> DeviceGaps:
+        """Return the same positions in the same memory, on the CPU."""
+        signed = gaps.units.view(f"i{gaps.units.itemsize}")
+        return cls(gaps.first, gaps.last, torch.from_numpy(signed), gaps.count)
+
+    def cpu(self) -> Gaps:
+        """Return the same positions on the CPU."""
+        units = self.units.cpu().numpy()
         return Gaps(self.first, self.last, units.view(f"u{units.itemsize}"), self.count)
 
 
