@@ -20,7 +20,7 @@ import torch
 
 from weight_update.encodings.dense import copy_together
 from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Segment, Sparse
-from weight_update.encodings.patch.diff_cpu import Scan, check_sizes
+from weight_update.encodings.patch.diff_cpu import DENSE_ABOVE, Scan, check_sizes
 from weight_update.encodings.patch.gaps_cuda import PART, DeviceGaps
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.wire.schema import WeightSchema
@@ -88,12 +88,10 @@ class CudaScanner:
         schema: WeightSchema,
         queues: Queues,
         tracked: Sequence[int] | None = None,
-        dense_above: float = 0.5,
         relative: bool = False,
         snapshot_device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
-        self._schema, self._queues, self._dense_above = schema, queues, dense_above
-        self._relative = relative
+        self._schema, self._queues, self._relative = schema, queues, relative
         self._fetches = snapshot_device == "cpu"
         self._tiles = list(cut(schema, tracked, TILE, TILE))
         size = max((tile.nbytes for tile in self._tiles), default=0)
@@ -117,7 +115,7 @@ class CudaScanner:
             here = _find(tile, new, old)
             count = sum(len(positions) for _, positions, _ in here)
             changed += count
-            if count > self._dense_above * tile.elements:
+            if count > DENSE_ABOVE * tile.elements:
                 ranges += [
                     ByteRange(tile.start + a, self._queues.store(new[a:b].clone())) for a, b in tile.filled
                 ]
