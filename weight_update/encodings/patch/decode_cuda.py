@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from weight_update.encodings.dense import SIGNED
 from weight_update.encodings.patch.arrays import ArrayReader
 from weight_update.encodings.patch.changes import BITS, Segment, Sparse
 from weight_update.encodings.patch.gaps import UNITS, most_units
-from weight_update.encodings.patch.gaps_cuda import SIGNED, read_units
+from weight_update.encodings.patch.gaps_cuda import read_units
 from weight_update.encodings.patch.values import read_plane
 
 

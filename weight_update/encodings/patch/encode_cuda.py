@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from weight_update.encodings.dense import SIGNED
 from weight_update.encodings.patch.arrays import ArrayWriter, narrowest
 from weight_update.encodings.patch.changes import Sparse
 from weight_update.encodings.patch.format import PatchOptions
 from weight_update.encodings.patch.gaps import UNITS
-from weight_update.encodings.patch.gaps_cuda import SIGNED, DeviceGaps, gaps_of, units_needed, units_of
+from weight_update.encodings.patch.gaps_cuda import DeviceGaps, gaps_of, units_needed, units_of
 from weight_update.encodings.patch.positions_coo import Grid
 from weight_update.wire.schema import WeightSchema
 

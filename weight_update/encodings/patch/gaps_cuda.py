@@ -7,12 +7,10 @@ from typing import NoReturn
 
 import torch
 
+from weight_update.encodings.dense import SIGNED
 from weight_update.encodings.patch.arrays import Array
 from weight_update.encodings.patch.gaps import SPARSE, Gaps, escape_of, join_units
 from weight_update.errors import FormatError
-
-SIGNED: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Signed integer dtype by size in bytes; torch computes with few unsigned ones."""
 
 PART = 1 << 22
 """Units, or positions, that are computed with at a time: this takes up to 50 bytes of memory for each."""
