@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import attrgetter
 
 import numpy as np
 import torch
@@ -228,14 +227,9 @@ class _Share:
         """Append the changes of a tile if they are at most ``most``; return their number."""
         before, found = [self._buffers[width].save() for width in tile.widths], 0
         for width in tile.widths:
-            runs = [(0, tile.nbytes)]  # nothing differs between slices
-            if len(tile.widths) > 1:
-                grouped = ((of, list(run)) for of, run in groupby(tile.slices, attrgetter("width")))
-                ends = [(run[0].start, run[-1].start + run[-1].nbytes) for of, run in grouped if of == width]
-                runs = [(start - tile.start, end - start) for start, end in ends]
             rows = [
-                _row(new.ctypes.data + at, old.ctypes.data + at, width, tile.start + at, size, size)
-                for at, size in runs
+                _row(new.ctypes.data + a, old.ctypes.data + a, width, tile.start + a, b - a, b - a)
+                for a, b in tile.runs[width]
             ]
             table = np.array(rows, kernels.TILE)
             self._buffers[width].scan(table, self._relative)
