@@ -44,9 +44,9 @@ def check_form(changes: Changes, nbytes: int) -> None:
         assert part.positions.numel() > 0
         assert bool((part.positions.diff() > 0).all())
         for one in part.segments:
-            assert one.offsets.dtype in (torch.int32, torch.int64)
-            assert len(one.offsets) == len(one.values) > 0
-            assert int(one.offsets[0]) >= 0
+            assert one.positions.dtype is torch.int64
+            assert len(one.positions) == len(one.values) == one.gaps.count > 0
+            assert int(one.positions[-1]) == one.gaps.last
         written.view(-1, part.width)[part.positions] += 1
     starts = [one.start for one in changes.ranges]
     assert starts == sorted(starts)

@@ -22,7 +22,7 @@ from weight_update import FormatError, SchemaMismatchError, UnsupportedSourceErr
 from weight_update.wire.extra_state import decode_extra, encode_extra
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude
 from weight_update.wire.memory import digest
-from weight_update.wire.schema import DTYPES, TensorMeta
+from weight_update.wire.schema import DTYPES, MAX_PAYLOAD_BYTES, TensorMeta
 
 UPDATE = {
     "version": 7,
@@ -148,11 +148,11 @@ def test_lies(data: bytes) -> None:
 
 
 def test_a_lie_about_the_length_costs_no_memory() -> None:
-    data = frame(b"{}", payload=1 << 41)
+    data, more = frame(b"{}", payload=1 << 41), frame(b"{}", payload=MAX_PAYLOAD_BYTES + 1)
     tracemalloc.start()
     rejected(data)
     with pytest.raises(FormatError, match="more than is allowed"):
-        Prelude.decode(data[:PRELUDE_BYTES], max_payload=1 << 20)
+        Prelude.decode(more[:PRELUDE_BYTES])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20

@@ -128,7 +128,7 @@ def test_gather() -> None:
     out = np.zeros(400, np.uint8)
     offsets, sizes = np.array([10, 0, 64], np.uint64), np.array([5, 1, 300], np.int64)
     addresses = np.array([one.ctypes.data for one in sources], np.uint64)
-    dense.copy_small(out.ctypes.data + offsets, addresses, sizes)
+    dense.copy_memory(out.ctypes.data + offsets, addresses, sizes, 0, 306, past_caches=False)
     expected = np.zeros(400, np.uint8)
     for offset, source in zip((10, 0, 64), sources, strict=True):
         expected[offset : offset + len(source)] = source

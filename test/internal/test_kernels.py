@@ -258,13 +258,12 @@ def test_writing(width: int, wide: bool, relative: bool, monkeypatch: pytest.Mon
     positions = np.sort(dice.choice(len(old) // width, 1500, replace=False))
     values = torch.from_numpy(dice.integers(0, 256, 1500 * width, np.uint8)).view(BITS[width])
     where = torch.from_numpy(positions.astype(np.int64 if wide else np.int32))
-    changes = Changes((Sparse.of(width, where, values, relative),))
     results = []
     for library in (kernels.library, None):
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "library", library)
             results.append(old.clone())
-            changes.write(results[-1])
+            Changes((Sparse.of(width, where, values, relative),)).write(results[-1])
     assert torch.equal(*results)
     assert not torch.equal(results[0], old)
 

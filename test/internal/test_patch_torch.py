@@ -21,7 +21,7 @@ from patch_cases import (
 
 from weight_update.encodings.patch import gaps_cuda
 from weight_update.encodings.patch.arrays import ArrayWriter
-from weight_update.encodings.patch.changes import Changes, Sparse
+from weight_update.encodings.patch.changes import Changes, Segment, Sparse
 from weight_update.encodings.patch.encode_cuda import add_on_device
 from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
 from weight_update.errors import FormatError
@@ -115,7 +115,7 @@ def test_positions_far_apart_take_little_memory(gap: int, size: int, device: tor
     assert gaps.units.nbytes < 1 << 14
     assert gaps.last == 7 + 3 * gap
     assert torch.equal(gaps.offsets, offsets)
-    assert torch.equal(torch.from_numpy(gaps.moved(torch.Tensor.cpu).offsets.astype(np.int64)), offsets.cpu())
+    assert torch.equal(torch.from_numpy(gaps.cpu().offsets.astype(np.int64)), offsets.cpu())
 
 
 def test_memory_that_is_overwritten_while_it_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,5 +148,6 @@ def test_touched_tensors_are_found_without_copying_positions() -> None:
     schema = WeightSchema.of({str(i): torch.empty(50 + i, dtype=torch.bfloat16) for i in range(9)})
     positions = torch.tensor([schema.tensors[i].offset // 2 + i for i in (1, 4, 8)])
     for here in (positions, positions.as_subclass(AsOnAGpu)):
-        changes = Changes((Sparse.of(2, here, torch.ones(3, dtype=torch.int16)),))
+        segment = Segment(gaps_cuda.DeviceGaps.of(0, here), torch.ones(3, dtype=torch.int16))
+        changes = Changes((Sparse(2, (segment,)),))
         assert changes.touched(schema) == [1, 4, 8]

@@ -14,6 +14,7 @@ import collectors
 import weight_update
 from weight_update import WeightChunk
 from weight_update.encodings.patch.changes import ByteRange, Segment
+from weight_update.encodings.patch.gaps import Gaps
 from weight_update.sender.buffers import EncodedUpdate, VersionId
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Kind
@@ -52,7 +53,7 @@ def test_no_record_shows_a_field_of_tensors() -> None:
         EncodedUpdate(VersionId(3), [WeightChunk(Kind.COMMIT, {"version": 3}, PAYLOAD)], []),
         NamedWeights({"weight": PAYLOAD}, {"extra": PAYLOAD}),
         ByteRange(0, PAYLOAD),
-        Segment(0, PAYLOAD, PAYLOAD),
+        Segment(Gaps(0, 1, PAYLOAD.numpy(), 2), PAYLOAD),
     ],
     ids=lambda one: type(one).__name__,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import numbers
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -44,11 +44,13 @@ def merge_lora(
     factors = scaling.values() if isinstance(scaling, Mapping) else [scaling]
     if not all(isinstance(factor, numbers.Real) for factor in factors):
         raise ValueError(f"scaling= is alpha / r, or a dict of that by adapter, not {scaling!r}")
-    return functools.partial(_merge, functools.partial(_Merger, scaling, fan_in_fan_out, prefix))
+    return functools.partial(_merge, scaling, fan_in_fan_out, prefix)
 
 
-def _merge(make: Callable[[], _Merger], items: Iterator[Item]) -> Iterator[Item]:
-    merger = make()
+def _merge(
+    scaling: float | Mapping[str, float], fan_in_fan_out: bool, prefix: str, items: Iterator[Item]
+) -> Iterator[Item]:
+    merger = _Merger(scaling, fan_in_fan_out, prefix)
     return stream(items, merger.take, merger.finish)
 
 

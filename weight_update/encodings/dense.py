@@ -44,7 +44,9 @@ _PIECE = 8 << 20  # bytes for one thread at a time
 _BATCHES = 64  # between which progress is noted
 
 _NBYTES, _IS_CUDA = map(operator.attrgetter, ("nbytes", "is_cuda"))
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+SIGNED: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Signed integer dtype by size in bytes; torch computes with few unsigned ones."""
+
 _COPIED_EXACTLY = {
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float32, torch.float64, torch.complex64, torch.complex128),
@@ -104,6 +106,7 @@ class _DenseEncoder(Encoder):
         self._cache = ViewCache(WeightSchema(tuple(metas), schema.nbytes))
         self._offsets = np.array([one.offset for one in metas], np.uint64)
         self._sizes = np.array([one.nbytes for one in metas], np.int64)
+        self._total = int(self._sizes.sum())
 
     def encode(self, tensors: Sequence[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
         flat = lend(self._schema.nbytes)
@@ -129,7 +132,8 @@ class _DenseEncoder(Encoder):
         addresses = tensors.memo[key]
         if addresses is None:
             return False
-        copy_small(flat.data_ptr() + self._offsets, addresses, self._sizes)
+        targets = flat.data_ptr() + self._offsets
+        copy_memory(targets, addresses, self._sizes, 0, self._total, past_caches=False)
         return True
 
 
@@ -193,7 +197,7 @@ def _stream(pairs: _Pairs, threads: int, progress: Progress) -> None:
 
     def copy(start: int) -> None:
         stop = min(start + _PIECE, total)
-        _copy(targets, sources, sizes, start, stop, past_caches=True)
+        copy_memory(targets, sources, sizes, start, stop, past_caches=True)
         progress.advance(stop - start)
 
     in_threads(copy, range(0, total, _PIECE), threads)
@@ -240,7 +244,7 @@ def _copy_from_gpu(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tens
         group[1].append(source.resolve_conj().resolve_neg())
     for (to, of), (ours, theirs) in groups.items():
         if to is of and of not in _COPIED_EXACTLY:
-            integers = _INTEGERS[of.itemsize]
+            integers = SIGNED[of.itemsize]
             ours, theirs = ([one.view(integers) for one in part] for part in (ours, theirs))
         if to is of or {to, of} <= _CONVERTED_TOGETHER:
             torch._foreach_copy_(ours, theirs, non_blocking=queued)
@@ -255,13 +259,13 @@ def _split(target: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.T
     return zip(*parts, strict=True)
 
 
-def copy_small(targets: Array, sources: Array, sizes: Array) -> None:
-    """Copy small pieces of memory, given by their addresses (uint64) and numbers of bytes (int64)."""
-    _copy(targets, sources, sizes, 0, int(sizes.sum()), past_caches=False)
+def copy_memory(
+    targets: Array, sources: Array, sizes: Array, start: int, stop: int, *, past_caches: bool
+) -> None:
+    """Copy pieces of memory, given by their addresses (uint64) and numbers of bytes (int64).
 
-
-def _copy(targets: Array, sources: Array, sizes: Array, start: int, stop: int, *, past_caches: bool) -> None:
-    """Copy the bytes from ``start`` to ``stop``, counted through all pieces."""
+    Only the bytes from ``start`` to ``stop``, counted through all pieces, are copied.
+    """
     assert library is not None
     addresses = (ctypes.c_void_p(array.ctypes.data) for array in (targets, sources, sizes))
     numbers = map(ctypes.c_int64, (len(sizes), start, stop))

@@ -215,8 +215,8 @@ class Prelude(NamedTuple):
     payload_crc: int | None
 
     @classmethod
-    def decode(cls, raw: bytes | memoryview, max_payload: int = MAX_PAYLOAD_BYTES) -> Prelude:
-        """Read 28 bytes; FormatError if they are not a prelude, or announce more than ``max_payload``."""
+    def decode(cls, raw: bytes | memoryview) -> Prelude:
+        """Read 28 bytes; FormatError if they are not a prelude, or announce more bytes than are allowed."""
         raw = bytes(raw)
         if len(raw) != PRELUDE_BYTES:
             raise FormatError(f"a frame starts with {PRELUDE_BYTES} bytes, got {len(raw)}")
@@ -231,7 +231,7 @@ class Prelude(NamedTuple):
             raise FormatError(f"unknown frame flags {flags:#x}")
         if crc and not flags & _HAS_CHECKSUM:
             raise FormatError("the frame has a payload checksum, but its flags say that there is none")
-        if header > MAX_HEADER_BYTES or payload > max_payload:
+        if header > MAX_HEADER_BYTES or payload > MAX_PAYLOAD_BYTES:
             raise FormatError(f"frame announces {header} + {payload} bytes, more than is allowed")
         return cls(raw, _KINDS[kind], header, payload, head_crc, crc if flags else None)
 

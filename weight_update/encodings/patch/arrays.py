@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weight_update.compression import Compression, decompressor_for, pack
+from weight_update.compression import Compression, NoCompression, decompressor_for, pack
 from weight_update.encodings.base import Lend
 from weight_update.encodings.dense import copy_together
 from weight_update.errors import FormatError
@@ -31,7 +31,6 @@ UNSIGNED: dict[int, np.dtype[Any]] = {size: np.dtype(f"<u{size}") for size in (1
 
 _ENTRY = struct.Struct("<B15sQQ")
 ENTRY_BYTES = _ENTRY.size
-_PLAIN = "none/1"
 _MANY = 32  # bytes that are copied in the time of one element of other work
 
 
@@ -54,11 +53,7 @@ class ArrayWriter:
     def integers(self, array: Array) -> None:
         """Add unsigned integers in the narrowest type that holds them."""
         largest = int(array.max()) if array.size else 0
-        self.add(array.astype(narrowest(largest), copy=False))
-
-    def add(self, array: Array) -> None:
-        """Add a 1-D array of unsigned integers as it is."""
-        self.put(torch.from_numpy(array.view(np.uint8)), array.itemsize)
+        self.join([array.astype(narrowest(largest), copy=False)])
 
     def put(self, data: torch.Tensor, width: int) -> None:
         """Add the bytes (1-D uint8) of integers of ``width``."""
@@ -67,11 +62,11 @@ class ArrayWriter:
 
     def join(self, arrays: Sequence[Array]) -> None:
         """Add one or more 1-D arrays of one unsigned type as a single array."""
-        if self._compression.name != _PLAIN:
-            self.add(np.concatenate(arrays))
-            return
-        items, bodies = sum(map(len, arrays)), [torch.from_numpy(one.view(np.uint8)) for one in arrays]
-        self._enter(arrays[0].itemsize, _PLAIN, items, bodies)  # spares one copy
+        width, bodies = arrays[0].itemsize, [torch.from_numpy(one.view(np.uint8)) for one in arrays]
+        if self._compression.name == NoCompression.name:
+            self._enter(width, NoCompression.name, sum(map(len, arrays)), bodies)  # spares one copy
+        else:
+            self.put(torch.from_numpy(np.concatenate(arrays).view(np.uint8)), width)
 
     def _enter(self, width: int, codec: str, items: int, body: Sequence[torch.Tensor]) -> None:
         stored = sum(one.numel() for one in body)

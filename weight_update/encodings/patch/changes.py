@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,8 +22,9 @@ BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 
 """Integer dtype for the bits of an element, by width in bytes; 16-byte elements count as two of 8."""
 
 Move = Callable[[torch.Tensor], torch.Tensor]
+_C = TypeVar("_C", bound="Changes")
 
-_SHARE = 1 << 17  # elements that one thread writes at a time
+_SHARE = 1 << 17  # positions that one thread codes at a time, and values that it writes
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,82 +37,29 @@ class ByteRange:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A segment of the elements that change, with ``values`` as in :class:`Sparse`.
+    """A segment of the elements that change: positions as gaps, and ``values`` as in :class:`Sparse`."""
 
-    ``offsets`` (1-D int32 or int64, not empty, strictly increasing) count from the element ``first``.
-    """
-
-    first: int
-    offsets: torch.Tensor = field(repr=False)
+    gaps: Gaps | DeviceGaps
     values: torch.Tensor = field(repr=False)
 
     @property
-    def gaps(self) -> Gaps:
-        """The positions as gaps; CPU only."""
-        return Gaps.of(self.first, self.offsets.numpy())
-
-    def kept(self) -> Segment:
-        """Return a copy of what may be views into a payload: offsets are decoded, so they are no views."""
-        return replace(self, values=self.values.clone())
-
-    def moved(self, move: Move) -> Segment:
-        """Return the segment with every tensor replaced by ``move(tensor)``."""
-        return Segment(self.first, move(self.offsets), move(self.values))
-
-
-@dataclass(frozen=True, eq=False)
-class GapSegment:
-    """A segment whose positions are gaps, as scans find them and patches carry them; CPU only."""
-
-    gaps: Gaps
-    values: torch.Tensor = field(repr=False)
+    def positions(self) -> torch.Tensor:
+        """The positions, 1-D int64."""
+        offsets = self.gaps.offsets
+        if isinstance(offsets, np.ndarray):
+            offsets = torch.from_numpy(offsets)
+        return offsets.to(torch.int64) + self.gaps.first
 
     @property
-    def first(self) -> int:
-        """The element that :attr:`offsets` count from."""
-        return self.gaps.first
+    def cpu_gaps(self) -> Gaps:
+        """The positions as gaps on the CPU."""
+        return self.gaps if isinstance(self.gaps, Gaps) else self.gaps.cpu()
 
-    @functools.cached_property
-    def offsets(self) -> torch.Tensor:
-        """The offsets of a :class:`Segment`."""
-        return torch.from_numpy(self.gaps.offsets)
-
-    def kept(self) -> GapSegment:
-        """Return a copy of what may be views into a payload."""
-        return GapSegment(replace(self.gaps, units=self.gaps.units.copy()), self.values.clone())
-
-    def moved(self, move: Move) -> Segment:
+    def map(self, move: Move) -> Segment:
         """Return the segment with every tensor replaced by ``move(tensor)``."""
-        return Segment(self.first, move(self.offsets), move(self.values))
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceSegment:
-    """A segment on a GPU, whose positions are gaps."""
-
-    gaps: DeviceGaps
-    values: torch.Tensor = field(repr=False)
-
-    @property
-    def first(self) -> int:
-        """The element that :attr:`offsets` count from."""
-        return self.gaps.first
-
-    @property
-    def offsets(self) -> torch.Tensor:
-        """The offsets of a :class:`Segment`."""
-        return self.gaps.offsets
-
-    def kept(self) -> DeviceSegment:
-        """Return the segment itself, which has no views into a payload."""
-        return self
-
-    def moved(self, move: Move) -> DeviceSegment | GapSegment:
-        """Return the segment with every tensor replaced by ``move(tensor)``."""
-        values = move(self.values)
-        if values.is_cuda:
-            return DeviceSegment(replace(self.gaps, units=move(self.gaps.units)), values)
-        return GapSegment(self.gaps.moved(move), values)
+        gaps = self.gaps if isinstance(self.gaps, DeviceGaps) else DeviceGaps.view(self.gaps)
+        gaps = replace(gaps, units=move(gaps.units))
+        return Segment(gaps if gaps.units.is_cuda else gaps.cpu(), move(self.values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,13 +74,19 @@ class Sparse:
     """
 
     width: int
-    segments: tuple[Segment | GapSegment | DeviceSegment, ...]
+    segments: tuple[Segment, ...]
     relative: bool = False
 
     @classmethod
     def of(cls, width: int, positions: torch.Tensor, values: torch.Tensor, relative: bool = False) -> Sparse:
-        """Return the changes with one segment; ``positions`` are int32 or int64."""
-        return cls(width, (Segment(0, positions, values),), relative)
+        """Return the changes at ``positions`` (1-D int32 or int64, CPU, not empty, strictly increasing)."""
+
+        def segment(start: int) -> Segment:
+            part = slice(start, start + _SHARE)
+            return Segment(Gaps.of(0, positions[part].numpy()), values[part])
+
+        starts = range(0, len(positions), _SHARE)
+        return cls(width, tuple(in_threads(segment, starts, threads_for(len(positions)))), relative)
 
     def __len__(self) -> int:
         return sum(len(one.values) for one in self.segments)
@@ -139,25 +94,16 @@ class Sparse:
     @functools.cached_property
     def positions(self) -> torch.Tensor:
         """All positions, 1-D int64, strictly increasing."""
-        return torch.cat([one.offsets.to(torch.int64) + one.first for one in self.segments])
+        return torch.cat([one.positions for one in self.segments])
 
     @functools.cached_property
     def values(self) -> torch.Tensor:
         """All values, of the shape of :attr:`positions`."""
         return torch.cat([one.values for one in self.segments])
 
-    def shares(self) -> list[Segment | GapSegment]:
-        """Return segments of which a thread processes one at a time; CPU only."""
-        found: list[Segment | GapSegment] = []
-        for one in self.segments:
-            if isinstance(one, GapSegment):
-                found.append(one)
-            elif isinstance(one, DeviceSegment):
-                found.append(GapSegment(one.gaps.moved(torch.Tensor.cpu), one.values.cpu()))
-            else:
-                parts = zip(torch.split(one.offsets, _SHARE), torch.split(one.values, _SHARE), strict=True)
-                found += [Segment(one.first, *part) for part in parts]
-        return found
+    def map(self, move: Move) -> Sparse:
+        """Return these changes with every tensor replaced by ``move(tensor)``."""
+        return Sparse(self.width, tuple(one.map(move) for one in self.segments), self.relative)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,34 +123,27 @@ class Changes:
         if not flat.is_cpu:
             self._write_on_device(flat)
             return
-        here = self.to(flat.device)
-        for part in here.sparse:
+        for part in self.sparse:
             _write_sparse(flat.view(BITS[part.width]).numpy(), part)
-        for one in here.ranges:
-            flat.numpy()[one.start : one.start + one.data.numel()] = one.data.numpy()
+        for one in self.ranges:
+            flat.numpy()[one.start : one.start + one.data.numel()] = one.data.cpu().numpy()
 
     def _write_on_device(self, flat: torch.Tensor) -> None:
         for part in self.sparse:
             words = flat.view(BITS[part.width])
             for segment in part.segments:
-                positions = segment.offsets.to(flat.device).to(torch.int64) + segment.first
-                values = segment.values.to(flat.device)
+                positions, values = segment.positions.to(flat.device), segment.values.to(flat.device)
                 words[positions] = words[positions] + values if part.relative else values
         for one in self.ranges:
             flat[one.start : one.start + one.data.numel()].copy_(one.data)
 
-    def map(self, move: Move) -> Changes:
+    def map(self: _C, move: Move) -> _C:
         """Return these changes with every tensor replaced by ``move(tensor)``."""
-        sparse = (
-            replace(part, segments=tuple(one.moved(move) for one in part.segments)) for part in self.sparse
-        )
-        return Changes(tuple(sparse), tuple(replace(one, data=move(one.data)) for one in self.ranges))
+        ranges = tuple(replace(one, data=move(one.data)) for one in self.ranges)
+        return replace(self, sparse=tuple(part.map(move) for part in self.sparse), ranges=ranges)
 
-    def to(self, device: torch.device) -> Changes:
+    def to(self: _C, device: torch.device) -> _C:
         """Return these changes on ``device``; tensors that are there already are not copied."""
-        tensors = [one.values for part in self.sparse for one in part.segments]
-        if device.type == "cpu" and not any(one.is_cuda for one in tensors + [x.data for x in self.ranges]):
-            return self
         return self.map(lambda tensor: tensor.to(device))
 
     def touched(self, schema: WeightSchema) -> list[int]:
@@ -255,10 +194,9 @@ def _search(positions: torch.Tensor, bounds: Array) -> Array:
 
 
 def _write_sparse(words: Array, part: Sparse) -> None:  # not torch: its threads hang in forked processes
-    def write(share: Segment | GapSegment) -> None:
-        gaps = share.gaps
-        place = words[gaps.first : gaps.last + 1]
-        if not kernels.apply(place, gaps.units, share.values.numpy(), part.relative):
+    def write(segment: Segment) -> None:
+        gaps, values = segment.cpu_gaps, segment.values.cpu().numpy()
+        if not kernels.apply(words[gaps.first : gaps.last + 1], gaps.units, values, part.relative):
             raise FormatError("the memory of a patch was overwritten while the patch was applied")
 
-    in_threads(write, part.shares(), threads_for(len(part)))
+    in_threads(write, part.segments, threads_for(len(part)))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from weight_update.encodings.dense import SIGNED
 from weight_update.encodings.patch.arrays import ArrayReader
-from weight_update.encodings.patch.changes import BITS, DeviceSegment, Sparse
+from weight_update.encodings.patch.changes import BITS, Segment, Sparse
 from weight_update.encodings.patch.gaps import UNITS, most_units
-from weight_update.encodings.patch.gaps_cuda import SIGNED, read_units
-from weight_update.encodings.patch.values import require_plane
+from weight_update.encodings.patch.gaps_cuda import read_units
+from weight_update.encodings.patch.values import read_plane
 
 
 def read_sparse(
@@ -25,21 +26,19 @@ def read_sparse(
     else:
         values = torch.from_numpy(arrays.exactly(count, (width,))).view(BITS[width]).to(device)
     each = torch.split(values, [one.count for one in parts])
-    return Sparse(width, tuple(map(DeviceSegment, parts, each)), relative)
+    return Sparse(width, tuple(map(Segment, parts, each)), relative)
 
 
 def _read_steps(arrays: ArrayReader, count: int, width: int, device: torch.device) -> torch.Tensor:
     """Read steps as :func:`~weight_update.encodings.patch.values.decode_steps` does."""
     zigzag = torch.zeros(count, width, dtype=torch.uint8, device=device)
     for plane in zigzag.unbind(1):
-        where = arrays.at_most(most_units(count, count), UNITS)
-        part = arrays.at_most(count, (1,))
+        where, part = read_plane(arrays, count)
         there = torch.from_numpy(part).to(device)
         if where.size:
             parts = read_units(where, part.size, count, device)
             plane[torch.cat([one.offsets + one.first for one in parts])] = there
         elif part.size:
-            require_plane(part, count)
             plane.copy_(there)
     code = zigzag.view(SIGNED[width]).view(-1)
     largest = torch.iinfo(code.dtype).max  # clears the sign, which a shift of signed integers repeats

@@ -6,10 +6,9 @@ compared in place unless they must be converted; small neighbours share a tile a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import attrgetter
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from weight_update.encodings.base import Difference
 from weight_update.encodings.dense import SERIAL
 from weight_update.encodings.patch import kernels
-from weight_update.encodings.patch.changes import ByteRange, Changes, GapSegment, Sparse
+from weight_update.encodings.patch.changes import ByteRange, Changes, Segment, Sparse
 from weight_update.encodings.patch.gaps import Gaps
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.threads import in_threads
@@ -34,6 +33,9 @@ GROUP = 16 << 20
 
 LARGE = 64 << 10
 """Bytes below which tensors share a tile with their neighbours."""
+
+DENSE_ABOVE = 0.5
+"""Fraction of changed elements above which a whole tile is replaced."""
 
 LITTLE = 16 << 20
 """Bytes below which one thread is faster than two."""
@@ -61,7 +63,7 @@ class Scanner:
         self,
         schema: WeightSchema,
         tracked: Sequence[int] | None = None,
-        dense_above: float = 0.5,
+        dense_above: float = DENSE_ABOVE,
         relative: bool = False,
         threads: int | None = None,
     ) -> None:
@@ -69,12 +71,13 @@ class Scanner:
             threads = torch.get_num_threads() if schema.nbytes >= LITTLE else 1
         if threads < 1:
             raise ValueError(f"threads is {threads}, must be at least 1")
-        self._schema = schema
+        self._schema, self._relative = schema, relative
         self._tiles = list(cut(schema, tracked, TILE, LARGE))
+        self._total = sum(tile.elements for tile in self._tiles)
         groups = list(_grouped(self._tiles))
         count = min(threads, len(groups))
         shares = [groups[first::threads] for first in range(count)]  # one for each thread
-        self._shares = [_groups_of(share, dense_above, relative) for share in shares]
+        self._shares = [_Share(share, dense_above, relative) for share in shares]
 
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
         """Compare without writing to either side; ValueError if their sizes do not fit the schema.
@@ -85,13 +88,14 @@ class Scanner:
         """
         check_sizes(self._schema, tensors, snapshot)
         weights = _Weights.of(flattened(tensors, self._tiles), self._tiles, snapshot)
-
-        @torch.no_grad()  # a setting of each thread
-        def compare(share: Sequence[_Group]) -> list[Scan]:
-            return [one.scan(weights) for one in share]
-
-        done = in_threads(compare, self._shares, len(self._shares))
-        return _merged([done[i % len(done)][i // len(done)] for i in range(sum(map(len, done)))])
+        done = in_threads(lambda share: share.scan(weights), self._shares, len(self._shares))
+        found = [done[i % len(done)][i // len(done)] for i in range(sum(map(len, done)))]  # in order again
+        sparse = []
+        for width in sorted({width for _, segments, _ in found for width in segments}):
+            parts = tuple(segments[width] for _, segments, _ in found if width in segments)
+            sparse.append(Sparse(width, parts, self._relative))
+        ranges = tuple(one for _, _, replaced in found for one in replaced)
+        return Scan(sum(changed for changed, _, _ in found), self._total, Changes(tuple(sparse), ranges))
 
 
 def _grouped(tiles: Sequence[Tile]) -> Iterator[list[Tile]]:
@@ -140,28 +144,41 @@ class _Weights:
         return cls(live, addresses, snapshot.numpy())
 
 
-class _TileReader:
-    """A reader of the current bytes of a tile."""
+_Found = tuple[int, dict[int, Segment], list[ByteRange]]
+"""Number of changed elements of a group, and its changes: segments by width, and ranges."""
 
-    def __init__(self, tile: Tile, scratch: torch.Tensor) -> None:
-        self.tile, self._scratch = tile, scratch[: tile.nbytes]
-        self._views = [] if tile.flat else tile.views(scratch)
+
+class _TileReader:
+    """A reader of the current bytes of a tile, which is replaced if more than ``most`` elements changed."""
+
+    def __init__(self, tile: Tile, scratch: torch.Tensor, dense_above: float) -> None:
+        self.tile, self.most = tile, int(dense_above * tile.elements)
+        self._scratch, self._views = scratch[: tile.nbytes], tile.views(scratch)
+
+    def in_place(self, weights: _Weights) -> bool:
+        """Return whether the tile can be compared where it lies."""
+        return self.tile.flat and self.tile.slices[0].entry in weights.addresses
+
+    def row(self, weights: _Weights) -> tuple[int, ...]:
+        """Return the row of :data:`kernels.TILE` for a tile that is compared where it lies."""
+        tile, (one,) = self.tile, self.tile.slices
+        new = weights.addresses[one.entry] + one.first * one.meta.dtype.itemsize
+        old = weights.snapshot.ctypes.data + tile.start
+        return _row(new, old, one.width, tile.start, tile.nbytes, self.most)
 
     def read(self, weights: _Weights) -> tuple[Bytes, Bytes]:
         """Return new and old bytes; the new ones may lie in scratch memory."""
         tile, parts = self.tile, self.tile.of(weights.live)
         old = weights.snapshot[tile.start : tile.start + tile.nbytes]
-        if not tile.flat:
-            new = self._scratch.numpy()
+        if self.in_place(weights):
+            return parts[0].view(torch.uint8).numpy(), old
+        new = self._scratch.numpy()
+        if tile.flat:
+            torch._foreach_copy_(torch.split(self._views[0], SERIAL), torch.split(parts[0], SERIAL))
+        else:
             new[:] = old  # so that nothing differs between the tensors
             torch._foreach_copy_(self._views, parts)
-            return new, old
-        (part,), dtype = parts, tile.slices[0].meta.dtype
-        if not _readable(part, dtype):
-            into = self._scratch.view(dtype)
-            torch._foreach_copy_(torch.split(into, SERIAL), torch.split(part, SERIAL))
-            part = self._scratch
-        return part.view(torch.uint8).numpy(), old
+        return new, old
 
     def ranges(self, new: Bytes) -> list[ByteRange]:
         """Return copies of all bytes of the tile, which are ``new``."""
@@ -169,71 +186,50 @@ class _TileReader:
         return [ByteRange(tile.start + a, torch.from_numpy(new[a:b].copy())) for a, b in tile.filled]
 
 
-def _groups_of(share: Sequence[Sequence[Tile]], dense_above: float, relative: bool) -> list[_Group]:
-    """Return the groups of one thread, which share scratch memory."""
-    tiles = [tile for group in share for tile in group]
-    scratch = torch.empty(max(tile.nbytes for tile in tiles), dtype=torch.uint8)
-    span = max(group[-1].start + group[-1].nbytes - group[0].start for group in share)
-    widths = {width for tile in tiles for width in tile.widths}
-    buffers = {width: kernels.GapBuffer(width, span // width) for width in widths}
-    return [_Group(group, scratch, buffers, dense_above, relative) for group in share]
+class _Share:
+    """The groups of tiles that one thread compares, and scratch memory, which the groups share."""
 
+    def __init__(self, groups: Sequence[Sequence[Tile]], dense_above: float, relative: bool) -> None:
+        tiles = [tile for group in groups for tile in group]
+        scratch = torch.empty(max(tile.nbytes for tile in tiles), dtype=torch.uint8)
+        span = max(group[-1].start + group[-1].nbytes - group[0].start for group in groups)
+        widths = {width for tile in tiles for width in tile.widths}
+        self._buffers = {width: kernels.GapBuffer(width, span // width) for width in widths}
+        self._groups = [[_TileReader(tile, scratch, dense_above) for tile in group] for group in groups]
+        self._relative = relative
 
-class _Group:
-    """Consecutive tiles, which one thread compares."""
+    @torch.no_grad()  # a setting of each thread
+    def scan(self, weights: _Weights) -> list[_Found]:
+        return [self._scan_group(group, weights) for group in self._groups]
 
-    def __init__(
-        self,
-        tiles: Sequence[Tile],
-        scratch: torch.Tensor,
-        buffers: Mapping[int, kernels.GapBuffer],
-        dense_above: float,
-        relative: bool,
-    ) -> None:
-        self._relative, self._total = relative, sum(tile.elements for tile in tiles)
-        self._readers = [_TileReader(tile, scratch) for tile in tiles]
-        self._buffers, self._start = buffers, tiles[0].start
-        self._most = [int(dense_above * tile.elements) for tile in tiles]
-        self._widths = sorted({width for tile in tiles for width in tile.widths})
-
-    def scan(self, weights: _Weights) -> Scan:
-        for width in self._widths:
-            self._buffers[width].start(self._start // width)
+    def _scan_group(self, group: Sequence[_TileReader], weights: _Weights) -> _Found:
+        start = group[0].tile.start
+        for width, buffer in self._buffers.items():
+            buffer.start(start // width)
         changed, ranges = 0, list[ByteRange]()
-
-        def in_place(item: tuple[_TileReader, int]) -> int:
-            """Return the width if the tile can be compared where it lies, else 0."""
-            tile = item[0].tile
-            return tile.widths[0] if tile.flat and tile.slices[0].entry in weights.addresses else 0
-
-        for width, items in groupby(zip(self._readers, self._most, strict=True), in_place):
-            run = list(items)
+        for width, run in groupby(group, lambda one: one.tile.widths[0] if one.in_place(weights) else 0):
+            readers = list(run)
             if width:
-                table = np.array([_in_place(one.tile, most, weights) for one, most in run], kernels.TILE)
+                table = np.array([one.row(weights) for one in readers], kernels.TILE)
                 self._buffers[width].scan(table, self._relative)
                 changed += int(table["found"].sum())
                 for k in np.flatnonzero(table["found"] > table["most"]).tolist():
-                    ranges += run[k][0].ranges(run[k][0].read(weights)[0])
+                    ranges += readers[k].ranges(readers[k].read(weights)[0])
                 continue
-            for reader, most in run:
-                new, old = reader.read(weights)
-                found = self._scan_slices(reader.tile, most, new, old)
+            for one in readers:
+                new, old = one.read(weights)
+                found = self._scan_slices(one.tile, one.most, new, old)
                 changed += found
-                ranges += reader.ranges(new) if found > most else []
-        return Scan(changed, self._total, Changes(tuple(self._sparse()), tuple(ranges)))
+                ranges += one.ranges(new) if found > one.most else []
+        return changed, dict(self._segments(start)), ranges
 
     def _scan_slices(self, tile: Tile, most: int, new: Bytes, old: Bytes) -> int:
         """Append the changes of a tile if they are at most ``most``; return their number."""
         before, found = [self._buffers[width].save() for width in tile.widths], 0
         for width in tile.widths:
-            runs = [(0, tile.nbytes)]  # nothing differs between slices
-            if len(tile.widths) > 1:
-                grouped = ((of, list(run)) for of, run in groupby(tile.slices, attrgetter("width")))
-                ends = [(run[0].start, run[-1].start + run[-1].nbytes) for of, run in grouped if of == width]
-                runs = [(start - tile.start, end - start) for start, end in ends]
             rows = [
-                _row(new.ctypes.data + at, old.ctypes.data + at, width, tile.start + at, size, size)
-                for at, size in runs
+                _row(new.ctypes.data + a, old.ctypes.data + a, width, tile.start + a, b - a, b - a)
+                for a, b in tile.runs[width]
             ]
             table = np.array(rows, kernels.TILE)
             self._buffers[width].scan(table, self._relative)
@@ -243,33 +239,17 @@ class _Group:
                 self._buffers[width].restore(saved)
         return found
 
-    def _sparse(self) -> Iterator[Sparse]:
-        for width in self._widths:
-            buffer = self._buffers[width]
+    def _segments(self, start: int) -> Iterator[tuple[int, Segment]]:
+        """Yield the changes of the group that begins at byte ``start``, by width."""
+        for width, buffer in self._buffers.items():
             if buffer.found:
                 units, values = buffer.take()
-                gaps = Gaps(self._start // width, buffer.last, units, buffer.found)
-                yield Sparse(width, (GapSegment(gaps, torch.from_numpy(values)),), self._relative)
-
-
-def _in_place(tile: Tile, most: int, weights: _Weights) -> tuple[int, ...]:
-    (one,) = tile.slices
-    new = weights.addresses[one.entry] + one.first * one.meta.dtype.itemsize
-    return _row(new, weights.snapshot.ctypes.data + tile.start, one.width, tile.start, tile.nbytes, most)
+                gaps = Gaps(start // width, buffer.last, units, buffer.found)
+                yield width, Segment(gaps, torch.from_numpy(values))
 
 
 def _row(new: int, old: int, width: int, start: int, nbytes: int, most: int) -> tuple[int, ...]:
     return new, old, nbytes // width, start // width, most, 0
-
-
-def _merged(scans: Sequence[Scan]) -> Scan:
-    parts, sparse = [part for one in scans for part in one.changes.sparse], list[Sparse]()
-    for width in sorted({part.width for part in parts}):
-        segments = tuple(part.segments[0] for part in parts if part.width == width)
-        sparse.append(Sparse(width, segments, parts[0].relative))
-    ranges = tuple(found for one in scans for found in one.changes.ranges)
-    changed, total = sum(one.changed for one in scans), sum(one.total for one in scans)
-    return Scan(changed, total, Changes(tuple(sparse), ranges))
 
 
 def _readable(part: torch.Tensor, dtype: torch.dtype) -> bool:

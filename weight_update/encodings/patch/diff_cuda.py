@@ -19,8 +19,8 @@ from typing import Literal
 import torch
 
 from weight_update.encodings.dense import copy_together
-from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, DeviceSegment, Segment, Sparse
-from weight_update.encodings.patch.diff_cpu import Scan, check_sizes
+from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Segment, Sparse
+from weight_update.encodings.patch.diff_cpu import DENSE_ABOVE, Scan, check_sizes
 from weight_update.encodings.patch.gaps_cuda import PART, DeviceGaps
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.wire.schema import WeightSchema
@@ -88,12 +88,10 @@ class CudaScanner:
         schema: WeightSchema,
         queues: Queues,
         tracked: Sequence[int] | None = None,
-        dense_above: float = 0.5,
         relative: bool = False,
         snapshot_device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
-        self._schema, self._queues, self._dense_above = schema, queues, dense_above
-        self._relative = relative
+        self._schema, self._queues, self._relative = schema, queues, relative
         self._fetches = snapshot_device == "cpu"
         self._tiles = list(cut(schema, tracked, TILE, TILE))
         size = max((tile.nbytes for tile in self._tiles), default=0)
@@ -117,7 +115,7 @@ class CudaScanner:
             here = _find(tile, new, old)
             count = sum(len(positions) for _, positions, _ in here)
             changed += count
-            if count > self._dense_above * tile.elements:
+            if count > DENSE_ABOVE * tile.elements:
                 ranges += [
                     ByteRange(tile.start + a, self._queues.store(new[a:b].clone())) for a, b in tile.filled
                 ]
@@ -125,7 +123,7 @@ class CudaScanner:
             for width, at, values in here:
                 if self._relative:
                     values = values - old.view(BITS[width])[at]
-                found.add(width, Segment(tile.start // width, at, values))
+                found.add(width, at + tile.start // width, values)
         changes = Changes(found.sparse(self._relative), tuple(ranges))
         self._queues.finish()
         return Scan(changed, sum(tile.elements for tile in self._tiles), changes)
@@ -153,14 +151,14 @@ class _Found:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, list[Segment]] = {}
-        self._coded: dict[int, list[DeviceSegment]] = {}
+        self._waiting: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # positions and values
+        self._coded: dict[int, list[Segment]] = {}
 
-    def add(self, width: int, segment: Segment) -> None:
-        """Add changes that follow those added before; offsets are int64."""
+    def add(self, width: int, positions: torch.Tensor, values: torch.Tensor) -> None:
+        """Add changes that follow those added before; positions are int64."""
         waiting = self._waiting.setdefault(width, [])
-        waiting.append(segment)
-        if sum(len(one.values) for one in waiting) >= PART:
+        waiting.append((positions, values))
+        if sum(len(one) for one, _ in waiting) >= PART:
             self._code(width)
 
     def sparse(self, relative: bool) -> tuple[Sparse, ...]:
@@ -172,9 +170,8 @@ class _Found:
     def _code(self, width: int) -> None:
         waiting, coded = self._waiting.pop(width), self._coded.setdefault(width, [])
         first = coded[-1].gaps.last + 1 if coded else 0  # so that the units of all segments can be joined
-        offsets = torch.cat([one.offsets + (one.first - first) for one in waiting])
-        values = torch.cat([one.values for one in waiting])
-        coded.append(DeviceSegment(DeviceGaps.of(first, offsets), values))
+        positions, values = map(torch.cat, zip(*waiting, strict=True))
+        coded.append(Segment(DeviceGaps.of(first, positions - first), values))
 
 
 def _find(tile: Tile, new: torch.Tensor, old: torch.Tensor) -> list[ElementDiff]:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from weight_update.encodings.dense import SIGNED
 from weight_update.encodings.patch.arrays import ArrayWriter, narrowest
-from weight_update.encodings.patch.changes import DeviceSegment, Sparse
+from weight_update.encodings.patch.changes import Sparse
 from weight_update.encodings.patch.format import PatchOptions
 from weight_update.encodings.patch.gaps import UNITS
-from weight_update.encodings.patch.gaps_cuda import SIGNED, gaps_of, units_needed, units_of
+from weight_update.encodings.patch.gaps_cuda import DeviceGaps, gaps_of, units_needed, units_of
 from weight_update.encodings.patch.positions_coo import Grid
 from weight_update.wire.schema import WeightSchema
 
@@ -50,9 +51,11 @@ def _add_integers(out: ArrayWriter, arrays: Sequence[Tensor]) -> None:
 
 def _add_positions(out: ArrayWriter, part: Sparse) -> None:
     """Add gaps; those that a scan coded already are joined, unless wider units may take fewer bytes."""
-    coded = [one.gaps.units for one in part.segments if isinstance(one, DeviceSegment)]
+    coded = [one.gaps.units for one in part.segments if isinstance(one.gaps, DeviceGaps)]
     coded = [units for units in coded if units.itemsize == UNITS[0]]
-    if len(coded) == len(part.segments) and sum(map(len, coded)) <= UNITS[1] * len(part):
+    starts = [0, *(one.gaps.last + 1 for one in part.segments)]
+    follow = all(one.gaps.first == start for one, start in zip(part.segments, starts, strict=False))
+    if follow and len(coded) == len(part.segments) and sum(map(len, coded)) <= UNITS[1] * len(part):
         _add(out, torch.cat(coded), UNITS[0])
     else:
         _add_gaps(out, part.positions)

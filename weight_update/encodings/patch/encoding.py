@@ -175,8 +175,7 @@ class PatchTracker(Tracker[Scan]):
             raise ValueError("snapshot_device='cuda' needs weights on a GPU; use 'cpu' here")
         self._start(gpu)
         views, own = self._schema.views(self._flat), self._schema.distinct
-        if own:
-            copy_tensors([views[i] for i in own], [tensors[i] for i in own], "encoding weights")
+        copy_tensors([views[i] for i in own], [tensors[i] for i in own], "encoding weights")
         await_stream(self._flat)  # another stream may read it next
 
     def _start(self, gpu: torch.device | None) -> None:

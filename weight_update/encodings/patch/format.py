@@ -21,13 +21,12 @@ import torch
 from weight_update.compression import Compression
 from weight_update.encodings.base import CPU, Lend
 from weight_update.encodings.patch.arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
-from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, GapSegment, Segment, Sparse
+from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Segment, Sparse
 from weight_update.encodings.patch.decode_cuda import read_sparse
 from weight_update.encodings.patch.gaps import UNITS, cut_units, merge_gaps, most_units
 from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode_coo, require_increasing
 from weight_update.encodings.patch.values import decode_steps, encode_steps
 from weight_update.errors import FormatError
-from weight_update.threads import in_threads, threads_for
 from weight_update.wire.schema import WeightSchema
 
 _HEAD = struct.Struct("<4sBBBBIIqq")
@@ -110,9 +109,7 @@ class Patch(Changes):
 
     def kept(self) -> Patch:
         """Return the same patch without views into its payload."""
-        sparse = (replace(part, segments=tuple(one.kept() for one in part.segments)) for part in self.sparse)
-        ranges = (replace(one, data=one.data.clone()) for one in self.ranges)
-        return replace(self, sparse=tuple(sparse), ranges=tuple(ranges))
+        return self.map(lambda tensor: tensor.clone() if tensor.is_cpu else tensor)
 
 
 def add_on_cpu(out: ArrayWriter, part: Sparse, schema: WeightSchema, options: PatchOptions) -> None:
@@ -120,9 +117,7 @@ def add_on_cpu(out: ArrayWriter, part: Sparse, schema: WeightSchema, options: Pa
     if options.layout == "coo":
         encode_coo(out, part.positions.numpy(), Grid.of(schema, part.width), options.delta)
     elif options.delta:
-        shares = part.shares()
-        todo = sum(len(one.offsets) for one in shares if isinstance(one, Segment))
-        out.join(merge_gaps(in_threads(lambda one: one.gaps, shares, threads_for(todo))))
+        out.join(merge_gaps([one.cpu_gaps for one in part.segments]))
     else:
         out.integers(part.positions.numpy())
     write_values = encode_steps if part.relative else ArrayWriter.join
@@ -216,9 +211,10 @@ def _decode_sparse(
     else:
         gaps = cut_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
         each = torch.split(_decode_values(arrays, count, width, head.relative), [one.count for one in gaps])
-        return Sparse(width, tuple(map(GapSegment, gaps, each)), head.relative)
+        return Sparse(width, tuple(map(Segment, gaps, each)), head.relative)
     values = _decode_values(arrays, count, width, head.relative)
-    return Sparse.of(width, torch.from_numpy(positions).to(device), values.to(device), head.relative)
+    found = Sparse.of(width, torch.from_numpy(positions), values, head.relative)
+    return found.map(lambda tensor: tensor.to(device))
 
 
 def _decode_values(arrays: ArrayReader, count: int, width: int, relative: bool) -> torch.Tensor:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
 
+from weight_update.encodings.dense import SIGNED
 from weight_update.encodings.patch.arrays import Array
 from weight_update.encodings.patch.gaps import SPARSE, Gaps, escape_of, join_units
 from weight_update.errors import FormatError
-
-SIGNED: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Signed integer dtype by size in bytes; torch computes with few unsigned ones."""
 
 PART = 1 << 22
 """Units, or positions, that are computed with at a time: this takes up to 50 bytes of memory for each."""
@@ -55,9 +52,15 @@ class DeviceGaps:
             sums = sums[units != escape_of(self.units.itemsize)]
         return sums.add_(torch.arange(self.count, device=sums.device))
 
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Gaps:
-        """Return the same positions on the CPU, to which ``move`` copies a tensor."""
-        units = move(self.units).numpy()
+    @classmethod
+    def view(cls, gaps: Gaps) -> DeviceGaps:
+        """Return the same positions in the same memory, on the CPU."""
+        signed = gaps.units.view(f"i{gaps.units.itemsize}")
+        return cls(gaps.first, gaps.last, torch.from_numpy(signed), gaps.count)
+
+    def cpu(self) -> Gaps:
+        """Return the same positions on the CPU."""
+        units = self.units.cpu().numpy()
         return Gaps(self.first, self.last, units.view(f"u{units.itemsize}"), self.count)
 
 

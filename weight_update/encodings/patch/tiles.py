@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -65,9 +67,19 @@ class Tile:
         return sum(one.nbytes // one.width for one in self.slices)
 
     @functools.cached_property
+    def runs(self) -> dict[int, list[tuple[int, int]]]:
+        """Starts and stops, in bytes of the tile, of ranges without slices of another width, by width."""
+        out: dict[int, list[tuple[int, int]]] = {}
+        for width, run in itertools.groupby(self.slices, attrgetter("width")):
+            slices = list(run)
+            stop = slices[-1].start + slices[-1].nbytes
+            out.setdefault(width, []).append((slices[0].start - self.start, stop - self.start))
+        return out
+
+    @functools.cached_property
     def widths(self) -> tuple[int, ...]:
         """Widths of elements that occur, ascending."""
-        return tuple(sorted({one.width for one in self.slices}))
+        return tuple(sorted(self.runs))
 
     @functools.cached_property
     def filled(self) -> list[tuple[int, int]]:

@@ -56,17 +56,22 @@ def decode_steps(arrays: ArrayReader, count: int, width: int) -> Array:
 
 def _decode_plane(arrays: ArrayReader, count: int) -> Array | None:
     """Read one byte for each of ``count`` steps; None if all of them are zero."""
-    where = arrays.at_most(most_units(count, count), UNITS)
-    part = arrays.at_most(count, (1,))
+    where, part = read_plane(arrays, count)
     if where.size:
         plane = np.zeros(count, np.uint8)
         plane[join_units(where, part.size, count)] = part
         return plane
-    require_plane(part, count)
     return part if part.size else None
 
 
-def require_plane(part: Array, count: int) -> None:
-    """Raise FormatError unless ``part`` can be a plane of ``count`` steps that is written as a whole."""
-    if part.size not in (0, count):
+def read_plane(arrays: ArrayReader, count: int) -> tuple[Array, Array]:
+    """Read the two arrays of a plane of ``count`` steps, as :func:`encode_steps` writes them.
+
+    Raises:
+        FormatError: the first one is empty, and the second one is neither empty nor a whole plane.
+    """
+    where = arrays.at_most(most_units(count, count), UNITS)
+    part = arrays.at_most(count, (1,))
+    if not where.size and part.size not in (0, count):
         raise FormatError(f"a plane of a patch has {part.size} bytes, not {count}")
+    return where, part
