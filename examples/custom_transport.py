@@ -136,7 +136,7 @@ def is_over(place: Path) -> bool:
 
 
 class FileScheme(WeightSyncScheme):
-    """Workers get their weights from files in a directory that the trainer and all workers see."""
+    """A scheme whose workers get their weights from files in a directory that all processes see."""
 
     def __init__(self, directory: str | Path, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -196,7 +196,7 @@ class PipeTransport(ReconnectingLink[PipeConnection]):
 
 
 class PipeListener(JoinListener[PipeTransport]):
-    """Accepts workers at an address in a directory that only this user may enter."""
+    """A listener at an address in a directory that only this user may enter."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -217,7 +217,7 @@ class PipeListener(JoinListener[PipeTransport]):
 
 
 class PipeScheme(WeightSyncScheme):
-    """Workers on this machine get their weights through pipes."""
+    """A scheme whose workers, on this machine, get their weights through pipes."""
 
     address: str
 
