@@ -143,7 +143,7 @@ class BatchQueue(Substitute):
         self.lost: dict[int, str] = {}
         self._processes = processes
         self._reader = _Reader(batches)
-        self._in_rounds, self._may_lose, self._limit = in_rounds, may_lose, frames_timeout
+        self._in_rounds, self._may_lose = in_rounds, may_lose
         self._waits = WaitingTimes(frames_timeout)
         self._missing = set(range(len(processes)))
         self._unread: set[int] = set()  # lost workers, each of which may have left a batch in the queue
@@ -183,7 +183,7 @@ class BatchQueue(Substitute):
             except SyncTimeoutError as error:
                 raise WorkersLateError(error) from None
         for idx in set(self._waits.late) - gone.keys():
-            gone[idx] = f"has made no batch in {self._limit:g} s of waiting, and was killed"
+            gone[idx] = f"has made no batch in {self._waits.limit:g} s of waiting, and was killed"
             self._processes[idx].kill()
             self._processes[idx].join(_EXIT_SECONDS)
         for idx, why in gone.items():

@@ -73,15 +73,13 @@ class LLMCollector(torchrl.collectors.llm.LLMCollector, _WithSchemes):
     @property
     def rollout(self) -> Any:
         """The function that collects a batch, as in TorchRL."""
-        connected = self._connected()
-        if connected != self._installed:
-            self._install_policy_call(connected)
+        self._install_policy_call()
         return super().rollout
 
     def get_model(self, model_id: str) -> Any:
         """Return a model by id, as in TorchRL."""
         return self._wrapped_policy_uncompiled if model_id == "policy" else super().get_model(model_id)
 
-    def _install_policy_call(self, schemes: dict[str, WeightSyncScheme]) -> None:
-        super()._install_policy_call(schemes)
+    def _install_policy_call(self) -> None:
+        super()._install_policy_call()
         self.policy = self._wrapped_policy_maybe_compiled  # which TorchRL's LLMCollector calls

@@ -30,7 +30,6 @@ from collectors.updating import WithWorkers
 from collectors.versions import KEY, FrameVersion, VersionSource, policy_scheme, stamp, writes_version
 from collectors.weight_update import SchemeUpdater, make_updater
 from weight_update import (
-    LifecycleError,
     SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncReport,
@@ -252,12 +251,6 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             return True
         process = self.procs[worker_idx]
         return not process._closed and bool(process.is_alive())
-
-    def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
-        raise LifecycleError(
-            "this collector has no weight_sync_schemes, so it cannot reach the policies of its workers; with "
-            'policy_factory, give weight_sync_schemes={"policy": SharedMemWeightSyncScheme()}'
-        )
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True

@@ -116,8 +116,8 @@ class ProcessGroupCollector(Launched):
 
     def _example(self) -> TensorDictBase:
         """Return an example batch, collected in this process."""
-        known = inspect.signature(torchrl.collectors.Collector.__init__).parameters
-        here = {"weight_recv_schemes", "weight_sync_schemes", "worker_idx"}
+        known = set(inspect.signature(torchrl.collectors.Collector.__init__).parameters)
+        known -= {"weight_recv_schemes", "weight_sync_schemes", "worker_idx"}
         options = {key: value for key, value in self.collector_kwargs[0].items() if key in known}
         kind, frames, stacked = self.collector_class, self._frames_per_batch_corrected, 0
         if issubclass(kind, torchrl.collectors.MultiCollector):
@@ -134,7 +134,7 @@ class ProcessGroupCollector(Launched):
             frames_per_batch=frames,
             total_frames=-1,
             split_trajs=False,
-            **{key: value for key, value in options.items() if key not in here},
+            **options,
         )
         try:
             batch: TensorDictBase = next(iter(collector))

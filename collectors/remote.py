@@ -18,7 +18,7 @@ from collectors.single import Collector
 from collectors.updating import WithWorkers
 from collectors.versions import policy_scheme
 from collectors.weight_update import SchemeUpdater, make_updater
-from weight_update import LifecycleError, SharedMemWeightSyncScheme, SyncReport, WeightSyncScheme
+from weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
 
 
 class Remote(WithWorkers, torchrl.collectors.BaseCollector):
@@ -139,11 +139,6 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
         self._disown()
         self._weight_sync_schemes = self._schemes or None  # TorchRL drops them, but they can report errors
         super()._end_schemes()
-
-    def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
-        raise LifecycleError(
-            "this collector has no weight_sync_schemes, so it cannot reach the policies of its workers"
-        )
 
 
 def inner_class(collector_class: Any, num_workers_per_collector: int) -> Any:

@@ -189,9 +189,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
 
     def rollout(self) -> TensorDictBase | None:
         """Collect a batch, as in TorchRL."""
-        connected = self._connected()
-        if connected != self._installed:
-            self._install_policy_call(connected)
+        self._install_policy_call()
         rollout: TensorDictBase | None = super().rollout()
         return rollout
 
@@ -199,7 +197,11 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         """Return the receivers that get updates."""
         return {key: one for key, one in real(self._receivers).items() if one.synchronized_on_receiver}
 
-    def _install_policy_call(self, schemes: dict[str, WeightSyncScheme]) -> None:
+    def _install_policy_call(self) -> None:
+        """Have the policy called with the receivers that are connected now, if these have changed."""
+        schemes = self._connected()
+        if schemes == self._installed:
+            return
         policy = run = self._wrapped_policy_uncompiled
         unhooked: list[WeightSyncScheme] = []
         if self.compiled_policy or self.cudagraphed_policy:

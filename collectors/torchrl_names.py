@@ -189,29 +189,18 @@ except ValueError:  # a module without a spec takes its place
 if not _found:
     raise ImportError('collectors needs torchrl: pip install "weight-update[collectors]"', name="torchrl")
 try:
-    from torchrl._comm.backends import (
-        _contextual_backend_error as contextual_backend_error,
-    )
-    from torchrl._comm.backends import (
-        _get_service_backend as get_service_backend,
-    )
-    from torchrl._comm.backends import (
-        normalize_service_backend,
-    )
+    from torchrl._comm import backends
     from torchrl.collectors import Collector, MultiCollector
-    from torchrl.collectors.distributed.default_configs import (
-        DEFAULT_TENSORPIPE_OPTIONS as tensorpipe_options,
-    )
-    from torchrl.collectors.distributed.generic import (
-        MAX_TIME_TO_CONNECT as connect_timeout,
-    )
-    from torchrl.collectors.distributed.generic import (
-        _node_init_dist as join_group,
-    )
-    from torchrl.collectors.distributed.generic import (
-        _run_collector as run_collector,
-    )
-except ImportError as error:
+    from torchrl.collectors.distributed import default_configs, generic
+
+    contextual_backend_error = backends._contextual_backend_error
+    get_service_backend = backends._get_service_backend
+    normalize_service_backend = backends.normalize_service_backend
+    tensorpipe_options = default_configs.DEFAULT_TENSORPIPE_OPTIONS
+    connect_timeout = generic.MAX_TIME_TO_CONNECT
+    join_group = generic._node_init_dist
+    run_collector = generic._run_collector
+except (ImportError, AttributeError) as error:
     raise ImportError(_refusal(str(error)), name="torchrl") from error
 
 CollectorMeta: Any = type(Collector)

@@ -11,7 +11,7 @@ from typing import Any
 from collectors.closing import close_all
 from collectors.observing import Observed
 from collectors.requests import Request, group_once, require_ours, send
-from weight_update import SyncReport, WeightSyncScheme
+from weight_update import LifecycleError, SyncReport, WeightSyncScheme
 
 
 class Updating(Observed):
@@ -125,6 +125,12 @@ class WithWorkers(Updating):
         torchrl_collector: Any = super()
         torchrl_collector.register_scheme_receiver(
             weight_recv_schemes, synchronize_weights=synchronize_weights
+        )
+
+    def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
+        raise LifecycleError(
+            "this collector has no weight_sync_schemes, so it cannot reach the policies of its workers; if "
+            'these have weights, give weight_sync_schemes={"policy": scheme}'
         )
 
     def _disown(self) -> None:

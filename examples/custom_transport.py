@@ -1,20 +1,29 @@
-"""A transport that nobody ships: chunks travel as files in a directory.
+"""Two transports of your own: through files in a directory, and through pipes of ``multiprocessing``.
 
-Below are the transport, its scheme, and a trainer with two workers in processes of their own. Frames check
-themselves, the base classes count versions, apply updates and let workers come back, so a transport only has
-to move chunks, in order.
+Below are both transports with their schemes, and a trainer with two workers in processes of their own. A
+transport only moves chunks, in order. The base classes check them, count versions, apply updates and let
+workers come back.
 
-    python examples/custom_transport.py
+Files need no listener. A directory sends no signal, so the end that waits for a file looks again and again.
+Pipes have a listener that workers connect to, also late ones with indices that the trainer did not know. The
+end of a process is noticed at once.
+
+    python examples/custom_transport.py --transport pipes
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import os
+import socket
+import struct
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -23,12 +32,23 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 
-from weight_update import LinkClosedError, ReconnectingLink, WeightChunk, WeightSyncScheme
+from weight_update import (
+    JoinListener,
+    LinkClosedError,
+    ReconnectingLink,
+    TransportBackend,
+    WeightChunk,
+    WeightSyncScheme,
+)
 
 LOOK_SECONDS = 0.002
+HELLO_SECONDS = 5.0
 
 
-# [transport]
+# -- through files, without a listener -----------------------------------------------------------------
+
+
+# [files]
 class FileConnection:
     """A directory with a numbered file for each chunk, which is deleted when it is read."""
 
@@ -84,7 +104,7 @@ class FileTransport(ReconnectingLink[FileConnection]):
             mark_closed(self.directory)  # no worker waits any more
 
 
-# [end of transport]
+# [end of files]
 def appears(path: Path, timeout: float | None, ended: Callable[[], bool]) -> bool:
     """Wait until ``path`` exists. A directory sends no signal, so this looks again and again.
 
@@ -116,7 +136,7 @@ def is_over(place: Path) -> bool:
 
 
 class FileScheme(WeightSyncScheme):
-    """Workers get their weights from files in a directory that the trainer and all workers see."""
+    """A scheme whose workers get their weights from files in a directory that all processes see."""
 
     def __init__(self, directory: str | Path, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -124,6 +144,91 @@ class FileScheme(WeightSyncScheme):
 
     def create_transport(self, *, worker_idx: int, end: str) -> FileTransport:
         return FileTransport(self.directory / f"worker-{worker_idx}", end)
+
+
+# -- through pipes, with a listener --------------------------------------------------------------------
+
+
+# [pipes]
+class PipeConnection:
+    """A pipe, and the socket under it: it can end a wait that is too long, or wake a thread that waits."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+        self.limit(socket.SO_RCVTIMEO, HELLO_SECONDS)  # between the pieces of one chunk
+
+    def socket(self) -> socket.socket:
+        return socket.socket(fileno=os.dup(self.pipe.fileno()))
+
+    def limit(self, option: int, seconds: float) -> None:
+        with self.socket() as sock:
+            sock.setsockopt(
+                socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+            )
+
+    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
+        self.limit(socket.SO_SNDTIMEO, 0.0 if timeout is None else max(timeout, 1e-3))  # 0 is no limit
+        self.pipe.send_bytes(chunk.encode())
+
+    def recv(self, timeout: float | None, allocate: Any) -> WeightChunk | None:
+        if not self.pipe.poll(timeout):
+            return None
+        return WeightChunk.decode(self.pipe.recv_bytes(), allocate)
+
+    def close(self) -> None:
+        with suppress(OSError), self.socket() as sock:  # the descriptor goes with the last reference
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+class PipeTransport(ReconnectingLink[PipeConnection]):
+    """One end of a link through a pipe.
+
+    Args:
+        address: address of the listener; none makes a sender's end.
+    """
+
+    def __init__(self, address: str = "") -> None:
+        super().__init__(joins=address != "")
+        self.address = address
+
+    def connect(self, timeout: float | None) -> PipeConnection:
+        return PipeConnection(Client(self.address))
+
+
+class PipeListener(JoinListener[PipeTransport]):
+    """A listener at an address in a directory that only this user may enter."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.listener = Listener(family="AF_UNIX", backlog=128)
+        self.address = self.listener.address
+
+    def accept(self) -> tuple[PipeConnection, WeightChunk | None]:
+        connection = PipeConnection(self.listener.accept())
+        return connection, connection.recv(HELLO_SECONDS, None)
+
+    def wake(self) -> None:
+        with suppress(OSError):  # it was closed before
+            Client(self.address).close()
+        self.listener.close()
+
+
+# [end of pipes]
+
+
+class PipeScheme(WeightSyncScheme):
+    """A scheme whose workers, on this machine, get their weights through pipes."""
+
+    address: str
+
+    def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
+        links = super().open_sender(workers, ctx)
+        listener = PipeListener(self.token, links, self.newcomers())
+        self.listener, self.address = listener, listener.address  # the address travels with the scheme
+        return links
+
+    def create_transport(self, *, worker_idx: int, end: str) -> PipeTransport:
+        return PipeTransport("" if end == "sender" else self.address)
 
 
 # -- demonstration -------------------------------------------------------------------------------------
@@ -139,7 +244,7 @@ def checksum(model: nn.Module) -> float:
     return sum(parameter.double().sum().item() for parameter in model.parameters())
 
 
-def work(scheme: FileScheme, index: int, results: Queue) -> None:
+def work(scheme: WeightSyncScheme, index: int, results: Queue) -> None:
     torch.set_num_threads(1)
     model = make_model()
     with scheme:
@@ -151,9 +256,15 @@ def work(scheme: FileScheme, index: int, results: Queue) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--transport", choices=["files", "pipes"], default="files")
+    transport = parser.parse_args().transport
     context, model = mp.get_context("spawn"), make_model()
     results = context.Queue()
-    with tempfile.TemporaryDirectory() as directory, FileScheme(directory) as scheme:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        FileScheme(directory) if transport == "files" else PipeScheme() as scheme,
+    ):
         scheme.init_on_sender(model=model, num_workers=WORKERS)
         workers = [
             context.Process(target=work, args=(scheme, idx, results), daemon=True) for idx in range(WORKERS)

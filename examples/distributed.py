@@ -22,7 +22,7 @@ from weight_update import DistributedWeightSyncScheme, TransportError, WeightStr
 
 
 def make_policy() -> nn.Module:
-    """A policy; its first weights differ from rank to rank."""
+    """Return a policy, whose first weights differ from rank to rank."""
     return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 4))
 
 
@@ -60,13 +60,16 @@ def work(options: argparse.Namespace, idx: int) -> None:
 
 
 def make_scheme(options: argparse.Namespace) -> DistributedWeightSyncScheme:
-    """The same on every rank; the store of the default process group tells workers where the trainer is."""
+    """Return a scheme, from the same arguments on every rank.
+
+    The store of the default process group tells workers the address of the trainer.
+    """
     strategy = WeightStrategy(encoding=options.encoding)
     return DistributedWeightSyncScheme(strategy=strategy, address=options.address)
 
 
 def main() -> None:
-    """Rank 0 trains, the others work."""
+    """Train on rank 0, and work on the others."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--address", default="127.0.0.1", help="of the trainer's network interface")

@@ -47,7 +47,7 @@ class Transformer(nn.Module):
 
 
 def make_scheme(group: dist.ProcessGroup | None = None) -> DistributedWeightSyncScheme:
-    """The same on every rank; ``group`` matters to the trainers only."""
+    """Return a scheme, the same on every rank; only the trainers need to give ``group``."""
     strategy = WeightStrategy(
         encoding=BucketEncoding(bucket_size=256 << 10),
         max_in_flight=2,  # a bucket travels while the next one is put together
@@ -57,7 +57,7 @@ def make_scheme(group: dist.ProcessGroup | None = None) -> DistributedWeightSync
 
 
 def train(updates: int, workers: int, group: dist.ProcessGroup) -> None:
-    """One rank of the trainer: all ranks of ``group`` run this."""
+    """Run one rank of the trainer; all ranks of ``group`` call this."""
     torch.manual_seed(0)
     policy = Transformer()
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -101,7 +101,7 @@ def work(idx: int) -> None:
 
 
 def main() -> None:
-    """The first ranks train, the others work."""
+    """Train on the first ranks, and work on the others."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--updates", type=int, default=20)

@@ -45,7 +45,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of ``(batch, heads, time, size)``."""
+    """Apply a rotary embedding to ``(batch, heads, time, size)``."""
     half = x.shape[-1] // 2
     angles = torch.arange(x.shape[2])[:, None] * 1e4 ** (-torch.arange(half) / half)
     a, b = x.chunk(2, dim=-1)
@@ -53,7 +53,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention with grouped queries; ``(batch, time, heads * size)`` in and out."""
+    """Compute causal attention with grouped queries; ``(batch, time, heads * size)`` in and out."""
     q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (q, k, v))
     many = [part.repeat_interleave(HEADS // GROUPS, dim=1) for part in (rotate(k), v)]
     out = F.scaled_dot_product_attention(rotate(q), *many, is_causal=True)
@@ -115,7 +115,7 @@ class Fused(nn.Module):
 
 
 def problems(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Rows of BEGIN, digits, EQUALS, the digits in reverse."""
+    """Return rows of BEGIN, digits, EQUALS, the digits in reverse."""
     digits = torch.randint(0, 10, (count, DIGITS), generator=generator)
     begin, equals = (torch.full((count, 1), token) for token in (BEGIN, EQUALS))
     return torch.cat([begin, digits, equals, digits.flip(1)], dim=1)

@@ -39,7 +39,7 @@ def make_critic(inputs: int = 4) -> nn.Module:
 
 
 def learn(step: int, *models: nn.Module) -> None:
-    """Stands for learning; what a model answers is then the number of the step."""
+    """Stand in for learning: each model then answers with the number of the step."""
     with torch.no_grad():
         for model in models:
             for parameter in model.parameters():
@@ -121,7 +121,7 @@ def by_hand() -> None:
 
 
 class StateValue(Transform):
-    """Lets the critic judge each observation where it is made."""
+    """A transform by which the critic judges each observation where it is made."""
 
     def __init__(self, critic: nn.Module) -> None:
         super().__init__(in_keys=["observation"], out_keys=["state_value"])
@@ -189,7 +189,7 @@ def through_collector() -> None:
 
 
 def show(batch: TensorDictBase) -> None:
-    """Which step made the frames of each worker; there is exactly one, or this raises."""
+    """Print the step that made the frames of each worker; raise if there are several."""
     for index, frames in enumerate(batch):
         (actor,) = frames["scores"].unique().tolist()
         (critic,) = frames["next", "state_value"].unique().tolist()

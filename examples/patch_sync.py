@@ -33,7 +33,7 @@ WARMUP_RATE, RATE = 1e-3, 3e-6
 
 
 class Sorter(nn.Module):
-    """Reads ``[batch, time]`` tokens, gives ``[batch, time, 10]`` logits of the digit that follows each."""
+    """A model that gives ``[batch, time, 10]`` logits of the digit after each of ``[batch, time]`` tokens."""
 
     def __init__(self, width: int = 128, layers: int = 3) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class Sorter(nn.Module):
 
 
 def make_task(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts ``[count, DIGITS + 1]`` and what should follow them ``[count, DIGITS]``."""
+    """Return prompts ``[count, DIGITS + 1]`` and the right answers ``[count, DIGITS]``."""
     digits = torch.randint(0, 10, (count, DIGITS))
     return functional.pad(digits, (0, 1), value=SEPARATOR), digits.sort(-1).values
 
 
 def log_probs(model: Sorter, tokens: torch.Tensor) -> torch.Tensor:
-    """Of each digit of the answers in ``tokens``: ``[batch, DIGITS]``."""
+    """Return the log probability of each digit of the answers in ``tokens``: ``[batch, DIGITS]``."""
     logits = model(tokens[:, :-1])[:, DIGITS:].log_softmax(-1)
     return logits.gather(-1, tokens[:, DIGITS + 1 :, None]).squeeze(-1)
 
@@ -76,7 +76,7 @@ def work(index: int, scheme: MultiProcessWeightSyncScheme, rollouts: Queue, fina
 
 @torch.no_grad()
 def rollout(model: Sorter) -> tuple[list[list[int]], list[float]]:
-    """Prompts with sampled answers, and the share of digits that are right in each."""
+    """Return prompts with sampled answers, and the share of right digits in each."""
     tokens, right = (each.repeat_interleave(TRIES, 0) for each in make_task(PROMPTS))
     for _ in range(DIGITS):
         chances = model(tokens)[:, -1].float().softmax(-1)
@@ -86,7 +86,7 @@ def rollout(model: Sorter) -> tuple[list[list[int]], list[float]]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Of all bits of the model's weights in bf16."""
+    """Return a hash of all bits of the model's weights in bf16."""
     found = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         found.update(name.encode() + tensor.bfloat16().contiguous().view(torch.uint8).numpy().tobytes())

@@ -21,12 +21,12 @@ from weight_update import RayModuleTransformScheme
 
 
 def make_model() -> TensorDictModule:
-    """Scores an observation."""
+    """Return a model that scores an observation."""
     return TensorDictModule(nn.Linear(4, 1), in_keys=["observation"], out_keys=["score"])
 
 
 def with_score(spec: Composite) -> Composite:
-    """The observations of the environment and the score."""
+    """Add the score to the observations of the environment."""
     spec["score"] = Unbounded(1)
     return spec
 

@@ -25,7 +25,7 @@ from weight_update import RayWeightSyncScheme, SyncFailedError
 
 
 def make_policy() -> nn.Module:
-    """Logits of the two actions."""
+    """Return a policy that gives the logits of the two actions."""
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
 
 
@@ -72,7 +72,7 @@ class Player:
 
 
 def learn(policy: nn.Module, optimizer: torch.optim.Optimizer, episodes: list[Episode]) -> float:
-    """One step of REINFORCE; returns the mean return of an episode."""
+    """Take one step of REINFORCE, and return the mean return of an episode."""
     to_go = [episode.rewards.flip(0).cumsum(0).flip(0) for episode in episodes]
     gain = torch.cat(to_go)
     gain = (gain - gain.mean()) / (gain.std() + 1e-6)
@@ -87,7 +87,7 @@ def learn(policy: nn.Module, optimizer: torch.optim.Optimizer, episodes: list[Ep
 
 
 def send(scheme: RayWeightSyncScheme) -> str:
-    """Update all players; says how long it took, or who did not get it."""
+    """Update all players; return the time that it took, or the players that did not get it, as text."""
     try:
         report = scheme.send()
     except SyncFailedError as error:
@@ -97,7 +97,7 @@ def send(scheme: RayWeightSyncScheme) -> str:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until it is true, but not for ever."""
+    """Wait until ``condition()`` is true, at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

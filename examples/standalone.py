@@ -58,7 +58,7 @@ def work(scheme: WeightSyncScheme, index: int, results: Queue) -> None:
 
 
 def rollout(policy: nn.Module, scheme: WeightSyncScheme, hold: bool) -> list[int]:
-    """A few steps; returns the version that chose the action of each."""
+    """Take a few steps; return the version that chose the action of each."""
     versions = []
     with scheme.hold() if hold else nullcontext():
         for _ in range(ROLLOUT_STEPS):
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def learn(policy: nn.Module) -> None:
-    """Stands for a step of the optimizer. No worker sees it before it is sent."""
+    """Stand in for a step of the optimizer, which no worker sees before it is sent."""
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.01)

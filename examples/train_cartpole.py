@@ -135,7 +135,7 @@ class History:
 
     @property
     def mean_return(self) -> float:
-        """Of the latest episodes; 0 before the first one ended."""
+        """Mean return of the latest episodes; 0 before the first one ended."""
         return statistics.fmean(self.returns[-EPISODES:] or [0.0])
 
     @property
@@ -169,7 +169,7 @@ def cost_table(history: History) -> str:
 
 
 def plot(history: History, title: str, path: Path) -> None:
-    """Return and synchronization time over frames."""
+    """Plot return and synchronization time over frames."""
     import matplotlib as mpl  # here, because workers import this file too
 
     mpl.use("Agg")

@@ -188,9 +188,9 @@ def test_multiple_models() -> None:
 
 
 @SPAWN
-@pytest.mark.parametrize("name", ["custom_transport.py", slow("custom_listener.py")])
-def test_custom_transports(name: str, quick_spawn: bool) -> None:
-    lines = succeed(name, quick_spawn=quick_spawn).splitlines()
+@pytest.mark.parametrize("transport", ["files", slow("pipes")])
+def test_custom_transports(transport: str, quick_spawn: bool) -> None:
+    lines = succeed("custom_transport.py", "--transport", transport, quick_spawn=quick_spawn).splitlines()
     assert [line.partition(":")[0] for line in lines[:3]] == ["version 1", "version 2", "version 3"]
     assert lines[3:] == [f"worker {index}: version 3, the trainer's weights" for index in range(2)]
 

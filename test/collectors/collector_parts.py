@@ -1,11 +1,13 @@
 """Environment and policies of these tests; importable by workers."""
 
 import contextlib
+import multiprocessing
 
 import torch
 from background import repeating
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
+from torch import multiprocessing as torch_multiprocessing
 from torch import nn
 from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import EnvBase
@@ -56,6 +58,12 @@ class Env(EnvBase):
 
     def _set_seed(self, seed):
         pass
+
+
+def use_forkserver():
+    """Have workers of this program forked from a server that has imported everything."""
+    multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs", "collectors"])
+    torch_multiprocessing.set_start_method("forkserver", force=True)
 
 
 def make_policy(value=0.0):

@@ -1,3 +1,5 @@
+import contextlib
+
 import interpreters
 import pytest
 from torch import multiprocessing as torch_multiprocessing
@@ -11,3 +13,16 @@ def quick_workers():
     torch_multiprocessing.set_start_method("forkserver", force=True)
     yield
     torch_multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.fixture
+def made():
+    """Make collectors by their class and arguments; shut them down when the test ends."""
+    with contextlib.ExitStack() as stack:
+
+        def make(cls, *args, **options):
+            collector = cls(*args, **options)
+            stack.callback(collector.shutdown)
+            return collector
+
+        yield make

@@ -97,10 +97,12 @@ def test_a_worker_with_a_policy_factory_and_no_way_to_its_workers_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:Using WeightUpdaterBase is deprecated:DeprecationWarning")
-def test_an_updater_of_torchrl_in_one_process():
+def test_an_updater_of_torchrl_in_one_process(made):
     policy = make_policy()
     updater = torchrl.collectors.VanillaWeightUpdater(policy_weights=TensorDict.from_module(policy).data)
-    collector = Collector(Env, policy, frames_per_batch=8, total_frames=-1, weight_updater=updater, **OPTIONS)
+    collector = made(
+        Collector, Env, policy, frames_per_batch=8, total_frames=-1, weight_updater=updater, **OPTIONS
+    )
     frames = iter(collector)
     assert collector.update_policy_weights_(weights_of(3.0)) is None
     data = next(frames)
@@ -108,16 +110,16 @@ def test_an_updater_of_torchrl_in_one_process():
     assert data["policy_version"].unique().tolist() == [1]
     with pytest.raises(ValueError, match="serves one model"):
         collector.update_policy_weights_(weights_dict={"policy": weights_of(1.0)})
-    collector.shutdown()
 
 
-def test_an_updater_of_torchrl_with_workers():
+def test_an_updater_of_torchrl_with_workers(made):
     policy = make_policy()
     weights = TensorDict.from_module(policy).share_memory_()
     updater = torchrl.collectors.MultiProcessedWeightUpdater(
         get_server_weights=lambda: weights_of(4.0), policy_weights={torch.device("cpu"): weights}
     )
-    collector = MultiSyncCollector(
+    collector = made(
+        MultiSyncCollector,
         [Env] * 2,
         policy,
         frames_per_batch=8,
@@ -126,10 +128,7 @@ def test_an_updater_of_torchrl_with_workers():
         weight_updater=updater,
         **OPTIONS,
     )
-    try:
-        frames = iter(collector)
-        assert next(frames)["action"].unique().tolist() == [0.0]
-        assert collector.update_policy_weights_() is None
-        assert next(frames)["action"].unique().tolist() == [4.0]
-    finally:
-        collector.shutdown()
+    frames = iter(collector)
+    assert next(frames)["action"].unique().tolist() == [0.0]
+    assert collector.update_policy_weights_() is None
+    assert next(frames)["action"].unique().tolist() == [4.0]

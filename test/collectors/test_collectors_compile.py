@@ -33,9 +33,10 @@ def require_current(collector, policy, rounds=3):
 
 
 @pytest.mark.parametrize("scheme", [slow(None), SharedMemWeightSyncScheme, slow(MemoryWeightSyncScheme)])
-def test_a_policy_compiled_as_one_graph(scheme):
+def test_a_policy_compiled_as_one_graph(scheme, made):
     policy = make_policy()
-    collector = Collector(
+    collector = made(
+        Collector,
         Env,
         policy,
         frames_per_batch=6,
@@ -45,13 +46,13 @@ def test_a_policy_compiled_as_one_graph(scheme):
         **OPTIONS,
     )
     require_current(collector, policy)
-    collector.shutdown()
 
 
 @pytest.mark.slow
-def test_a_compiled_policy_under_back_to_back_updates():
+def test_a_compiled_policy_under_back_to_back_updates(made):
     policy = make_policy()
-    collector = MultiAsyncCollector(
+    collector = made(
+        MultiAsyncCollector,
         [Env] * 2,
         policy,
         frames_per_batch=30,
@@ -60,14 +61,11 @@ def test_a_compiled_policy_under_back_to_back_updates():
         weight_sync_schemes={"policy": MultiProcessWeightSyncScheme()},
         **OPTIONS,
     )
-    try:
-        frames = iter(collector)
-        for _ in range(4):
-            next(frames)  # both workers have compiled
-        with updates(collector, policy):
-            see_versions(frames, require_exact)
-    finally:
-        collector.shutdown()
+    frames = iter(collector)
+    for _ in range(4):
+        next(frames)  # both workers have compiled
+    with updates(collector, policy):
+        see_versions(frames, require_exact)
 
 
 @pytest.mark.slow  # one process is quick below
@@ -76,11 +74,12 @@ def test_a_compiled_policy_under_back_to_back_updates():
     [{"cudagraph_policy": True}, slow({"compile_policy": {"mode": "reduce-overhead"}})],
     ids=["cudagraph_policy", "reduce-overhead"],
 )
-def test_captured_policies_keep_their_addresses(options):
+def test_captured_policies_keep_their_addresses(options, made):
     """Without a GPU nothing is captured, but the policy runs and its parameters must not move."""
     policy = make_policy()
     scheme = SharedMemWeightSyncScheme()
-    collector = MultiSyncCollector(
+    collector = made(
+        MultiSyncCollector,
         [Env] * 2,
         policy,
         frames_per_batch=12,
@@ -89,19 +88,17 @@ def test_captured_policies_keep_their_addresses(options):
         **options,
         **OPTIONS,
     )
-    try:
-        assert scheme.stable_addresses
-        path = "policy.module.layers[0].data_ptr"
-        before = collector.map_fn(path)
-        require_current(collector, policy)
-        assert collector.map_fn(path) == before
-    finally:
-        collector.shutdown()
+    assert scheme.stable_addresses
+    path = "policy.module.layers[0].data_ptr"
+    before = collector.map_fn(path)
+    require_current(collector, policy)
+    assert collector.map_fn(path) == before
 
 
-def test_captured_policy_of_one_process():
+def test_captured_policy_of_one_process(made):
     policy = make_policy()
-    collector = Collector(
+    collector = made(
+        Collector,
         Env,
         policy,
         frames_per_batch=6,
@@ -113,7 +110,6 @@ def test_captured_policy_of_one_process():
     address = collector.policy.module.layers[0].data_ptr()
     require_current(collector, policy)
     assert collector.policy.module.layers[0].data_ptr() == address
-    collector.shutdown()
 
 
 def test_a_scheme_that_moves_captured_weights_is_refused():
@@ -144,9 +140,10 @@ def connected_here(policy, mirror):
 @pytest.mark.parametrize(
     "options", [{"cudagraph_policy": True}, {"compile_policy": {"mode": "reduce-overhead"}}]
 )
-def test_graphs_on_a_gpu_see_new_weights(options):
+def test_graphs_on_a_gpu_see_new_weights(options, made):
     policy = make_policy().to("cuda:0")
-    collector = Collector(
+    collector = made(
+        Collector,
         Env,
         policy,
         frames_per_batch=12,
@@ -159,4 +156,3 @@ def test_graphs_on_a_gpu_see_new_weights(options):
         **OPTIONS,
     )
     require_current(collector, policy)
-    collector.shutdown()

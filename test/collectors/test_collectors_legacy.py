@@ -94,17 +94,8 @@ KINDS = {
 
 
 @pytest.fixture
-def made():
-    """Makes collectors that are shut down at the end."""
-    collectors = []
-
-    def make(cls, envs, policy, **options):
-        collectors.append(cls(envs, policy, frames_per_batch=8, total_frames=-1, **options))
-        return collectors[-1]
-
-    yield make
-    for collector in collectors:
-        collector.shutdown()
+def made(made):
+    return functools.partial(made, frames_per_batch=8, total_frames=-1)
 
 
 # -- the contract of all updaters that send through a scheme ---------------------------------------
@@ -242,7 +233,7 @@ def test_an_updater_without_a_getter_sends_the_policy_of_the_collector(made):
 
 
 @SILENT
-def test_updaters_without_a_collector():
+def test_updaters_without_a_collector(made):
     policy = make_policy()
     updater = vanilla(policy)
     assert updater.push_weights(weights_of(2.0)) is None
@@ -252,11 +243,10 @@ def test_updaters_without_a_collector():
     for remote in (distributed(policy), distributed(policy, workers=0), RayWeightUpdater(None, [])):
         with pytest.raises(LifecycleError, match=r"pass the updater as weight_updater="):
             remote.push_weights(weights_of(2.0))
-    own = torchrl.collectors.Collector(Env, policy, frames_per_batch=8, total_frames=-1, **OPTIONS)
+    own = made(torchrl.collectors.Collector, Env, policy, **OPTIONS)
     own.weight_updater = VanillaWeightUpdater.from_policy(policy)
     own.update_policy_weights_(weights_of(9.0))
     assert next(iter(own))["action"].unique().tolist() == [9.0]
-    own.shutdown()
 
 
 @SILENT

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -84,16 +83,11 @@ def collected(batch: Any) -> list[list[int]]:
 
 
 @pytest.fixture
-def collect() -> Iterator[Any]:
-    made: list[LLMCollector] = []
-
+def collect(made: Any) -> Any:
     def build(policy: Any, **options: Any) -> LLMCollector:
-        made.append(LLMCollector(env_of(), policy=policy, dialog_turns_per_batch=2, **options))
-        return made[-1]
+        return made(LLMCollector, env_of(), policy=policy, dialog_turns_per_batch=2, **options)
 
-    yield build
-    for collector in made:
-        collector.shutdown()
+    return build
 
 
 def check(collector: LLMCollector, batch: Any, model: Any, version: int) -> None:

@@ -30,18 +30,13 @@ def read(frames, limit=2000):
 
 
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
-def test_a_killed_worker_is_named_with_its_exit_code(cls):
-    collector = make(cls)
-    try:
-        frames = collector.iterator()  # iter() would give a stopped worker ten seconds to end
-        next(frames)
-        collector.procs[1].kill()
-        with pytest.raises(
-            WorkerError, match=r"worker 1 has ended \(exit code -9, SIGKILL, often the kernel"
-        ):
-            read(frames)
-    finally:
-        collector.shutdown()
+def test_a_killed_worker_is_named_with_its_exit_code(cls, made):
+    collector = made(make, cls)
+    frames = collector.iterator()  # iter() would give a stopped worker ten seconds to end
+    next(frames)
+    collector.procs[1].kill()
+    with pytest.raises(WorkerError, match=r"worker 1 has ended \(exit code -9, SIGKILL, often the kernel"):
+        read(frames)
 
 
 @pytest.mark.parametrize("cls", [MultiSyncCollector, slow(MultiAsyncCollector)])
@@ -63,45 +58,39 @@ def test_waiting_for_a_stopped_worker_has_a_limit(cls):
 
 
 @pytest.mark.slow
-def test_time_between_batches_does_not_count():
-    collector = make(MultiAsyncCollector, frames_timeout=0.5)
-    try:
-        frames = collector.iterator()
+def test_time_between_batches_does_not_count(made):
+    collector = made(make, MultiAsyncCollector, frames_timeout=0.5)
+    frames = collector.iterator()
+    next(frames)
+    time.sleep(1.0)
+    for _ in range(6):
         next(frames)
-        time.sleep(1.0)
-        for _ in range(6):
-            next(frames)
-    finally:
-        collector.shutdown()
 
 
-def test_collection_goes_on_without_a_killed_worker(caplog):
-    collector = make(MultiAsyncCollector, on_worker_lost="continue")
-    try:
-        frames = collector.iterator()
-        next(frames)
-        os.kill(collector.procs[1].pid, signal.SIGKILL)
-        with caplog.at_level(logging.WARNING, "collectors"):
-            for _ in range(20):
-                require_exact(next(frames))
-        assert [one.getMessage() for one in caplog.records] == [
-            "worker 1 has ended (exit code -9, SIGKILL, often the kernel when memory ran out); "
-            "collection goes on without it"
-        ]
-        for version in (1, 2):
-            report = collector.update_policy_weights_(fill(make_policy(), version))
-            assert report.version == version
-            assert sorted(report.apply_seconds) == [0]
-        while next(frames)["policy_version"].min() < 2:
-            pass
-        require_exact(next(frames))
-        with pytest.raises(WorkerError, match="worker 1 has ended"):
-            collector.state_dict()
-        os.kill(collector.procs[0].pid, signal.SIGKILL)
-        with pytest.raises(WorkerError, match="no worker is left"):
-            read(frames)
-    finally:
-        collector.shutdown()
+def test_collection_goes_on_without_a_killed_worker(caplog, made):
+    collector = made(make, MultiAsyncCollector, on_worker_lost="continue")
+    frames = collector.iterator()
+    next(frames)
+    os.kill(collector.procs[1].pid, signal.SIGKILL)
+    with caplog.at_level(logging.WARNING, "collectors"):
+        for _ in range(20):
+            require_exact(next(frames))
+    assert [one.getMessage() for one in caplog.records] == [
+        "worker 1 has ended (exit code -9, SIGKILL, often the kernel when memory ran out); "
+        "collection goes on without it"
+    ]
+    for version in (1, 2):
+        report = collector.update_policy_weights_(fill(make_policy(), version))
+        assert report.version == version
+        assert sorted(report.apply_seconds) == [0]
+    while next(frames)["policy_version"].min() < 2:
+        pass
+    require_exact(next(frames))
+    with pytest.raises(WorkerError, match="worker 1 has ended"):
+        collector.state_dict()
+    os.kill(collector.procs[0].pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="no worker is left"):
+        read(frames)
 
 
 class DiesWithALock(Env):
@@ -136,86 +125,81 @@ LOCKS = {
 
 
 @pytest.mark.parametrize("find", LOCKS.values(), ids=LOCKS)
-def test_collection_goes_on_without_a_worker_that_was_killed_with_a_lock(find):
+def test_collection_goes_on_without_a_worker_that_was_killed_with_a_lock(find, made):
     envs = [Env, partial(DiesWithALock, find), Env]
-    collector = MultiAsyncCollector(
-        envs, make_policy(), frames_per_batch=8, total_frames=-1, on_worker_lost="continue", **OPTIONS
+    collector = made(
+        MultiAsyncCollector,
+        envs,
+        make_policy(),
+        frames_per_batch=8,
+        total_frames=-1,
+        on_worker_lost="continue",
+        **OPTIONS,
     )
-    try:
-        frames = collector.iterator()
-        while 1 not in collector.queue_out.lost:
-            next(frames)
-        for _ in range(20):
-            require_exact(next(frames))
-    finally:
-        collector.shutdown()
-
-
-def test_collection_goes_on_without_a_worker_that_was_killed_before_its_first_batch_was_read():
-    collector = make(MultiAsyncCollector, on_worker_lost="continue")
-    try:
-        frames = collector.iterator()
+    frames = collector.iterator()
+    while 1 not in collector.queue_out.lost:
         next(frames)
-        (first,) = collector.out_tensordicts
-        while collector.queue_out.qsize() < 2:
-            time.sleep(0.01)
-        time.sleep(0.2)  # until the batches that were put are in the pipe as well
-        lost = 1 - first
-        collector.procs[lost].kill()
-        collector.procs[lost].join(10.0)
-        for _ in range(20):
-            require_exact(next(frames))
-        assert set(collector.queue_out.lost) == {lost}
-    finally:
-        collector.shutdown()
-
-
-def test_collection_goes_on_without_a_stopped_worker():
-    collector = make(MultiAsyncCollector, on_worker_lost="continue", frames_timeout=3.0)
-    try:
-        frames = collector.iterator()
-        while len(collector.out_tensordicts) < 2:  # later batches lie in memory that is mapped here already
-            next(frames)
-        freeze(collector.procs[0].pid)
-        deadline = time.monotonic() + 60
-        while 0 not in collector.queue_out.lost and time.monotonic() < deadline:
-            next(frames)
-        assert set(collector.queue_out.lost) == {0}
+    for _ in range(20):
         require_exact(next(frames))
-    finally:
-        collector.shutdown()
 
 
-def test_the_report_is_that_of_this_update_if_nobody_waits_for_it():
+def test_collection_goes_on_without_a_worker_that_was_killed_before_its_first_batch_was_read(made):
+    collector = made(make, MultiAsyncCollector, on_worker_lost="continue")
+    frames = collector.iterator()
+    next(frames)
+    (first,) = collector.out_tensordicts
+    while collector.queue_out.qsize() < 2:
+        time.sleep(0.01)
+    time.sleep(0.2)  # until the batches that were put are in the pipe as well
+    lost = 1 - first
+    collector.procs[lost].kill()
+    collector.procs[lost].join(10.0)
+    for _ in range(20):
+        require_exact(next(frames))
+    assert set(collector.queue_out.lost) == {lost}
+
+
+def test_collection_goes_on_without_a_stopped_worker(made):
+    collector = made(make, MultiAsyncCollector, on_worker_lost="continue", frames_timeout=3.0)
+    frames = collector.iterator()
+    while len(collector.out_tensordicts) < 2:  # later batches lie in memory that is mapped here already
+        next(frames)
+    freeze(collector.procs[0].pid)
+    deadline = time.monotonic() + 60
+    while 0 not in collector.queue_out.lost and time.monotonic() < deadline:
+        next(frames)
+    assert set(collector.queue_out.lost) == {0}
+    require_exact(next(frames))
+
+
+def test_the_report_is_that_of_this_update_if_nobody_waits_for_it(made):
     scheme = MultiProcessWeightSyncScheme(sync=False)
-    collector = make(MultiAsyncCollector, on_worker_lost="continue", weight_sync_schemes={"policy": scheme})
-    try:
-        next(collector.iterator())
-        os.kill(collector.procs[1].pid, signal.SIGKILL)
-        collector.procs[1].join(10.0)
-        versions = []
-        for number in range(1, 6):
-            versions.append(collector.update_policy_weights_(weights_of(float(number))).version)
-            wait_until(lambda: scheme.worker_versions[0] == versions[-1])
-        assert versions == [1, 2, 3, 4, 5]
-    finally:
-        collector.shutdown()
+    collector = made(
+        make, MultiAsyncCollector, on_worker_lost="continue", weight_sync_schemes={"policy": scheme}
+    )
+    next(collector.iterator())
+    os.kill(collector.procs[1].pid, signal.SIGKILL)
+    collector.procs[1].join(10.0)
+    versions = []
+    for number in range(1, 6):
+        versions.append(collector.update_policy_weights_(weights_of(float(number))).version)
+        wait_until(lambda: scheme.worker_versions[0] == versions[-1])
+    assert versions == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow
-def test_several_models_are_updated_without_a_lost_worker():
+def test_several_models_are_updated_without_a_lost_worker(made):
     policy = make_policy()
     scheme = MultiProcessWeightSyncScheme()
-    collector = make(MultiAsyncCollector, on_worker_lost="continue", weight_sync_schemes={"policy": scheme})
-    try:
-        frames = collector.iterator()
-        next(frames)
-        os.kill(collector.procs[1].pid, signal.SIGKILL)
-        reports = collector.update_policy_weights_(weights_dict={"policy": fill(policy, 1.0)})
-        assert sorted(reports["policy"].apply_seconds) == [0]
-        collector.update_policy_weights_(weights_of(5.0))
-    finally:
-        collector.shutdown()
+    collector = made(
+        make, MultiAsyncCollector, on_worker_lost="continue", weight_sync_schemes={"policy": scheme}
+    )
+    frames = collector.iterator()
+    next(frames)
+    os.kill(collector.procs[1].pid, signal.SIGKILL)
+    reports = collector.update_policy_weights_(weights_dict={"policy": fill(policy, 1.0)})
+    assert sorted(reports["policy"].apply_seconds) == [0]
+    collector.update_policy_weights_(weights_of(5.0))
 
 
 @pytest.mark.parametrize(
@@ -237,20 +221,17 @@ def test_the_choice_of_a_class_passes_the_policy_on():
         make(MultiCollector, sync=True, on_worker_lost="continue")
 
 
-def test_updates_are_no_slower_once_a_worker_is_lost():
-    collector = make(MultiAsyncCollector, on_worker_lost="continue")
-    try:
-        frames = collector.iterator()
+def test_updates_are_no_slower_once_a_worker_is_lost(made):
+    collector = made(make, MultiAsyncCollector, on_worker_lost="continue")
+    frames = collector.iterator()
+    next(frames)
+    collector.procs[1].kill()
+    while 1 not in collector.queue_out.lost:
         next(frames)
-        collector.procs[1].kill()
-        while 1 not in collector.queue_out.lost:
-            next(frames)
+    collector.update_policy_weights_()
+    waits = []
+    for _ in range(3):
+        start = time.monotonic()
         collector.update_policy_weights_()
-        waits = []
-        for _ in range(3):
-            start = time.monotonic()
-            collector.update_policy_weights_()
-            waits.append(time.monotonic() - start)
-        assert min(waits) < 0.9
-    finally:
-        collector.shutdown()
+        waits.append(time.monotonic() - start)
+    assert min(waits) < 0.9

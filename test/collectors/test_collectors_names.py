@@ -57,44 +57,37 @@ def test_a_name_of_an_older_torchrl_leads_to_the_new_one():
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector])
-def test_a_plain_module_is_wrapped(cls):
+def test_a_plain_module_is_wrapped(cls, made):
     policy = Plain()
     env = Env if cls is Collector else [Env]
-    collector = cls(env, policy, frames_per_batch=8, total_frames=-1, **OPTIONS)
-    try:
-        frames = iter(collector)
-        require_stamps(next(frames))
-        with torch.no_grad():
-            policy.linear.bias.fill_(3.0)
-        report = collector.update_policy_weights_(policy)
+    collector = made(cls, env, policy, frames_per_batch=8, total_frames=-1, **OPTIONS)
+    frames = iter(collector)
+    require_stamps(next(frames))
+    with torch.no_grad():
+        policy.linear.bias.fill_(3.0)
+    report = collector.update_policy_weights_(policy)
+    data = next(frames)
+    while data["policy_version"].min() < report.version:
         data = next(frames)
-        while data["policy_version"].min() < report.version:
-            data = next(frames)
-        require_stamps(data)
-        torch.testing.assert_close(data["action"], policy(data["observation"]))
-    finally:
-        collector.shutdown()
+    require_stamps(data)
+    torch.testing.assert_close(data["action"], policy(data["observation"]))
 
 
-def test_a_policy_that_writes_versions_itself_is_left_alone():
+def test_a_policy_that_writes_versions_itself_is_left_alone(made):
     policy = TensorDictModule(
         lambda observation: (observation, torch.full(observation.shape[:-1], 7)),
         in_keys=["observation"],
         out_keys=["action", "policy_version"],
     )
-    collector = Collector(Env, policy, frames_per_batch=8, total_frames=-1, **OPTIONS)
+    collector = made(Collector, Env, policy, frames_per_batch=8, total_frames=-1, **OPTIONS)
     assert (next(iter(collector))["policy_version"] == 7).all()
-    collector.shutdown()
 
 
-def test_an_async_collector_is_one_of_ours():
-    collector = AsyncCollector(Env, make_policy(), frames_per_batch=8, total_frames=-1, **OPTIONS)
-    try:
-        assert isinstance(collector, MultiAsyncCollector)
-        require_stamps(next(iter(collector)))
-        assert sorted(collector.update_policy_weights_().apply_seconds) == [0]
-    finally:
-        collector.shutdown()
+def test_an_async_collector_is_one_of_ours(made):
+    collector = made(AsyncCollector, Env, make_policy(), frames_per_batch=8, total_frames=-1, **OPTIONS)
+    assert isinstance(collector, MultiAsyncCollector)
+    require_stamps(next(iter(collector)))
+    assert sorted(collector.update_policy_weights_().apply_seconds) == [0]
 
 
 def test_the_collector_of_a_backend_is_one_of_ours(monkeypatch):
@@ -138,17 +131,16 @@ def test_the_collector_of_a_backend_is_one_of_ours(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["direct", "process", slow("distributed")])
 @pytest.mark.parametrize("tracks", [True, False])
-def test_every_backend_writes_or_omits_versions_when_told(backend, tracks):
+def test_every_backend_writes_or_omits_versions_when_told(backend, tracks, made):
     more = {"track_policy_version": tracks}
     if backend == "distributed":
         more["backend_options"] = {"backend": "gloo", "launcher": "mp", "collector_kwargs": OPTIONS}
     else:
         more.update(OPTIONS)
-    collector = Collector(Env, make_policy(), backend=backend, frames_per_batch=8, total_frames=8, **more)
-    try:
-        assert ("policy_version" in next(iter(collector))) is tracks
-    finally:
-        collector.shutdown()
+    collector = made(
+        Collector, Env, make_policy(), backend=backend, frames_per_batch=8, total_frames=8, **more
+    )
+    assert ("policy_version" in next(iter(collector))) is tracks
 
 
 @pytest.mark.parametrize(

@@ -45,19 +45,13 @@ class Told(list):
 
 
 @pytest.fixture
-def made():
-    """Makes collectors that are shut down at the end."""
-    collectors = []
-
+def made(made):
     def make(cls, policy=None, envs=None, **options):
         envs = [Env] * 2 if envs is None else envs
         given = {"frames_per_batch": 20, "total_frames": -1, **OPTIONS, **options}
-        collectors.append(cls(envs, make_policy() if policy is None else policy, **given))
-        return collectors[-1]
+        return made(cls, envs, make_policy() if policy is None else policy, **given)
 
-    yield make
-    for collector in collectors:
-        collector.shutdown()
+    return make
 
 
 @pytest.mark.parametrize("schemes", [None, {"policy": MemoryWeightSyncScheme()}])

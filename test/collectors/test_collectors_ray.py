@@ -143,15 +143,14 @@ def test_an_actor_that_raises_while_it_starts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", [True, False])
-def test_a_dead_actor_is_named(sync: bool) -> None:
-    collector = make(make_policy(), sync=sync, total_frames=1_000_000)
+def test_a_dead_actor_is_named(sync: bool, made: Any) -> None:
+    collector = made(make, make_policy(), sync=sync, total_frames=1_000_000)
     collector.update_policy_weights_()
     frames = iter(collector)
     next(frames)
     ray.kill(collector.remote_collectors[1])
     with pytest.raises(WorkerError, match=r"(?s)worker 1 is lost \(.*max_restarts\).*killed by `ray.kill`"):
         collections.deque(frames, maxlen=0)
-    collector.shutdown()
 
 
 RESTARTS = {**SMALL, "max_restarts": -1}
@@ -159,10 +158,10 @@ RESTARTS = {**SMALL, "max_restarts": -1}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sync", "retries"), [(True, 0), (False, -1)])
-def test_an_actor_that_ray_restarts_joins_again(sync: bool, retries: int) -> None:
+def test_an_actor_that_ray_restarts_joins_again(sync: bool, retries: int, made: Any) -> None:
     policy = make_policy(1.0)
     configs = {**RESTARTS, "max_task_retries": retries}
-    collector = make(policy, sync=sync, remote_configs=configs, total_frames=1_000_000)
+    collector = made(make, policy, sync=sync, remote_configs=configs, total_frames=1_000_000)
     scheme = collector._weight_sync_schemes["policy"]
     version = collector.update_policy_weights_().version
     frames = iter(collector)
@@ -179,13 +178,12 @@ def test_an_actor_that_ray_restarts_joins_again(sync: bool, retries: int) -> Non
         time.sleep(0.1)
     report = collector.update_policy_weights_(fill(policy, version + 1.0))
     assert sorted(report.apply_seconds) == [0, 1]
-    collector.shutdown()
 
 
 @pytest.mark.slow
-def test_an_actor_may_restart_during_automatic_updates(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_actor_may_restart_during_automatic_updates(caplog: pytest.LogCaptureFixture, made: Any) -> None:
     policy = make_policy(1.0)
-    collector = make(policy, remote_configs=RESTARTS, update_after_each_batch=True)
+    collector = made(make, policy, remote_configs=RESTARTS, update_after_each_batch=True)
     collector.update_policy_weights_()
     frames = iter(collector)
     assert seen(next(frames)) == ({2}, {1.0})
@@ -195,14 +193,13 @@ def test_an_actor_may_restart_during_automatic_updates(caplog: pytest.LogCapture
     fill(policy, 3.0)
     assert seen(next(frames)) == ({4}, {3.0})
     assert "worker 1 has lost its link" in caplog.text
-    collector.shutdown()
 
 
 @pytest.mark.slow
-def test_a_receiver_that_ended_in_a_living_actor(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_receiver_that_ended_in_a_living_actor(caplog: pytest.LogCaptureFixture, made: Any) -> None:
     """Its actor gets a new receiver before it collects again, so it does not keep old weights."""
     policy = make_policy(1.0)
-    collector = make(policy, update_after_each_batch=True)
+    collector = made(make, policy, update_after_each_batch=True)
     collector.update_policy_weights_()
     frames = iter(collector)
     assert seen(next(frames)) == ({2}, {1.0})
@@ -212,7 +209,6 @@ def test_a_receiver_that_ended_in_a_living_actor(caplog: pytest.LogCaptureFixtur
         fill(policy, float(version))
         assert seen(next(frames)) == ({version}, {float(version)})
     assert "worker 1 has lost its link" in caplog.text
-    collector.shutdown()
 
 
 def end_receivers(collector: Any) -> None:
@@ -221,12 +217,12 @@ def end_receivers(collector: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_legacy_updater() -> None:
+def test_the_legacy_updater(made: Any) -> None:
     with pytest.warns(
         DeprecationWarning, match=r"RayWeightUpdater is .*weight_update\.RayWeightSyncScheme\(\)"
     ):
         updater = RayWeightUpdater(weights_of(3.0), remote_collectors=[], max_interval=1)
-    collector = make(make_policy(1.0), weight_updater=updater)
+    collector = made(make, make_policy(1.0), weight_updater=updater)
     assert isinstance(collector._weight_sync_schemes["policy"], RayWeightSyncScheme)
     assert updater.all_worker_ids() == [0, 1]
     assert collector.update_policy_weights_() is None  # every second one, with max_interval=1
@@ -241,7 +237,6 @@ def test_the_legacy_updater() -> None:
     assert sorted(report.apply_seconds) == [0]
     assert seen(next(frames)) == ({1, 2}, {3.0, 4.0})
     assert collector.policy_version == 2
-    collector.shutdown()
 
 
 def update_until_error(collector: RayCollector) -> None:
@@ -252,22 +247,22 @@ def update_until_error(collector: RayCollector) -> None:
 
 
 @pytest.mark.slow
-def test_factories_and_the_object_store() -> None:
+def test_factories_and_the_object_store(made: Any) -> None:
     schemes = {"policy": RayWeightSyncScheme(data="object_store")}
-    collector = make(None, 1, policy_factory=policy_of_nine, weight_sync_schemes=schemes)
+    collector = made(make, None, 1, policy_factory=policy_of_nine, weight_sync_schemes=schemes)
     with pytest.warns(UserWarning, match="before weight synchronization"):  # TorchRL's
         batch = next(iter(collector))
     assert seen(batch) == ({0}, {9.0})
     assert collector.update_policy_weights_(make_policy(3.0)).version == 1
     assert seen(next(iter(collector))) == ({1}, {3.0})
-    collector.shutdown()
 
 
 @pytest.mark.slow
-def test_torchrl_with_our_scheme() -> None:
+def test_torchrl_with_our_scheme(made: Any) -> None:
     """TorchRL's own collector, whose actors run our Collector."""
     policy = make_policy(1.0)
-    collector = torchrl_distributed.RayCollector(
+    collector = made(
+        torchrl_distributed.RayCollector,
         [Env],
         policy,
         frames_per_batch=10,
@@ -283,14 +278,13 @@ def test_torchrl_with_our_scheme() -> None:
         fill(policy, value)
         collector.update_policy_weights_()
         assert seen(next(frames))[1] == {value}
-    collector.shutdown()
 
 
 @pytest.mark.slow
-def test_actors_with_several_processes() -> None:
+def test_actors_with_several_processes(made: Any) -> None:
     """The update reaches the processes of each actor's own collector."""
     policy = make_policy(1.0)
-    collector = make(policy, 1, num_workers_per_collector=2)
+    collector = made(make, policy, 1, num_workers_per_collector=2)
     assert collector.collector_class is MultiSyncCollector
     frames = iter(collector)
     for value in (2.0, 3.0):
@@ -298,7 +292,6 @@ def test_actors_with_several_processes() -> None:
         collector.update_policy_weights_()
         next(frames)
         assert seen(next(frames))[1] == {value}
-    collector.shutdown()
 
 
 @pytest.mark.slow
@@ -390,9 +383,9 @@ def publish(sender: Any, version: int, policy: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_learner_sends_the_policy() -> None:
+def test_a_learner_sends_the_policy(made: Any) -> None:
     policy = make_policy(1.0)
-    collector = make(policy)
+    collector = made(make, policy)
     frames = iter(collector)
     for new_generation, (first, second) in ((False, (3, 7)), (True, (7, 9))):  # learners may start again
         sender = collector._learner_weight_sync(new_generation=new_generation)
@@ -406,12 +399,11 @@ def test_a_learner_sends_the_policy() -> None:
             collector.update_policy_weights_()
         sender.shutdown()
     assert seen(next(frames)) == ({9}, {9.0})
-    collector.shutdown()
 
 
 @pytest.mark.slow
-def test_a_learner_cannot_serve_an_actor_that_ray_restarts() -> None:
-    collector = make(make_policy(1.0), remote_configs=RESTARTS)
+def test_a_learner_cannot_serve_an_actor_that_ray_restarts(made: Any) -> None:
+    collector = made(make, make_policy(1.0), remote_configs=RESTARTS)
     frames = iter(collector)
     sender = collector._learner_weight_sync()
     publish(sender, 3, make_policy(3.0))
@@ -420,22 +412,18 @@ def test_a_learner_cannot_serve_an_actor_that_ray_restarts() -> None:
     with pytest.raises(WorkerError, match=r"Ray restarted the actor of worker 1.*make a new collector"):
         next(frames)
     sender.shutdown()
-    collector.shutdown()
 
 
 @pytest.mark.slow
-def test_a_learner_gets_the_error_of_an_actor() -> None:
+def test_a_learner_gets_the_error_of_an_actor(made: Any) -> None:
     @ray.remote(num_cpus=0)
     class Broken:
         def _connect_weights_scheme(self, model_version: int) -> None:
             raise ZeroDivisionError(f"version {model_version} does not fit")
 
-    sender = LearnerSender(RayWeightSyncScheme(connect_timeout=60.0), [Broken.remote()])
-    try:
-        with pytest.raises(ZeroDivisionError, match="version 5 does not fit"):
-            publish(sender, 5, make_policy())
-    finally:
-        sender.shutdown()
+    sender = made(LearnerSender, RayWeightSyncScheme(connect_timeout=60.0), [Broken.remote()])
+    with pytest.raises(ZeroDivisionError, match="version 5 does not fit"):
+        publish(sender, 5, make_policy())
 
 
 @pytest.mark.slow

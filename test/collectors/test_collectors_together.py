@@ -76,8 +76,9 @@ def test_a_pair_is_never_mixed(cls, scheme):
 
 
 @pytest.mark.parametrize("bad", [ACTOR, CRITIC])
-def test_one_bad_model_changes_nothing_anywhere(bad):
-    collector = MultiSyncCollector(
+def test_one_bad_model_changes_nothing_anywhere(bad, made):
+    collector = made(
+        MultiSyncCollector,
         [Env] * 2,
         pair(),
         frames_per_batch=8,
@@ -85,20 +86,17 @@ def test_one_bad_model_changes_nothing_anywhere(bad):
         weight_sync_schemes={ACTOR: SharedMemWeightSyncScheme(), CRITIC: SharedMemWeightSyncScheme()},
         **OPTIONS,
     )
-    try:
-        frames = iter(collector)
-        collector.update_policy_weights_(weights_dict=both(1))
-        with pytest.raises(SchemaMismatchError, match="weight"):
-            collector.update_policy_weights_(weights_dict={**both(2), bad: part_of(2, size=39)})
-        with pytest.raises(KeyError, match="other"):
-            collector.update_policy_weights_(weights_dict={**both(2), "other": part_of(2)})
-        assert next(frames)["action"].unique().tolist() == [1.0]
-        collector.update_policy_weights_(weights_dict=both(3))
-        assert next(frames)["action"].unique().tolist() == [3.0]
-        collector.update_policy_weights_(part_of(4), model_id=CRITIC)
-        assert next(frames)["action"].unique().tolist() == [3.0, 4.0]
-    finally:
-        collector.shutdown()
+    frames = iter(collector)
+    collector.update_policy_weights_(weights_dict=both(1))
+    with pytest.raises(SchemaMismatchError, match="weight"):
+        collector.update_policy_weights_(weights_dict={**both(2), bad: part_of(2, size=39)})
+    with pytest.raises(KeyError, match="other"):
+        collector.update_policy_weights_(weights_dict={**both(2), "other": part_of(2)})
+    assert next(frames)["action"].unique().tolist() == [1.0]
+    collector.update_policy_weights_(weights_dict=both(3))
+    assert next(frames)["action"].unique().tolist() == [3.0]
+    collector.update_policy_weights_(part_of(4), model_id=CRITIC)
+    assert next(frames)["action"].unique().tolist() == [3.0, 4.0]
 
 
 class Scored(Pair):
@@ -118,26 +116,29 @@ class Scored(Pair):
     ],
     ids=["one part", "both parts", "no scheme for the whole"],
 )
-def test_a_policy_without_a_scheme_of_its_own(schemes):
+def test_a_policy_without_a_scheme_of_its_own(schemes, made):
     """Batches have every output of the policy, and parts without a scheme keep their first weights."""
     policy = TensorDictModule(Scored(), in_keys=["observation"], out_keys=["action", "score"])
     fill(policy, 5.0)
-    collector = MultiSyncCollector(
-        [Env] * 2, policy, frames_per_batch=8, total_frames=-1, weight_sync_schemes=schemes(), **OPTIONS
+    collector = made(
+        MultiSyncCollector,
+        [Env] * 2,
+        policy,
+        frames_per_batch=8,
+        total_frames=-1,
+        weight_sync_schemes=schemes(),
+        **OPTIONS,
     )
-    try:
-        fill(policy, 6.0)  # an optimizer step: no worker sees it
-        frames = iter(collector)
-        data = next(frames)
-        assert data["action"].unique().tolist() == [5.0]
-        assert data["score"].unique().tolist() == [10.0]
-        report = collector.update_policy_weights_(part_of(1), model_id=ACTOR)
-        data = next(frames)
-        assert data["action"].unique().tolist() == [1.0, 5.0]
-        assert data["score"].unique().tolist() == [6.0]
-        assert data["policy_version"].unique().tolist() == [report.version]
-    finally:
-        collector.shutdown()
+    fill(policy, 6.0)  # an optimizer step: no worker sees it
+    frames = iter(collector)
+    data = next(frames)
+    assert data["action"].unique().tolist() == [5.0]
+    assert data["score"].unique().tolist() == [10.0]
+    report = collector.update_policy_weights_(part_of(1), model_id=ACTOR)
+    data = next(frames)
+    assert data["action"].unique().tolist() == [1.0, 5.0]
+    assert data["score"].unique().tolist() == [6.0]
+    assert data["policy_version"].unique().tolist() == [report.version]
 
 
 class Refuses(nn.Module):
@@ -165,10 +166,11 @@ class Superstitious(nn.Module):
     forward = Pair.forward
 
 
-def test_a_worker_that_cannot_apply_one_model_applies_none():
+def test_a_worker_that_cannot_apply_one_model_applies_none(made):
     policy = TensorDictModule(Superstitious(), in_keys=["observation"], out_keys=["action"])
     strategy = WeightStrategy("state_dict")
-    collector = MultiSyncCollector(
+    collector = made(
+        MultiSyncCollector,
         [Env] * 2,
         policy,
         frames_per_batch=8,
@@ -179,25 +181,22 @@ def test_a_worker_that_cannot_apply_one_model_applies_none():
         },
         **OPTIONS,
     )
-    try:
-        frames = iter(collector)
-        fill(policy, 1.0)
-        policy.module.critic.number = 13
-        with pytest.raises(RuntimeError, match="not that number"):
-            collector.update_policy_weights_(weights_dict={ACTOR: None, CRITIC: None})
-        assert next(frames)["action"].unique().tolist() == [0.0]
-        policy.module.critic.number = 14
+    frames = iter(collector)
+    fill(policy, 1.0)
+    policy.module.critic.number = 13
+    with pytest.raises(RuntimeError, match="not that number"):
         collector.update_policy_weights_(weights_dict={ACTOR: None, CRITIC: None})
-        assert next(frames)["action"].unique().tolist() == [1.0]
-    finally:
-        collector.shutdown()
+    assert next(frames)["action"].unique().tolist() == [0.0]
+    policy.module.critic.number = 14
+    collector.update_policy_weights_(weights_dict={ACTOR: None, CRITIC: None})
+    assert next(frames)["action"].unique().tolist() == [1.0]
 
 
 @pytest.mark.parametrize("scheme", [None, SharedMemWeightSyncScheme])
-def test_in_one_process(scheme):
+def test_in_one_process(scheme, made):
     schemes = None if scheme is None else {ACTOR: scheme(), CRITIC: scheme()}
-    collector = Collector(
-        Env, pair(), frames_per_batch=8, total_frames=-1, weight_sync_schemes=schemes, **OPTIONS
+    collector = made(
+        Collector, Env, pair(), frames_per_batch=8, total_frames=-1, weight_sync_schemes=schemes, **OPTIONS
     )
     frames = iter(collector)
     reports = collector.update_policy_weights_(weights_dict=both(1))
@@ -207,4 +206,3 @@ def test_in_one_process(scheme):
     data = next(frames)
     assert data["action"].unique().tolist() == [1.0]
     assert data["policy_version"].unique().tolist() == [1]
-    collector.shutdown()

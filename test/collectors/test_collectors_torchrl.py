@@ -119,8 +119,8 @@ def test_a_single_collector_as_sender(kind, strategy):
     scheme.shutdown()
 
 
-def test_a_single_collector_as_receiver():
-    scheme = MemoryWeightSyncScheme()
+def test_a_single_collector_as_receiver(made):
+    scheme = made(MemoryWeightSyncScheme)
     scheme.init_on_sender(model_id="policy", weights=weights_of(1.0), num_workers=1)
     receiver = copy(scheme)
     with ThreadPoolExecutor(1) as pool:
@@ -142,4 +142,3 @@ def test_a_single_collector_as_receiver():
     assert values(next(frames)) == {2.0}
     collector.shutdown()
     receiver.shutdown()
-    scheme.shutdown()

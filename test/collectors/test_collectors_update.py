@@ -46,35 +46,32 @@ def used(frames):
 @pytest.mark.parametrize(
     "scheme", [None, MultiProcessWeightSyncScheme("state_dict")], ids=["default", "queues"]
 )
-def test_all_ways_to_call_with_workers(scheme):
+def test_all_ways_to_call_with_workers(scheme, made):
     policy = make_policy()
     given = {} if scheme is None else {"weight_sync_schemes": {"policy": scheme}}
-    collector = two_workers(policy, **given)
+    collector = made(two_workers, policy, **given)
     frames = iter(collector)
-    try:
-        require_every_call(collector, lambda: used(frames), policy)
-        require_refusals(collector, lambda: used(frames))
-        with pytest.raises(KeyError, match=r"no weight sync scheme for .*critic.*: give model_id=, or"):
-            collector.update_policy_weights_(weights_of(1.0), model_id="critic")
-        collector.update_policy_weights_(weights_of(60.0), worker_ids=[1])
-        assert used(frames) == [51.0, 60.0]
-        collector.update_policy_weights_(weights_of(61.0), worker_ids=0)
-        assert used(frames) == [61.0, 60.0]
-        collector.update_policy_weights_({0: weights_of(62.0), 1: make_policy(63.0)})
-        assert used(frames) == [62.0, 63.0]
-    finally:
-        collector.shutdown()
+    require_every_call(collector, lambda: used(frames), policy)
+    require_refusals(collector, lambda: used(frames))
+    with pytest.raises(KeyError, match=r"no weight sync scheme for .*critic.*: give model_id=, or"):
+        collector.update_policy_weights_(weights_of(1.0), model_id="critic")
+    collector.update_policy_weights_(weights_of(60.0), worker_ids=[1])
+    assert used(frames) == [51.0, 60.0]
+    collector.update_policy_weights_(weights_of(61.0), worker_ids=0)
+    assert used(frames) == [61.0, 60.0]
+    collector.update_policy_weights_({0: weights_of(62.0), 1: make_policy(63.0)})
+    assert used(frames) == [62.0, 63.0]
 
 
 @pytest.mark.parametrize(
     "scheme",
     [None, MemoryWeightSyncScheme, SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme],
 )
-def test_all_ways_to_call_in_one_process(scheme):
+def test_all_ways_to_call_in_one_process(scheme, made):
     policy = make_policy()
     schemes = None if scheme is None else {"policy": scheme()}
-    collector = Collector(
-        Env, policy, frames_per_batch=4, total_frames=-1, weight_sync_schemes=schemes, **OPTIONS
+    collector = made(
+        Collector, Env, policy, frames_per_batch=4, total_frames=-1, weight_sync_schemes=schemes, **OPTIONS
     )
     frames = iter(collector)
 
@@ -91,14 +88,12 @@ def test_all_ways_to_call_in_one_process(scheme):
     else:
         fill(policy, 80.0)  # the collector has its own copy
         assert used_now() == [51.0]
-    collector.shutdown()
 
 
-def test_one_process_without_weights():
-    collector = Collector(Env, RandomPolicy(Env().action_spec), frames_per_batch=4, total_frames=-1)
+def test_one_process_without_weights(made):
+    collector = made(Collector, Env, RandomPolicy(Env().action_spec), frames_per_batch=4, total_frames=-1)
     with pytest.raises(UnsupportedSourceError, match="RandomPolicy"):
         collector.update_policy_weights_(weights_of(1.0))
-    collector.shutdown()
 
 
 class Shift(nn.Module):
@@ -121,11 +116,12 @@ def shift_of(value):
     return TensorDict({"module": {"shift": torch.full((2,), value)}})
 
 
-def test_a_model_inside_the_environment():
+def test_a_model_inside_the_environment(made):
     path = "env.transform[0].module"
     scheme = MultiProcessWeightSyncScheme()
     scheme.init_on_sender(model_id=path, weights=shift_of(0.0), num_workers=2)
-    collector = MultiSyncCollector(
+    collector = made(
+        MultiSyncCollector,
         [shifted_env] * 2,
         make_policy(),
         frames_per_batch=8,
@@ -133,21 +129,16 @@ def test_a_model_inside_the_environment():
         weight_sync_schemes={"policy": SharedMemWeightSyncScheme(), path: scheme},
         **OPTIONS,
     )
-    try:
-        frames = iter(collector)
-        collector.update_policy_weights_(weights=shift_of(3.0), model_id=path)
-        data = next(frames)
-        assert set(data["next", "observation"].unique().tolist()) == {3.0}
-        assert data["policy_version"].max() == 0
-        reports = collector.update_policy_weights_(
-            weights_dict={path: shift_of(4.0), "policy": weights_of(1.0)}
-        )
-        assert {key: report.version for key, report in reports.items()} == {path: 2, "policy": 1}
-        data = next(frames)
-        assert set(data["next", "observation"].unique().tolist()) == {4.0}
-        assert data["policy_version"].max() == 1
-    finally:
-        collector.shutdown()
+    frames = iter(collector)
+    collector.update_policy_weights_(weights=shift_of(3.0), model_id=path)
+    data = next(frames)
+    assert set(data["next", "observation"].unique().tolist()) == {3.0}
+    assert data["policy_version"].max() == 0
+    reports = collector.update_policy_weights_(weights_dict={path: shift_of(4.0), "policy": weights_of(1.0)})
+    assert {key: report.version for key, report in reports.items()} == {path: 2, "policy": 1}
+    data = next(frames)
+    assert set(data["next", "observation"].unique().tolist()) == {4.0}
+    assert data["policy_version"].max() == 1
 
 
 def test_a_model_inside_the_environment_of_one_process():
@@ -169,33 +160,33 @@ def test_a_model_inside_the_environment_of_one_process():
         collector.shutdown()
 
 
-def test_distinct_factories_and_weights_for_each_worker():
-    collector = two_workers(
+def test_distinct_factories_and_weights_for_each_worker(made):
+    collector = made(
+        two_workers,
         policy_factory=[policy_of_seven, policy_of_nine],
         weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
     )
-    try:
-        frames = iter(collector)
-        assert used(frames) == [7.0, 9.0]
-        report = collector.update_policy_weights_({0: weights_of(1.0), 1: weights_of(2.0)})
-        assert sorted(report.apply_seconds) == [0, 1]
-        assert used(frames) == [1.0, 2.0]
-        collector.update_policy_weights_({1: weights_of(3.0)})
-        assert used(frames) == [1.0, 3.0]
-    finally:
-        collector.shutdown()
+    frames = iter(collector)
+    assert used(frames) == [7.0, 9.0]
+    report = collector.update_policy_weights_({0: weights_of(1.0), 1: weights_of(2.0)})
+    assert sorted(report.apply_seconds) == [0, 1]
+    assert used(frames) == [1.0, 2.0]
+    collector.update_policy_weights_({1: weights_of(3.0)})
+    assert used(frames) == [1.0, 3.0]
 
 
-def test_a_factory_without_scheme_cannot_be_updated():
-    collector = MultiAsyncCollector(
-        [Env], policy_factory=policy_of_seven, frames_per_batch=8, total_frames=-1, **OPTIONS
+def test_a_factory_without_scheme_cannot_be_updated(made):
+    collector = made(
+        MultiAsyncCollector,
+        [Env],
+        policy_factory=policy_of_seven,
+        frames_per_batch=8,
+        total_frames=-1,
+        **OPTIONS,
     )
-    try:
-        assert next(iter(collector))["action"].unique().tolist() == [7.0]
-        with pytest.raises(LifecycleError, match="no weight_sync_schemes"):
-            collector.update_policy_weights_(weights_of(1.0))
-    finally:
-        collector.shutdown()
+    assert next(iter(collector))["action"].unique().tolist() == [7.0]
+    with pytest.raises(LifecycleError, match="no weight_sync_schemes"):
+        collector.update_policy_weights_(weights_of(1.0))
 
 
 def test_policies_without_weights():
@@ -216,18 +207,15 @@ class Constant(TensorDictModuleBase):
         return tensordict.set("action", torch.ones_like(tensordict["observation"]))
 
 
-def test_a_model_that_is_never_synchronized():
-    collector = two_workers(
-        policy_factory=policy_of_seven, weight_sync_schemes={"policy": NoWeightSyncScheme()}
+def test_a_model_that_is_never_synchronized(made):
+    collector = made(
+        two_workers, policy_factory=policy_of_seven, weight_sync_schemes={"policy": NoWeightSyncScheme()}
     )
-    try:
-        collector.update_policy_weights_(weights_of(1.0))
-        collector.update_policy_weights_(weights_dict={"policy": weights_of(1.0)})
-        data = next(iter(collector))
-        assert data["action"].unique().tolist() == [7.0]
-        assert data["policy_version"].max() == 0
-    finally:
-        collector.shutdown()
+    collector.update_policy_weights_(weights_of(1.0))
+    collector.update_policy_weights_(weights_dict={"policy": weights_of(1.0)})
+    data = next(iter(collector))
+    assert data["action"].unique().tolist() == [7.0]
+    assert data["policy_version"].max() == 0
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
@@ -284,12 +272,9 @@ def test_a_scheme_of_another_sender_is_only_connected():
     receiver.shutdown()
 
 
-def test_every_call_is_exact_in_the_data():
-    collector = two_workers(make_policy())
-    try:
-        frames = iter(collector)
-        for value in range(1, 4):
-            collector.update_policy_weights_(weights_of(float(value)))
-            require_exact(next(frames))
-    finally:
-        collector.shutdown()
+def test_every_call_is_exact_in_the_data(made):
+    collector = made(two_workers, make_policy())
+    frames = iter(collector)
+    for value in range(1, 4):
+        collector.update_policy_weights_(weights_of(float(value)))
+        require_exact(next(frames))

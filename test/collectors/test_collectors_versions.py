@@ -21,9 +21,10 @@ from weight_update import MemoryWeightSyncScheme, MultiProcessWeightSyncScheme, 
 
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
 @pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, slow(MultiProcessWeightSyncScheme)])
-def test_every_frame_names_its_version_while_updates_flow(cls, scheme):
+def test_every_frame_names_its_version_while_updates_flow(cls, scheme, made):
     policy = make_policy()
-    collector = cls(
+    collector = made(
+        cls,
         [Env] * 2,
         policy,
         frames_per_batch=60,
@@ -31,37 +32,38 @@ def test_every_frame_names_its_version_while_updates_flow(cls, scheme):
         weight_sync_schemes={"policy": scheme()},
         **OPTIONS,
     )
-    try:
-        frames = iter(collector)
-        with updates(collector, policy) as sent:
-            seen = see_versions(frames, require_exact, enough=100)
-        assert max(seen) <= len(sent)
-        assert collector.policy_version == sent[-1]
-    finally:
-        collector.shutdown()
+    frames = iter(collector)
+    with updates(collector, policy) as sent:
+        seen = see_versions(frames, require_exact, enough=100)
+    assert max(seen) <= len(sent)
+    assert collector.policy_version == sent[-1]
 
 
-def test_random_frames_name_the_version_in_force():
+def test_random_frames_name_the_version_in_force(made):
     policy = make_policy()
-    collector = MultiSyncCollector(
-        [Env] * 2, policy, frames_per_batch=20, total_frames=60, init_random_frames=40, **OPTIONS
+    collector = made(
+        MultiSyncCollector,
+        [Env] * 2,
+        policy,
+        frames_per_batch=20,
+        total_frames=60,
+        init_random_frames=40,
+        **OPTIONS,
     )
-    try:
-        for number, data in enumerate(collector):
-            require_stamps(data)
-            assert set(data["policy_version"].unique().tolist()) == {number}
-            made_by_policy = bool((data["action"] == number).all())
-            assert made_by_policy == (number == 2)
-            collector.update_policy_weights_(fill(policy, number + 1))
-    finally:
-        collector.shutdown()
+    for number, data in enumerate(collector):
+        require_stamps(data)
+        assert set(data["policy_version"].unique().tolist()) == {number}
+        made_by_policy = bool((data["action"] == number).all())
+        assert made_by_policy == (number == 2)
+        collector.update_policy_weights_(fill(policy, number + 1))
 
 
 @pytest.mark.parametrize("extend_buffer", [True, False])
-def test_replay_buffer_holds_versions(extend_buffer):
+def test_replay_buffer_holds_versions(extend_buffer, made):
     buffer = ReplayBuffer(storage=LazyTensorStorage(200), batch_size=10)
     policy = make_policy()
-    collector = MultiSyncCollector(
+    collector = made(
+        MultiSyncCollector,
         [Env] * 2,
         policy,
         frames_per_batch=20,
@@ -70,20 +72,18 @@ def test_replay_buffer_holds_versions(extend_buffer):
         extend_buffer=extend_buffer,
         **OPTIONS,
     )
-    try:
-        with updates(collector, policy):
-            for _ in collector:
-                pass
-        assert len(buffer) >= 100
-        stored = buffer[:]
-        require_exact(stored)
-        assert stored["policy_version"].max() > 1
-    finally:
-        collector.shutdown()
+    with updates(collector, policy):
+        for _ in collector:
+            pass
+    assert len(buffer) >= 100
+    stored = buffer[:]
+    require_exact(stored)
+    assert stored["policy_version"].max() > 1
 
 
-def test_policy_factory_and_user_named_versions():
-    collector = MultiSyncCollector(
+def test_policy_factory_and_user_named_versions(made):
+    collector = made(
+        MultiSyncCollector,
         [Env] * 2,
         policy_factory=policy_of_seven,
         frames_per_batch=20,
@@ -91,35 +91,32 @@ def test_policy_factory_and_user_named_versions():
         weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
         **OPTIONS,
     )
-    try:
-        for number, data in enumerate(collector):
-            require_stamps(data)
-            assert set(data["policy_version"].unique().tolist()) == {number}
-            assert set(data["action"].unique().tolist()) == {7.0 + number}
-            report = collector.update_policy_weights_(make_policy(8.0 + number))
-            assert report.version == number + 1
-    finally:
-        collector.shutdown()
+    for number, data in enumerate(collector):
+        require_stamps(data)
+        assert set(data["policy_version"].unique().tolist()) == {number}
+        assert set(data["action"].unique().tolist()) == {7.0 + number}
+        report = collector.update_policy_weights_(make_policy(8.0 + number))
+        assert report.version == number + 1
 
 
 @pytest.mark.parametrize("env", [Env, lambda: Env([3]), lambda: SerialEnv(2, Env)])
-def test_one_process(env):
+def test_one_process(env, made):
     policy = make_policy()
-    collector = Collector(env, policy, frames_per_batch=24, total_frames=96, device="cpu", **OPTIONS)
+    collector = made(Collector, env, policy, frames_per_batch=24, total_frames=96, device="cpu", **OPTIONS)
     for number, data in enumerate(collector):
         require_exact(data)
         assert data["policy_version"].max() == number == collector.policy_version
         fill(policy, number + 1)
         assert collector.update_policy_weights_().version == number + 1
     assert number == 3
-    collector.shutdown()
 
 
 @pytest.mark.parametrize("extend_buffer", [True, slow(False)])
-def test_one_process_into_a_buffer_with_a_copy_of_the_policy(extend_buffer):
+def test_one_process_into_a_buffer_with_a_copy_of_the_policy(extend_buffer, made):
     buffer = ReplayBuffer(storage=LazyTensorStorage(400), batch_size=10)
     policy = make_policy()
-    collector = Collector(
+    collector = made(
+        Collector,
         Env,
         policy,
         frames_per_batch=20,
@@ -137,11 +134,10 @@ def test_one_process_into_a_buffer_with_a_copy_of_the_policy(extend_buffer):
     require_stamps(stored)
     require_exact(stored[20:])
     assert stored["policy_version"].max() > 3
-    collector.shutdown()
 
 
 @pytest.mark.parametrize("scheme", [None, MemoryWeightSyncScheme])
-def test_versions_survive_a_checkpoint(scheme):
+def test_versions_survive_a_checkpoint(scheme, made):
     def make():
         schemes = None if scheme is None else {"policy": scheme()}
         options = {"frames_per_batch": 10, "total_frames": 20, "weight_sync_schemes": schemes}
@@ -152,7 +148,7 @@ def test_versions_survive_a_checkpoint(scheme):
         collector.update_policy_weights_(make_policy(value))
     saved = collector.state_dict()
     collector.shutdown()
-    other = make()
+    other = made(make)
     other.load_state_dict(saved)
     frames = iter(other)
     data = next(frames)
@@ -160,11 +156,10 @@ def test_versions_survive_a_checkpoint(scheme):
     require_exact(data)
     assert other.update_policy_weights_(make_policy(4)).version == 4
     require_exact(next(frames))
-    other.shutdown()
 
 
 @pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, slow(MultiProcessWeightSyncScheme)])
-def test_versions_of_workers_survive_a_checkpoint(scheme):
+def test_versions_of_workers_survive_a_checkpoint(scheme, made):
     def make():
         return MultiSyncCollector(
             [Env] * 2,
@@ -179,33 +174,31 @@ def test_versions_of_workers_survive_a_checkpoint(scheme):
         collector.update_policy_weights_(make_policy(value))
     saved = collector.state_dict()
     collector.shutdown()
-    other = make()
-    try:
-        other.load_state_dict(saved)
-        assert other.policy_version == 3
-        restored = other.state_dict()
-        assert [int(restored[f"worker{idx}"]["policy_version"]) for idx in range(2)] == [3, 3]
-        frames = iter(other)
+    other = made(make)
+    other.load_state_dict(saved)
+    assert other.policy_version == 3
+    restored = other.state_dict()
+    assert [int(restored[f"worker{idx}"]["policy_version"]) for idx in range(2)] == [3, 3]
+    frames = iter(other)
+    data = next(frames)
+    assert set(data["policy_version"].flatten().tolist()) == {3}
+    require_exact(data)
+    for version in (4, 5):
+        report = other.update_policy_weights_(make_policy(version))
+        assert report.version == version == other.policy_version
         data = next(frames)
-        assert set(data["policy_version"].flatten().tolist()) == {3}
+        assert set(data["policy_version"].flatten().tolist()) == {version}
         require_exact(data)
-        for version in (4, 5):
-            report = other.update_policy_weights_(make_policy(version))
-            assert report.version == version == other.policy_version
-            data = next(frames)
-            assert set(data["policy_version"].flatten().tolist()) == {version}
-            require_exact(data)
-    finally:
-        other.shutdown()
 
 
-def test_tracking_can_be_left_to_the_caller():
+def test_tracking_can_be_left_to_the_caller(made):
     silent = Collector(
         Env, make_policy(), frames_per_batch=10, total_frames=10, track_policy_version=False, **OPTIONS
     )
     assert "policy_version" not in list(next(iter(silent)).keys())
     silent.shutdown()
-    named = Collector(
+    named = made(
+        Collector,
         Env,
         make_policy(),
         frames_per_batch=10,
@@ -217,7 +210,6 @@ def test_tracking_can_be_left_to_the_caller():
     named.update_policy_weights_()
     assert isinstance(before, str)
     assert named.policy_version != before
-    named.shutdown()
 
 
 def test_multi_collector_chooses_its_kind():

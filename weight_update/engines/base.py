@@ -93,7 +93,6 @@ class InferenceEngine(ABC):
                 tensors are valid until this returns.
             base: the version in force, which the changes lead from.
         """
-        del base
         self.load_weights((change.name, change.weight) for change in changes)
 
     def needs_with(self, changed: Collection[str]) -> Collection[str]:
@@ -106,7 +105,6 @@ class InferenceEngine(ABC):
         Args:
             changed: names of the weights that a patch changes.
         """
-        del changed
         return ()
 
     @abstractmethod

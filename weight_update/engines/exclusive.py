@@ -73,7 +73,6 @@ class ExclusiveEngine(InferenceEngine):
 
     def abort_update(self, version: int) -> None:
         """Make :meth:`generating` raise until an update succeeds."""
-        del version
         self.version = None
         self._turn.release()
 

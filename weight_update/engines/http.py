@@ -22,7 +22,7 @@ def call(
     *,
     engine: str,
     key: str | None = None,
-    remedy: Callable[[int], str] = lambda status: "",
+    remedy: Callable[[int], str],
 ) -> Any:
     """Call a route of a server with ``body`` as JSON, if there is one; return its answer.
 

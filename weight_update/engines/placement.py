@@ -84,8 +84,11 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a model by name."""
-    return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    """Return the parameters and buffers of a model, under all their names."""
+    return {
+        **dict(model.named_buffers(remove_duplicate=False)),
+        **dict(model.named_parameters(remove_duplicate=False)),
+    }
 
 
 def find_blocks(model: nn.Module, load: Load, weights: Shapes) -> dict[str, tuple[Block, ...]]:

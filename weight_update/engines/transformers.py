@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
 
 from weight_update.arguments import require_seconds
 from weight_update.engines.base import InferenceEngine, WeightChange
@@ -23,6 +22,7 @@ from weight_update.engines.continuous_batching import (
     require_supported,
     tokens_of,
 )
+from weight_update.engines.placement import tensors_of
 from weight_update.errors import LifecycleError, SyncTimeoutError, UnsupportedSourceError
 from weight_update.text import plural
 
@@ -217,7 +217,7 @@ class TransformersEngine(InferenceEngine):
             if self.pause == "wait":
                 self._wait_for_answers(deadline)
             self._held = Pause(self._manager, max(deadline - time.monotonic(), 0.0))
-            self._weights = _own_tensors(self._model) if self.keeps_tensors else self.expected_weights()
+            self._weights = tensors_of(self._model) if self.keeps_tensors else self.expected_weights()
             self._written.clear()
             if self.pause == "abort":
                 self._answer_with_tokens_so_far()
@@ -239,7 +239,6 @@ class TransformersEngine(InferenceEngine):
 
     def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
         """Write the elements that changed into the model's tensors."""
-        del base
         for change in changes:
             mine = self._weights[change.name]
             if change.positions is None or not mine.is_contiguous():
@@ -378,11 +377,3 @@ class TransformersEngine(InferenceEngine):
         with self._changed:
             self._updating = False
             self._changed.notify_all()
-
-
-def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a model, under all their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }

@@ -1,10 +1,8 @@
 """Each kind of collector, checkpoints and a shared replay buffer, with whatever TorchRL is installed."""
 
-import multiprocessing
 from importlib.metadata import version
 
-from collector_parts import OPTIONS, Env, fill, make_policy, require_exact
-from torch import multiprocessing as torch_multiprocessing
+from collector_parts import OPTIONS, Env, fill, make_policy, require_exact, use_forkserver
 from torchrl.data import LazyMemmapStorage, ReplayBuffer
 
 from collectors import Collector, MultiAsyncCollector, MultiSyncCollector
@@ -46,8 +44,7 @@ def fill_a_buffer():
 
 
 def main():
-    multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs", "collectors"])
-    torch_multiprocessing.set_start_method("forkserver", force=True)
+    use_forkserver()
     follow_updates(Collector, Env, weight_sync_schemes={"policy": MemoryWeightSyncScheme()})
     follow_updates(MultiSyncCollector, [Env] * 2)
     follow_updates(MultiAsyncCollector, [Env] * 2)

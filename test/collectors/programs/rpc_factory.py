@@ -1,22 +1,19 @@
 """RPCCollector whose workers make their own policies, and have workers themselves."""
 
-import multiprocessing
 import sys
 import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from collector_parts import OPTIONS, Env, make_policy, policy_of_seven
-from torch import multiprocessing as torch_multiprocessing
+from collector_parts import OPTIONS, Env, make_policy, policy_of_seven, use_forkserver
 
 from collectors import MultiSyncCollector, RPCCollector
 
 
 def main():
     warnings.simplefilter("ignore", UserWarning)  # PyTorch warns about what RPC does itself
-    multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs", "collectors"])
-    torch_multiprocessing.set_start_method("forkserver", force=True)
+    use_forkserver()
     collector = RPCCollector(
         [Env],
         policy_factory=policy_of_seven,

@@ -8,8 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from collector_parts import OPTIONS, Env, make_policy, require_exact, weights_of
-from torch import multiprocessing as torch_multiprocessing
+from collector_parts import OPTIONS, Env, make_policy, require_exact, use_forkserver, weights_of
 from update_calls import require_every_call, require_refusals
 
 from collectors import RPCCollector, RPCWeightUpdater
@@ -18,8 +17,7 @@ from weight_update import LifecycleError, PolicyLag, RPCWeightSyncScheme
 
 def main():
     warnings.simplefilter("ignore", UserWarning)  # PyTorch warns about what RPC does itself
-    multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs", "collectors"])
-    torch_multiprocessing.set_start_method("forkserver", force=True)
+    use_forkserver()
     policy = make_policy(0.0)
     options = {"frames_per_batch": 8, "launcher": "mp", "sync": True, "collector_kwargs": OPTIONS}
     collector = RPCCollector([Env] * 2, policy, **options)

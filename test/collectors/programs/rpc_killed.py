@@ -7,8 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from collector_parts import OPTIONS, Env, fill, make_policy, weights_of
-from torch import multiprocessing as torch_multiprocessing
+from collector_parts import OPTIONS, Env, fill, make_policy, use_forkserver, weights_of
 
 from collectors import RPCCollector
 from weight_update import SyncFailedError, WorkerError
@@ -16,8 +15,7 @@ from weight_update import SyncFailedError, WorkerError
 
 def main():
     warnings.simplefilter("ignore", UserWarning)  # PyTorch warns about what RPC does itself
-    multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs", "collectors"])
-    torch_multiprocessing.set_start_method("forkserver", force=True)
+    use_forkserver()
     policy = make_policy(0.0)
     collector = RPCCollector(
         [Env] * 2,

@@ -1,14 +1,12 @@
 """TorchRL's own RPCCollector with our scheme."""
 
-import multiprocessing
 import sys
 import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from collector_parts import OPTIONS, Env, make_policy, weights_of
-from torch import multiprocessing as torch_multiprocessing
+from collector_parts import OPTIONS, Env, make_policy, use_forkserver, weights_of
 from torchrl.collectors import Collector
 from torchrl.collectors.distributed import RPCCollector
 
@@ -18,8 +16,7 @@ from weight_update import RPCWeightSyncScheme
 
 def main():
     warnings.simplefilter("ignore")
-    multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs", "collectors"])
-    torch_multiprocessing.set_start_method("forkserver", force=True)
+    use_forkserver()
     scheme = RPCWeightSyncScheme(timeout=20.0, connect_timeout=60.0)
     collector = RPCCollector(
         [Env] * 2,

@@ -80,17 +80,17 @@ def receiving_scheme(
     Raises:
         ValueError: ``scheme`` is neither ``"shared"`` nor ``"distributed"``.
     """
-    made: WeightSyncScheme
+    common: dict[str, Any] = {
+        "address": address,
+        "token": token,
+        "timeout": timeout,
+        "connect_timeout": connect_timeout,
+    }
     if scheme == "shared":
-        made = SharedMemWeightSyncScheme("state_dict", address=address, token=token, timeout=timeout)
-    elif scheme == "distributed":
-        made = DistributedWeightSyncScheme(
-            strategy="state_dict", address=address, port=port, token=token, timeout=timeout
-        )
-    else:
-        raise ValueError(f"unknown scheme {scheme!r} in init_info (known: 'shared', 'distributed')")
-    made.connect_timeout = connect_timeout
-    return made
+        return SharedMemWeightSyncScheme("state_dict", **common)
+    if scheme == "distributed":
+        return DistributedWeightSyncScheme(strategy="state_dict", port=port, **common)
+    raise ValueError(f"unknown scheme {scheme!r} in init_info (known: 'shared', 'distributed')")
 
 
 def connect_with(scheme: WeightSyncScheme, calls: Sequence[Callable[[], None]]) -> None:

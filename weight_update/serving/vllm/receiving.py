@@ -109,21 +109,16 @@ class VLLMReceiver(InferenceEngine):
             raise
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load weights of a whole version."""
         self._in_turn(lambda: self._loader.load(weights))
 
     def needs_with(self, changed: Collection[str]) -> Collection[str]:
-        """Return the weights that are reloaded with ``changed`` ones."""
         return self._loader.needs_with(changed)
 
     def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
-        """Load a patch, and log how."""
-        del base
         counts = self._in_turn(lambda: self._loader.patch(changes))
         _log.info("patch to version %d: %s", self._version, counts)
 
     def finish_update(self, version: int) -> None:
-        """Put ``version`` in force."""
         self._in_turn(self._loader.finish)
         self._turns.settle(version)
         if self._leading is not None:
