@@ -91,7 +91,7 @@ setup(
     ext_modules=LOOPS,
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
     python_requires=">=3.10",
-    install_requires=["torch>=2.11", "tensordict>=0.14", "typing_extensions"],
+    install_requires=["torch>=2.11", "tensordict>=0.14", "fsspec>=2023.1", "typing_extensions"],
     extras_require={
         "collectors": COLLECTORS,
         "ray": RAY,

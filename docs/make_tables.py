@@ -59,6 +59,12 @@ _SCHEMES = [
         "models inside an environment's transform",
     ),
     (
+        "ObjectStoreWeightSyncScheme",
+        "anywhere, with access to an object store",
+        "workers come and go; none is known to the trainer",
+        "several clusters or providers",
+    ),
+    (
         "MemoryWeightSyncScheme",
         "threads of one process",
         "workers join late",

@@ -6,6 +6,7 @@ from weight_update.schemes.group import group_schemes, send_together
 from weight_update.schemes.memory import MemoryWeightSyncScheme
 from weight_update.schemes.multiprocess import MultiProcessWeightSyncScheme
 from weight_update.schemes.no_sync import NoWeightSyncScheme
+from weight_update.schemes.object_store import ObjectStoreWeightSyncScheme
 from weight_update.schemes.ray import RayWeightSyncScheme
 from weight_update.schemes.ray_transform import RayModuleTransformScheme
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
@@ -17,6 +18,7 @@ __all__ = [
     "MemoryWeightSyncScheme",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "ObjectStoreWeightSyncScheme",
     "RPCWeightSyncScheme",
     "RayModuleTransformScheme",
     "RayWeightSyncScheme",

@@ -1,0 +1,613 @@
+"""Versions that travel through an object store."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from torch import nn
+
+from weight_update import (
+    BucketEncoding,
+    InferenceEngine,
+    JoinRefusedError,
+    LifecycleError,
+    ObjectStoreWeightSyncScheme,
+    PatchEncoding,
+    SchemaMismatchError,
+    SyncFailedError,
+    SyncTimeoutError,
+    TransportError,
+    WeightStrategy,
+    group_schemes,
+    send_together,
+)
+from weight_update.testing import mlp, scramble
+from weight_update.testing.models import Zoo, fingerprint
+from weight_update.testing.processes import wait_until
+from weight_update.testing.worker_processes import start_workers
+from weight_update.transports.object_store import publisher
+from weight_update.transports.object_store.manifest import Manifest
+
+Scheme = ObjectStoreWeightSyncScheme
+TOKEN = "secret"
+
+
+class FaultyFileSystem(LocalFileSystem):  # type: ignore[misc] - fsspec has no types
+    """Files of this machine, and requests that fail or hang when a test wants it."""
+
+    protocol = "faulty"
+    before: ClassVar[Callable[[str, str], None]] = staticmethod(lambda verb, path: None)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).removeprefix("faulty://"))
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        type(self).before("write" if "w" in mode else "read", path)
+        return super().open(path, mode, **options)
+
+    def cat_file(self, path: str, *limits: Any, **options: Any) -> Any:
+        type(self).before("read", path)
+        return super().cat_file(path, *limits, **options)
+
+    def find(self, path: str, **options: Any) -> Any:
+        type(self).before("list", path)
+        return super().find(path, **options)
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str, str], None]], None]:
+    """Return a function that sets what happens before each request: called with its verb and its path."""
+    fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
+    return lambda before: monkeypatch.setattr(FaultyFileSystem, "before", staticmethod(before))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "store")
+
+
+class Ends:
+    """The schemes of one test, which are shut down at its end."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._stack = contextlib.ExitStack()
+
+    def scheme(self, **options: Any) -> Scheme:
+        defaults = {"token": TOKEN, "poll_seconds": 0.02, "timeout": 10.0, "connect_timeout": 10.0}
+        return self._stack.enter_context(Scheme(self.url, **{**defaults, **options}))
+
+    def sender(self, model: Any, *, connect: bool = True, **options: Any) -> Scheme:
+        scheme = self.scheme(**options)
+        scheme.init_on_sender(model=model)
+        if connect:
+            scheme.connect()
+        return scheme
+
+    def reader(self, model: Any, **options: Any) -> Scheme:
+        scheme = self.scheme(**options)
+        scheme.init_on_receiver(model=model)
+        scheme.connect()
+        return scheme
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def ends(url: str) -> Iterator[Ends]:
+    made = Ends(url)
+    yield made
+    made.close()
+
+
+def arrives(reader: Scheme, version: int) -> None:
+    """Wait until a reader has a version."""
+    wait_until(lambda: reader.version == version)
+
+
+@torch.no_grad()
+def nudge(model: nn.Module) -> None:
+    """Change one element of each weight."""
+    for value in model.parameters():
+        value.view(-1)[0] += 1
+
+
+def frames(directory: str) -> list[Path]:
+    return sorted(Path(directory).glob("*/*.frame"))
+
+
+ENCODINGS = ["dense", "bucket", BucketEncoding(bucket_size=4096), "patch", PatchEncoding(compression="ans")]
+
+
+# -- versions ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=["dense", "bucket", "buckets", "patch", "compressed"])
+@pytest.mark.parametrize("protocol", ["directory", "memory"])
+def test_bits_are_the_same_for_readers_that_join_at_any_time(
+    ends: Ends, encoding: Any, protocol: str, tmp_path: Path
+) -> None:
+    if protocol == "memory":
+        ends.url = f"memory://{tmp_path.name}"
+    source = Zoo(1)
+    strategy = WeightStrategy("state_dict", encoding=encoding)
+    sender = ends.sender(source, strategy=strategy, most_changes=3)
+    readers: list[tuple[Scheme, nn.Module]] = []
+    for version in range(1, 10):
+        model = Zoo(version + 1)
+        readers.append((ends.reader(model), model))
+        assert readers[-1][0].version == version - 1
+        scramble(source.inner, version)
+        source.note = {"version": version}
+        assert sender.send().version == version
+        assert (sender.version, sender.worker_versions) == (version, {0: version})
+        for reader, mine in readers:
+            arrives(reader, version)
+            assert fingerprint(mine, strategy) == fingerprint(source, strategy)
+            assert mine.note == source.note
+
+
+def test_most_versions_are_changes_and_old_ones_are_removed(ends: Ends) -> None:
+    source = mlp(1)
+    sender = ends.sender(source, strategy=WeightStrategy(encoding="patch"), most_changes=3)
+    sent = []
+    for _ in range(12):
+        nudge(source)
+        sent.append(sender.send().wire_bytes)
+    whole = [index for index, nbytes in enumerate(sent) if nbytes > max(sent) / 2]
+    assert whole == [3, 7, 11]
+    # the welcome, the chain before and the present one, of one frame a version
+    wait_until(lambda: len(frames(ends.url)) == 1 + 4 + 1)
+
+
+def test_a_reader_that_was_away_gets_the_newest_version(ends: Ends) -> None:
+    source, model = mlp(1), mlp(2)
+    sender = ends.sender(source, strategy=WeightStrategy(encoding="patch"), most_changes=2)
+    reader = ends.reader(model)
+    with reader.hold():
+        for _ in range(11):
+            nudge(source)
+            sender.send()
+    arrives(reader, 11)
+    assert fingerprint(model) == fingerprint(source)
+
+
+def test_a_reader_that_failed_to_apply_an_update_gets_all_weights(ends: Ends) -> None:
+    source, model = mlp(1), mlp(2)
+    sender = ends.sender(source, strategy=WeightStrategy(encoding="patch"))
+    reader = ends.reader(model)
+    with torch.no_grad():
+        next(model.parameters()).add_(1)  # the changes are for other weights
+    nudge(source)
+    sender.send()
+    arrives(reader, 1)
+    assert fingerprint(model) == fingerprint(source)
+
+
+def test_workers_in_processes(ends: Ends) -> None:
+    source = mlp(1)
+    scheme = ends.scheme(strategy=WeightStrategy(encoding="patch"))
+    with start_workers(scheme, [mlp(2), mlp(3)], "forkserver", model=source) as workers:
+        for version in range(1, 4):
+            scramble(source, version)
+            scheme.send()
+            wait_until(lambda expected=version: workers.ask("version") == [expected] * 2)
+            assert workers.ask("fingerprint") == [fingerprint(source)] * 2
+
+
+def test_a_pipeline(ends: Ends) -> None:
+    source, model = mlp(1), mlp(2)
+    strategy = WeightStrategy(encoding=BucketEncoding(bucket_size=256), max_in_flight=2)
+    sender, reader = ends.sender(source, strategy=strategy), ends.reader(model)
+    for version in range(1, 4):
+        scramble(source, version)
+        sender.send()
+        arrives(reader, version)
+        assert fingerprint(model) == fingerprint(source)
+
+
+def test_several_models(ends: Ends, url: str) -> None:
+    """Each model has a URL of its own, and workers switch each by itself."""
+    sources, models = [mlp(1), mlp(2)], [mlp(3), mlp(4)]
+    schemes, readers = [], []
+    for number, source in enumerate(sources):
+        ends.url = f"{url}/{number}"
+        schemes.append(ends.sender(source, connect=False))
+    group_schemes(schemes)
+    for number, (scheme, model) in enumerate(zip(schemes, models, strict=True)):
+        scheme.connect()
+        ends.url = f"{url}/{number}"
+        readers.append(ends.reader(model))
+    for source in sources:
+        nudge(source)
+    send_together(dict(zip(schemes, sources, strict=True)))
+    for reader, model, source in zip(readers, models, sources, strict=True):
+        arrives(reader, 1)
+        assert fingerprint(model) == fingerprint(source)
+
+
+def test_without_waiting(ends: Ends) -> None:
+    source, model = mlp(1), mlp(2)
+    sender, reader = ends.sender(source, sync=False), ends.reader(model)
+    for version in range(1, 20):
+        scramble(source, version)
+        sender.send()
+    arrives(reader, 19)
+    assert fingerprint(model) == fingerprint(source)
+
+
+def test_narrower_weights_and_no_model(ends: Ends) -> None:
+    source, model = mlp(1), mlp(2).to(torch.bfloat16)
+    sender = ends.sender(source)
+    reader, listener = ends.reader(model), ends.reader(None, strategy="state_dict")
+    scramble(source, 5)
+    sender.send()
+    received = listener.receive(timeout=10.0)
+    arrives(reader, 1)
+    for name, value in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value.to(torch.bfloat16))
+        assert torch.equal(received[name], value)
+
+
+class Engine(InferenceEngine):
+    """An engine that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def begin_update(self, version: int) -> None: ...
+
+    def load_weights(self, weights: Any) -> None:
+        self.loaded |= {name: value.clone() for name, value in weights}
+
+    def finish_update(self, version: int) -> None: ...
+
+
+def test_an_engine(ends: Ends) -> None:
+    source, engine = mlp(1), Engine()
+    sender = ends.sender(source, strategy=WeightStrategy("state_dict", encoding="patch"))
+    reader = ends.reader(engine, strategy="state_dict")
+    scramble(source, 5)
+    sender.send()
+    arrives(reader, 1)
+    assert all(torch.equal(engine.loaded[name], value) for name, value in source.state_dict().items())
+
+
+# -- trainers that end -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["dense", "patch"])
+def test_a_restarted_trainer_goes_on_counting(ends: Ends, encoding: str) -> None:
+    strategy, model = WeightStrategy(encoding=encoding), mlp(2)
+    first = ends.sender(mlp(1), strategy=strategy)
+    reader = ends.reader(model)
+    first.send()
+    first.shutdown()
+    source = mlp(3)
+    second = ends.sender(source, strategy=strategy)
+    assert second.version == 2
+    arrives(reader, 2)
+    assert fingerprint(model) == fingerprint(source)
+    wait_until(
+        lambda: len({one.parent for one in frames(ends.url)}) == 1
+    )  # those of the first run are removed
+
+
+def test_a_trainer_with_other_weights(ends: Ends) -> None:
+    ends.sender(mlp(1)).shutdown()
+    reader = ends.reader(mlp(2))
+    ends.sender(nn.Linear(3, 2))
+    with pytest.raises(SchemaMismatchError, match="worker 0 does not have the same weights"):
+        reader.receive(timeout=10.0)
+
+
+def test_a_second_trainer_ends_the_first(ends: Ends) -> None:
+    first = ends.sender(mlp(1))
+    source = mlp(2)
+    second = ends.sender(source)
+    with pytest.raises(SyncFailedError, match=r"another sender has published version 1 .* a URL of its own"):
+        first.send()
+    assert second.send().version == 2
+    model = mlp(3)
+    ends.reader(model)
+    assert fingerprint(model) == fingerprint(source)
+
+
+# -- strangers and damage ----------------------------------------------------------------------------------
+
+
+def test_another_token(ends: Ends) -> None:
+    ends.sender(mlp(1))
+    with pytest.raises(JoinRefusedError, match="published with another token: give both sides the same"):
+        ends.reader(mlp(2), token="other")
+    with pytest.raises(JoinRefusedError, match="published with another token"):
+        ends.sender(mlp(1), token="other")
+
+
+def test_a_token_of_the_environment(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHT_UPDATE_TOKEN", TOKEN)
+    ends.sender(mlp(1), token=None)
+    monkeypatch.delenv("WEIGHT_UPDATE_TOKEN")
+    model = mlp(2)
+    ends.reader(model, token=TOKEN)
+    assert fingerprint(model) == fingerprint(mlp(1))
+
+
+@pytest.mark.parametrize("what", ["a bit", "the end", "all of it"])
+def test_a_damaged_frame(ends: Ends, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    source, model = mlp(1), mlp(2)
+    sender, reader = ends.sender(source), ends.reader(model)
+    before = fingerprint(model)
+
+    def damage() -> None:
+        newest = max(frames(ends.url), key=lambda one: (one.name[0] != "w", one.stat().st_mtime_ns))
+        raw = bytearray(newest.read_bytes())
+        if what == "all of it":
+            newest.unlink()
+            return
+        raw[-1] ^= 1
+        newest.write_bytes(raw if what == "a bit" else raw[:-1])
+
+    with reader.hold(), caplog.at_level(logging.WARNING):
+        scramble(source, 3)
+        # the reader looks again only after this
+        reader._receiver.link._next_look = time.monotonic() + 0.5  # type: ignore[union-attr]
+        sender.send()
+        damage()
+    with pytest.raises(SyncTimeoutError, match=r"digest|fewer|No such file"):
+        ends.reader(mlp(4), connect_timeout=1.0)
+    assert (reader.version, fingerprint(model)) == (0, before)
+    sender.send()
+    arrives(reader, 2)
+    assert fingerprint(model) == fingerprint(source)
+    assert ("the weights are not updated now" in caplog.text) == (what != "all of it")
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"{", b"[]", b'{"manifest": 1}', b"\xff" * 9, b"[" * 100_000])
+def test_a_damaged_manifest(ends: Ends, url: str, rubbish: bytes) -> None:
+    source, model = mlp(1), mlp(2)
+    sender, reader = ends.sender(source), ends.reader(model)
+    (Path(url) / "latest.json").write_bytes(rubbish)
+    with pytest.raises(SyncTimeoutError, match=r"nothing could be read in time: .*latest.json is not a"):
+        ends.reader(mlp(3), connect_timeout=0.5)
+    scramble(source, 3)
+    sender.send()
+    arrives(reader, 1)
+    assert fingerprint(model) == fingerprint(source)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chain": []},
+        {"chain": [{"version": 0, "frames": []}]},
+        {"welcome": {"name": "../../x.frame", "nbytes": 5, "sha256": ""}},
+        {"welcome": {"name": f"{'0' * 32}/welcome-{'0' * 8}.frame", "nbytes": -1, "sha256": ""}},
+        {"welcome": 5},
+    ],
+)
+def test_a_signed_manifest_is_checked_too(ends: Ends, url: str, fields: dict[str, Any]) -> None:
+    ends.sender(mlp(1))
+    whole = Manifest.decode((Path(url) / "latest.json").read_bytes(), TOKEN)
+    broken = copy.copy(whole)
+    for name, value in fields.items():
+        object.__setattr__(broken, name, value)
+    (Path(url) / "latest.json").write_bytes(broken.encode(TOKEN))
+    with pytest.raises(SyncTimeoutError, match="not a manifest"):
+        ends.reader(mlp(2), connect_timeout=0.5)
+
+
+def test_other_objects_are_left_alone(ends: Ends, url: str) -> None:
+    others = [Path(url) / "notes.txt", Path(url) / "a" / "b.frame", Path(url) / ("0" * 32) / "mine.txt"]
+    for other in others:
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_text("mine")
+    sender = ends.sender(mlp(1))
+    sender.send()
+    assert [other.read_text() for other in others] == ["mine"] * 3
+
+
+# -- stores that fail --------------------------------------------------------------------------------------
+
+
+Faults = Callable[[Callable[[str, str], None]], None]
+
+
+def test_a_store_that_cannot_be_written(
+    ends: Ends, url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "_FIRST_PAUSE", 0.2)
+    ends.url = f"faulty://{url}"
+    source, model = mlp(1), mlp(2)
+    sender = ends.sender(source, strategy=WeightStrategy(encoding="patch"))
+    reader = ends.reader(model)
+
+    def refuse(verb: str, path: str) -> None:
+        if verb == "write":
+            raise PermissionError("no")
+
+    faults(refuse)
+    scramble(source, 3)
+    with pytest.raises(SyncFailedError, match=r"cannot write faulty:.*: PermissionError: no"):
+        sender.send()
+    assert reader.version == 0
+    faults(lambda verb, path: None)
+    arrives(reader, 1)  # the sender tries again by itself
+    assert fingerprint(model) == fingerprint(source)
+    assert sender.send().version == 2
+
+
+def test_a_sender_that_cannot_connect(ends: Ends, url: str, faults: Faults) -> None:
+    ends.url = f"faulty://{url}"
+
+    def refuse(verb: str, path: str) -> None:
+        if verb == "write":
+            raise PermissionError("no")
+
+    faults(refuse)
+    sender = ends.sender(mlp(1), connect=False)
+    with pytest.raises(SyncFailedError, match=r"cannot write faulty:.*: PermissionError: no"):
+        sender.connect(timeout=5.0)
+    faults(lambda verb, path: None)
+    sender.connect(timeout=10.0)
+    ends.reader(mlp(2))
+
+
+def test_a_store_that_does_not_answer(
+    ends: Ends, url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "_FIRST_PAUSE", 0.2)
+    ends.url = f"faulty://{url}"
+    source, model, awake = mlp(1), mlp(2), threading.Event()
+    sender = ends.sender(source, timeout=1.0)
+    reader = ends.reader(model)
+    faults(lambda verb, path: None if verb == "read" else awake.wait(60) and None)
+    scramble(source, 3)
+    start = time.monotonic()
+    with pytest.raises(SyncFailedError, match=r"could not write .* within 1|is late"):
+        sender.send()
+    faults(lambda verb, path: None if verb == "write" else awake.wait(60) and None)
+    with pytest.raises(SyncTimeoutError):
+        ends.reader(mlp(3), connect_timeout=1.0)
+    assert time.monotonic() - start < 10.0
+    faults(lambda verb, path: None)
+    awake.set()
+    arrives(reader, 1)
+    assert fingerprint(model) == fingerprint(source)
+
+
+def test_a_reader_outlives_a_store_that_is_away(
+    ends: Ends, url: str, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends.url = f"faulty://{url}"
+    source, model = mlp(1), mlp(2)
+    sender, reader = ends.sender(source), ends.reader(model)
+
+    def refuse(verb: str, path: str) -> None:
+        if verb == "read" and threading.current_thread().name == "weight_update-object-store":
+            raise ConnectionResetError("away")
+
+    with caplog.at_level(logging.WARNING):
+        faults(refuse)
+        assert reader.receive(timeout=0.5) is None
+        faults(lambda verb, path: None)
+        scramble(source, 3)
+        sender.send()
+        arrives(reader, 1)
+    assert caplog.text.count("the weights are not updated now: cannot read") == 1
+
+
+def test_old_versions_that_cannot_be_removed(
+    ends: Ends, url: str, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends.url = f"faulty://{url}"
+
+    def refuse(verb: str, path: str) -> None:
+        if verb == "list":
+            raise PermissionError("no")
+
+    faults(refuse)
+    with caplog.at_level(logging.WARNING):
+        assert ends.sender(mlp(1)).send().version == 1
+    assert "old versions could not be removed yet: cannot list" in caplog.text
+
+
+# -- the lifecycle -----------------------------------------------------------------------------------------
+
+
+def test_nothing_was_published(ends: Ends) -> None:
+    with pytest.raises(SyncTimeoutError, match="did not answer in time; has it called connect"):
+        ends.reader(mlp(1), connect_timeout=0.3)
+
+
+def test_a_reader_waits_for_the_first_version(ends: Ends) -> None:
+    model = mlp(2)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(ends.reader, model)
+        time.sleep(0.2)
+        ends.sender(mlp(1))
+        joining.result(10.0)
+    assert fingerprint(model) == fingerprint(mlp(1))
+
+
+def test_other_weights_are_refused_with_all_differences(ends: Ends) -> None:
+    sender = ends.sender(nn.Linear(3, 2))
+    reader = ends.scheme()
+    reader.init_on_receiver(model=nn.Linear(3, 2, bias=False), worker_idx=7)
+    with pytest.raises(SchemaMismatchError, match=r"worker 7 does not have the same weights(.|\n)*bias"):
+        reader.connect()
+    assert sender.send().version == 1
+
+
+def test_both_ends_end_at_once(ends: Ends) -> None:
+    sender, reader = ends.sender(mlp(1)), ends.reader(mlp(2), poll_seconds=100.0)
+    start = time.monotonic()
+    reader.shutdown()
+    sender.shutdown()
+    assert time.monotonic() - start < 3.0
+    with pytest.raises(LifecycleError):
+        sender.send()
+
+
+def test_a_pickled_scheme_is_the_same(url: str) -> None:
+    scheme = Scheme(
+        url, WeightStrategy(encoding="patch"), most_changes=5, storage_options={"auto_mkdir": True}
+    )
+    twin = pickle.loads(pickle.dumps(scheme))
+    for name in ("url", "token", "most_changes", "poll_seconds", "storage_options"):
+        assert getattr(twin, name) == getattr(scheme, name)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"url": "nosuch://x"}, ValueError, "Protocol not known"),
+        ({"url": 5}, TypeError, "url is a string, such as 's3://bucket/run'"),
+        ({"most_changes": -1}, ValueError, "most_changes is an integer of at least 0"),
+        ({"poll_seconds": 0}, ValueError, "poll_seconds is a positive number"),
+        ({"token": ""}, ValueError, "token is empty"),
+        (
+            {"strategy": WeightStrategy(encoding=PatchEncoding(init_sync=False))},
+            ValueError,
+            "leave init_sync",
+        ),
+    ],
+)
+def test_bad_arguments(url: str, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Scheme(**{"url": url, **options})
+
+
+@pytest.mark.parametrize("name", ["params_map", "device_map_fn"])
+def test_workers_cannot_have_weights_of_their_own(ends: Ends, name: str) -> None:
+    with pytest.raises(ValueError, match=f"all workers read the same weights: give no {name}"):
+        ends.scheme().init_on_sender(**{"model": mlp(1), name: {0: mlp(1)}})
+
+
+def test_a_collector_gives_its_own_number_of_workers(ends: Ends) -> None:
+    scheme = ends.scheme()
+    scheme.init_on_sender(model=mlp(1), num_workers=4, devices=["cpu"] * 4)
+    scheme.connect()
+    assert scheme.worker_versions == {0: 0}
+
+
+def test_a_url_that_only_readers_can_use(ends: Ends) -> None:
+    ends.url = "http://127.0.0.1:9/run"
+    pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp")
+    with pytest.raises(TransportError, match="cannot read http://"):
+        ends.sender(mlp(1))

@@ -1,0 +1,218 @@
+"""The sender's end: it publishes each version, and answers for the readers."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
+from weight_update.transports.base import Allocate, Capabilities, TransportBackend
+from weight_update.transports.object_store.manifest import (
+    NAME,
+    OBJECT,
+    Manifest,
+    StoredFrame,
+    StoredVersion,
+    read_manifest,
+)
+from weight_update.transports.object_store.store import ObjectStore
+from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.wire.memory import byte_view
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # seconds after which a store that failed is tried again
+_log = logging.getLogger(__name__)
+
+
+class ObjectStorePublisher(TransportBackend):
+    """The sender's end of a link whose worker is an object store.
+
+    The store joins as soon as the sender reads from the link. It has applied a version once the manifest
+    names that version. If the store cannot be written, the link fails, and the store joins again a little
+    later: the sender then gives it all weights anew.
+
+    Args:
+        store: the object store.
+        token: secret that readers must know; it signs the manifest.
+        most_changes: number of versions in a row that may be published as changes. The next one has all
+            weights.
+    """
+
+    capabilities: Capabilities = Capabilities(allows_rejoin=True)
+
+    def __init__(self, store: ObjectStore, token: str, most_changes: int) -> None:
+        self._store, self._token, self._most_changes = store, token, most_changes
+        self._run, self._written = uuid.uuid4().hex, 0  # number of manifests
+        self._welcome: StoredFrame | None = None
+        self._chain: tuple[StoredVersion, ...] = ()
+        self._former: tuple[StoredVersion, ...] = ()  # the chain before, which readers may still read
+        self._frames: list[StoredFrame] = []  # of the version that is being written
+        self._begun = 0.0  # when its first frame came
+        self._is_whole = False
+        self._declined: int | None = None  # a version that is to come again, with all weights
+        self._answers: deque[WeightChunk] = deque()
+        self._changed = threading.Condition()
+        self._absent, self._pause, self._back_at = True, 0.0, 0.0
+
+    # -- the link ----------------------------------------------------------------------------------
+
+    def recv_chunk(
+        self, timeout: float | None = None, allocate: Allocate | None = None
+    ) -> WeightChunk | None:
+        deadline = deadline_of(timeout)
+        with self._changed:
+            while not self._store.closed:
+                left = seconds_left(deadline)
+                if self._answers:
+                    return self._answers.popleft()
+                if self._absent and (pause := self._back_at - time.monotonic()) <= 0:
+                    self._absent = False
+                    return self._hello()
+                if left == 0:
+                    return None
+                limits = [limit for limit in (left, pause if self._absent else None) if limit is not None]
+                self._changed.wait(min(limits, default=None))
+        raise LinkClosedError("this end was closed")
+
+    def _hello(self) -> WeightChunk:
+        header = {"token": self._token, "worker": 0, "pid": os.getpid(), "version": None, "schema": None}
+        return WeightChunk(Kind.HELLO, {**header, "error": None, "instance": self._run})
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        actions: dict[Kind, Callable[[WeightChunk, float | None], None]] = {
+            Kind.WELCOME: self._begin,
+            Kind.UPDATE: self._take,
+            Kind.COMMIT: self._commit,
+            Kind.ABORT: self._abort,
+        }
+        try:
+            if (act := actions.get(chunk.kind)) is not None:  # a GOODBYE changes nothing for readers
+                act(chunk, deadline_of(timeout))
+        except (TransportError, SyncTimeoutError, FormatError) as error:
+            self._fail()
+            raise error if isinstance(error, SyncTimeoutError) else TransportError(str(error)) from error
+        else:
+            self._pause = 0.0
+
+    def disconnect(self) -> None:
+        self._fail()
+
+    def close(self) -> None:
+        self._store.close()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _fail(self) -> None:
+        with self._changed:
+            self._pause = min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
+            self._back_at = time.monotonic() + self._pause
+            self._absent = True
+            self._answers.clear()
+            self._changed.notify_all()
+
+    def _answer(self, kind: Kind, **header: object) -> None:
+        with self._changed:
+            self._answers.append(WeightChunk(kind, header))
+            self._changed.notify_all()
+
+    # -- versions ----------------------------------------------------------------------------------
+
+    def _begin(self, welcome: WeightChunk, deadline: float | None) -> None:
+        if self._chain:
+            self._former, self._chain = self._chain, ()
+        # A reader sees the number of the version that it is going to get.
+        described = replace(welcome, header={**welcome.header, "version": None})
+        self._welcome = self._put(described, "welcome", deadline)
+
+    def _take(self, update: WeightChunk, deadline: float | None) -> None:
+        header = update.header
+        version, index = header["version"], header["index"]
+        if index == 0:
+            self._is_whole, self._frames, self._begun = header["base"] is None, [], time.perf_counter()
+            self._declined = None
+            if not self._is_whole and not 0 < len(self._chain) <= self._most_changes:
+                self._declined = version
+                self._answer(Kind.BEHIND, version=version)
+        if version == self._declined:
+            return
+        # Each reader applies it at once: models that are sent together are published one after the other.
+        alone = replace(update, header={**header, "commit": True, "group": None})
+        self._frames.append(self._put(alone, f"{version:012d}", deadline))
+        if len(self._frames) < header["count"]:
+            self._answer(Kind.TAKEN, version=version, index=index)
+        elif header["commit"]:
+            self._publish(version, deadline)
+        else:
+            self._answer(Kind.STAGED, version=version)
+
+    def _commit(self, commit: WeightChunk, deadline: float | None) -> None:
+        self._publish(commit.header["version"], deadline)
+
+    def _abort(self, abort: WeightChunk, deadline: float | None) -> None:
+        self._frames = []
+
+    def _publish(self, version: int, deadline: float | None) -> None:
+        """Write the manifest that names a version, and answer that the version is applied."""
+        self._require_own_manifest(deadline)
+        chain = (*(() if self._is_whole else self._chain), StoredVersion(version, tuple(self._frames)))
+        assert self._welcome is not None
+        self._written += 1
+        manifest = Manifest(self._run, self._written, self._welcome, chain)
+        self._store.write(NAME, [manifest.encode(self._token)], seconds_left(deadline))
+        if self._is_whole:
+            self._former = self._chain or self._former
+        self._chain, self._frames = chain, []
+        self._answer(
+            Kind.APPLIED,
+            version=version,
+            apply_seconds=time.perf_counter() - self._begun,
+            stall_seconds=0.0,
+        )
+        if self._is_whole:
+            self._remove_unused()
+
+    def _require_own_manifest(self, deadline: float | None) -> None:
+        """Raise TransportError if another sender has published since this one did."""
+        try:
+            present = read_manifest(self._store, self._token, seconds_left(deadline))
+        except FormatError:  # another sender writes it now, or a write was cut off
+            present = None
+        if self._written and present is not None and present.run != self._run:
+            raise TransportError(
+                f"another sender has published version {present.newest} in {self._store.url} since this one "
+                "did; end one of the two, or give each a URL of its own"
+            )
+
+    def _put(self, chunk: WeightChunk, stem: str, deadline: float | None) -> StoredFrame:
+        """Write a frame into an object of its own."""
+        parts: list[bytes | memoryview] = [chunk.encode_head(checksum=False)]
+        if chunk.payload is not None:
+            parts.append(byte_view(chunk.payload))
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(part)
+        name = f"{self._run}/{stem}-{uuid.uuid4().hex[:8]}.frame"
+        self._store.write(name, parts, seconds_left(deadline))
+        return StoredFrame(name, sum(map(len, parts)), digest.hexdigest())
+
+    def _remove_unused(self) -> None:
+        """Remove the frames of other runs, and those of this run that no reader needs any more."""
+        needed = {frame.name for version in (*self._former, *self._chain) for frame in version.frames}
+        if self._welcome is not None:
+            needed.add(self._welcome.name)
+        with contextlib.suppress(LinkClosedError):
+            try:
+                found = [name for name in self._store.names() if OBJECT.fullmatch(name)]
+                self._store.remove([name for name in found if name not in needed])
+            except (TransportError, SyncTimeoutError, FileNotFoundError) as error:
+                if isinstance(error, LinkClosedError):
+                    raise
+                _log.warning("old versions could not be removed yet: %s", error)
