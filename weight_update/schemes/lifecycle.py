@@ -89,14 +89,14 @@ class SchemeLifecycle(ABC):
                 self._finalizer.detach()
             self._reset()
 
-    def _close_at_end(self, close: Callable[..., None], *parts: Any) -> None:
-        """Have :meth:`shutdown` call ``close(*parts)``, or the end of this object or of the process.
+    def _close_at_end(self, owner: Any, close: Callable[..., None], *parts: Any) -> None:
+        """Have :meth:`shutdown` call ``close(*parts)``, or the end of ``owner`` or of the process.
 
         Processes that multiprocessing started run its own exit functions only. Without them, a worker that
         ends right after an update would never tell the sender that it applied it.
         """
-        self._finalizer = weakref.finalize(self, close, *parts)
-        Finalize(self, self._finalizer, exitpriority=1)
+        self._finalizer = weakref.finalize(owner, close, *parts)
+        Finalize(owner, self._finalizer, exitpriority=1)
 
     def _require_open(self) -> None:
         """Raise LifecycleError if this scheme was shut down."""
@@ -212,7 +212,8 @@ class SchemeLifecycle(ABC):
         """End all threads and free all memory. Models keep their weights.
 
         Calling it twice is fine. A scheme is shut down automatically at the end of its ``with`` block, when
-        it is garbage-collected, and when the process exits.
+        it is garbage-collected, and when the process exits. The model of a connected receiver, unless it is a
+        plain dict, is updated until it is garbage-collected as well.
         """
         self._connected = False
         if self._owner == os.getpid():
