@@ -363,6 +363,11 @@ def test_a_senders_end_that_nobody_is_connected_to(kind: type[SharedMemTransport
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
+        (
+            RPCTransport,
+            {"rref": rpc.WorkerInfo("w", 1)},
+            "got a WorkerInfo: an RRef tells where the worker is",
+        ),
         (RPCTransport, {"collector_info": None, "collector_rref": None}, r"give rref= alone"),
         (
             RPCTransport,
