@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -122,9 +123,13 @@ def find_model(find: Callable[[str], Any], model_id: str) -> Any:
     try:
         return find(model_id)
     except (AttributeError, LookupError, TypeError) as error:  # no such attribute, item or items at all
+        in_policy, hint = f"policy.{model_id}", ""
+        with contextlib.suppress(AttributeError, LookupError, TypeError):
+            find(in_policy)
+            hint = f"; the policy has one: {in_policy!r}"
         raise AttributeError(
             f"this collector has no model {model_id!r}; a model id is 'policy' or a path of attributes, such "
-            "as 'env.transform[0]'"
+            f"as 'env.transform[0]'{hint}"
         ) from error
 
 

@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,18 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     with pytest.raises(ValueError, match=r"directory=.*taken' is a file; give a directory"):
         Synchronizer("checkpoint", directory=tmp_path / "taken")
+
+
+@pytest.mark.parametrize("kind", [CheckpointStore, partial(Synchronizer, "checkpoint")])
+def test_a_directory_that_is_a_url(
+    kind: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"'s3://bucket/run' is a URL; give a directory .* or use ObjectStore"
+    ):
+        kind(directory="s3://bucket/run")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("version", ["3", 1.5, None, -1])

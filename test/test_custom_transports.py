@@ -1,7 +1,10 @@
 """The transports and schemes of ``examples/custom_transport.py`` keep the library's contracts."""
 
 import contextlib
+import copy
+import pickle
 import re
+import threading
 import time
 from dataclasses import replace
 from multiprocessing.connection import Client
@@ -17,6 +20,7 @@ from weight_update import (
     JoinRefusedError,
     LinkClosedError,
     MemoryTransport,
+    MemoryWeightSyncScheme,
     WeightChunk,
     WeightSyncScheme,
 )
@@ -123,6 +127,23 @@ def test_a_transport_that_returns_no_chunk(tmp_path: Path) -> None:
         receiver.receive_weights(10.0)
     with pytest.raises(FormatError, match="a payload is a 1-D uint8 tensor"):
         replace(number(1), payload=b"bytes")
+
+
+class CountingScheme(MemoryWeightSyncScheme):
+    """A scheme whose lock cannot be pickled, and whose count begins anew in each process."""
+
+    def process_state(self) -> dict[str, Any]:
+        return {**super().process_state(), "lock": None, "count": 0}
+
+
+def test_a_worker_does_not_inherit_the_state_of_the_process() -> None:
+    scheme = CountingScheme(timeout=5.0)
+    assert (scheme.lock, scheme.count) == (None, 0)
+    scheme.lock, scheme.count, scheme.option = threading.Lock(), 3, "kept"
+    for received in (copy.copy(scheme), pickle.loads(pickle.dumps(scheme))):
+        assert (received.lock, received.count) == (None, 0)
+        assert (received.option, received.timeout) == ("kept", 5.0)
+    assert scheme.count == 3
 
 
 @pytest.mark.slow  # test_examples.py runs the example that has it

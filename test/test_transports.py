@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed import rpc
 
-from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import JoinRefusedError, LifecycleError, LinkClosedError, SyncTimeoutError
 from weight_update.testing import TransportContract, greet
 from weight_update.testing.chunks import (
     Ends,
@@ -31,6 +31,7 @@ from weight_update.transports import (
     DistributedTransport,
     MemoryTransport,
     MPTransport,
+    RayTransport,
     RPCTransport,
     SharedMemTransport,
 )
@@ -334,3 +335,57 @@ def test_the_token_does_not_cross_the_network(monkeypatch: pytest.MonkeyPatch) -
         assert must_receive(sender).header == again.header
     assert any(b'"version": 7' in message or b'"version":7' in message for message in sent)
     assert not any(b"confidential" in message for message in sent)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_queues_without_an_end_become_a_receiver_by_receiving(count: int) -> None:
+    """As in TorchRL, both ends are created with the same arguments."""
+    queues = [multiprocessing.Queue() for _ in range(count)]
+    sender, receiver = MPTransport(*queues), MPTransport(*queues)
+    sender.send_weights({"a": torch.ones(2)})
+    got = receiver.receive_weights(10.0, weights=(target := {"a": torch.zeros(2)}))
+    assert got is not None
+    assert target["a"].tolist() == [1, 1]
+    sender.close()
+
+
+@pytest.mark.parametrize("kind", [SharedMemTransport, DistributedTransport, RPCTransport, RayTransport])
+def test_a_senders_end_that_nobody_is_connected_to(kind: type[SharedMemTransport]) -> None:
+    with contextlib.closing(kind()) as end:
+        message = (
+            rf"is for a receiver's end; this {kind.__name__} is a sender's end.*let a scheme create both"
+        )
+        for call in (end.receive_weights, end.restart):
+            with pytest.raises(LifecycleError, match=message):
+                call()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        (
+            RPCTransport,
+            {"rref": rpc.WorkerInfo("w", 1)},
+            "got a WorkerInfo: an RRef tells where the worker is",
+        ),
+        (RPCTransport, {"collector_info": None, "collector_rref": None}, r"give rref= alone"),
+        (
+            RPCTransport,
+            {"weights_buffer": None},
+            r"RPCTransport\(\) takes no weights_buffer: .*process group",
+        ),
+        (
+            DistributedTransport,
+            {"weights_buffer": {}, "rank": 1},
+            r"takes no weights_buffer, rank: it needs no",
+        ),
+        (
+            RayTransport,
+            {"remote_actor": None, "worker_idx": 0},
+            r"give its init_on_sender\(\) remote_collectors=",
+        ),
+    ],
+)
+def test_arguments_of_torchrl_are_refused(kind: type, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        kind(**given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import numbers
+import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -35,6 +36,13 @@ def require_instance(given: Any, error: type[TypeError] = TypeError) -> None:
     """Raise ``error`` if a class was given where an object is needed."""
     if isinstance(given, type):
         raise error(f"{given.__name__} is a class; give an instance: {given.__name__}(...)")
+
+
+def refuse_arguments(owner: object, given: Mapping[str, object], instead: str) -> None:
+    """Raise TypeError, which says what to do ``instead``, if there are any arguments in ``given``."""
+    if given:
+        names = ", ".join(given)
+        raise TypeError(f"{type(owner).__name__}() takes no {names}: {instead}")
 
 
 def require_new_name(cls: type, registry: Mapping[str, type]) -> str:
@@ -105,6 +113,15 @@ def require_reachable(address: Any) -> str:
             "the address by which they reach this machine, such as '10.0.0.5'"
         )
     return address
+
+
+def require_local_path(directory: str | os.PathLike[str]) -> None:
+    """Raise ValueError if ``directory`` is a URL, from which ``pathlib`` would make a local path."""
+    if "://" in os.fspath(directory):
+        raise ValueError(
+            f"directory={os.fspath(directory)!r} is a URL; give a directory of a file system that all "
+            "processes share, or use ObjectStoreWeightSyncScheme for an object store"
+        )
 
 
 def whole_number(value: Any, name: str, least: int, most: int | None = None) -> int:

@@ -109,6 +109,8 @@ def test_a_scheme_of_an_unknown_model(cls):
         make(cls, weight_sync_schemes={"polcy": kind()})
     with pytest.raises(AttributeError, match=re.escape("this collector has no model 'policy.module[17]'; a")):
         make(cls, weight_sync_schemes={"policy.module[17]": kind()})
+    with pytest.raises(AttributeError, match=r"no model 'module'.*; the policy has one: 'policy.module'"):
+        make(cls, weight_sync_schemes={"module": kind()})
     with pytest.raises(TypeError, match="a model id is a string, such as 'policy', not 3"):
         make(cls, weight_sync_schemes={3: kind()})
 

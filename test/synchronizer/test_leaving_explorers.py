@@ -198,6 +198,21 @@ def test_a_client_that_is_dropped_is_missed() -> None:
         wait_until(lambda: not service.status()["explorers"])
 
 
+def test_a_model_does_not_keep_the_receiver_of_a_dropped_client() -> None:
+    def receivers() -> list[str]:
+        return [one.name for one in threading.enumerate() if one.name.startswith("weight_update-receiver")]
+
+    model, before = model_at(-1), receivers()
+    with Synchronizer(SyncMethod.MEMORY, lease=0.4) as where, TrainerClient(where, model_at(0)) as trainer:
+        trainer.blocking.sync_weight()
+        client = ExplorerClient(where, model)
+        assert client.blocking.sync_weight()["version"] == 0
+        assert len(receivers()) > len(before)
+        during = len(receivers())
+        del client
+        wait_until(lambda: len(receivers()) == during - 1)
+
+
 @pytest.mark.slow
 def test_a_process_that_was_stopped_renews_all_leases() -> None:
     changed, missed = threading.Condition(threading.RLock()), list[float]()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weight_update.arguments import require_seconds, whole_number
+from weight_update.arguments import require_local_path, require_seconds, whole_number
 from weight_update.checkpoints.io import PART, digest, naming_free_space, open_regular, write_beside
 from weight_update.checkpoints.lease import Lease, LeaseMonitor
 from weight_update.checkpoints.manifest import LAST_VERSION, Manifest, ManifestIndex
@@ -50,7 +50,8 @@ class CheckpointStore:
 
     Raises:
         NotADirectoryError: ``directory`` is a file.
-        ValueError: ``keep`` is no integer of at least 1, or ``lease_seconds`` is not above 0.
+        ValueError: ``directory`` is a URL, ``keep`` is no integer of at least 1, or ``lease_seconds`` is not
+            above 0.
 
     Attributes:
         directory: path of the directory.
@@ -59,6 +60,7 @@ class CheckpointStore:
     def __init__(
         self, directory: str | os.PathLike[str], keep: int = 2, *, lease_seconds: float = 60.0
     ) -> None:
+        require_local_path(directory)
         self.directory: Path = Path(directory)
         if self.directory.exists() and not self.directory.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "give a directory, not a file", str(directory))

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ from weight_update.errors import (
     kept_error,
     without_frames,
 )
+from weight_update.receiver.keeping import keep_alive, let_go
 from weight_update.receiver.staging import ReceiverOptions
 from weight_update.receiver.updates import UpdateHandler, as_memory_error, summary_of
 from weight_update.threads import start_thread
+from weight_update.transports.base import TransportBackend
 from weight_update.transports.shared_memory.unix_stream import SHORTAGES, seconds_left
-from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.wire.frames import Kind, WeightChunk, require_chunk
 from weight_update.wire.schema import WeightSchema
 
 _log = logging.getLogger(__name__)
@@ -44,7 +47,9 @@ class Receiver:
     """Keeps one model at the version that its sender last sent.
 
     Call sequence: :meth:`connect` joins the sender and applies the first weights; :meth:`start` then runs
-    a background thread that applies updates as they come; :meth:`close` ends it.
+    a background thread that applies updates as they come; :meth:`close` ends it. The thread does not keep the
+    receiver alive, but its model does: a receiver is closed when neither its model nor its scheme is referred
+    to any more.
 
     Args:
         model: module, TensorDict, dict or :class:`~weight_update.InferenceEngine` to keep current; None only
@@ -57,6 +62,7 @@ class Receiver:
     """
 
     def __init__(self, options: ReceiverOptions, model: Any) -> None:
+        self._thread: threading.Thread | None = None
         self.link, self.gate, self.worker = options.link, options.gate, options.worker
         self.error: Exception | None = None
         self.refused = False
@@ -68,8 +74,7 @@ class Receiver:
         self._welcomed = False  # whether the last attempt to join was successful
         self._pid = os.getpid()
         self._returned: int | None = None  # the version that receive() returned last
-        self._thread: threading.Thread | None = None
-        self._model = model  # until it is bound
+        self._model, self._bound = model, False
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -93,6 +98,10 @@ class Receiver:
             self.staging.bind(model, max(deadline - time.monotonic(), 0.0))
         finally:
             self._updates.busy.release()
+        let_go(self._model, self)
+        self._model = model
+        if self.error is None:
+            keep_alive(model, self)
 
     def connect(self, timeout: float) -> None:
         """Join the sender and apply the weights it has now.
@@ -118,9 +127,9 @@ class Receiver:
         applied = self._updates.applied  # above 0 if this receiver joins again
         self._greeted = self._welcomed = False
         try:
-            model, self._model = self._model, None
-            if model is not None:
-                self.staging.bind(model, self.options.timeout)
+            if self._model is not None and not self._bound:
+                self.staging.bind(self._model, self.options.timeout)
+                self._bound = True
             expected = self.staging.target.schema()
         except Exception as reason:
             with contextlib.suppress(TransportError, TimeoutError):
@@ -181,7 +190,11 @@ class Receiver:
     def start(self) -> None:
         """Apply updates in a background thread; :meth:`receive` waits for versions after the one in force."""
         self._returned = self.version
-        self._thread = start_thread(f"weight_update-receiver-{self.worker}", self._run)
+        keep_alive(self._model, self)
+        me = weakref.ref(self)
+        self._thread = start_thread(
+            f"weight_update-receiver-{self.worker}", _receive_updates, me, self.link, self._closing
+        )
 
     # -- leaving -----------------------------------------------------------------------------------
 
@@ -194,6 +207,7 @@ class Receiver:
         in_thread = threading.current_thread() is self._thread  # it may collect the scheme
         with contextlib.ExitStack() as rest:  # all steps are taken whatever one raises, in reverse order
             rest.callback(self._wake_callers)
+            rest.callback(let_go, self._model, self)
             rest.callback(self.staging.close)
             rest.callback(self._end_thread)
             rest.callback(self.link.close)
@@ -203,6 +217,17 @@ class Receiver:
                 rest.callback(self.staging.forget)
                 rest.callback(self._say_goodbye)
                 self._updates.leave_payloads(given_up=lambda: in_thread)
+
+    def __del__(self) -> None:
+        if self._thread is None or self._closing.is_set() or os.getpid() != self._pid:
+            return
+        if self.error is None:
+            _log.warning(
+                "worker %d receives no more updates, because neither its scheme nor its model is referred to "
+                "any more; keep one of them (the scheme, if the model is a plain dict), or call shutdown()",
+                self.worker,
+            )
+        self.close()
 
     def _say_goodbye(self) -> None:
         with contextlib.suppress(TransportError, TimeoutError):  # the sender may have left first
@@ -248,46 +273,36 @@ class Receiver:
     def _has_news(self) -> bool:
         return self.version is not None and self.version != self._returned
 
-    def _run(self) -> None:
-        updates = self._updates
-        while not self._closing.is_set():
-            try:
-                chunk = updates.next_frame(_IDLE_SECONDS if updates.leftovers else None)
-                if chunk is None:
-                    updates.release_leftovers()
-                elif chunk.kind is Kind.GOODBYE:
-                    self._end(LinkClosedError("the sender was shut down"))
-                    return
-                with updates.busy:
-                    refused = None if chunk is None or self._closing.is_set() else updates.handle(chunk)
-                if refused is not None:
-                    _log.warning("worker %d keeps version %s: %s", self.worker, self.version, refused)
-                    without_frames(refused)
-            except NotEnoughMemoryError as error:  # the sender was told; there may be enough for the next
-                _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
-            except (TransportError, FormatError, TimeoutError) as error:
-                if isinstance(error, FormatError):
-                    _log.warning(
-                        "worker %d joins again, because it received an invalid frame: %s", self.worker, error
-                    )
-                reason = error if self._closing.is_set() else self._rejoin(error)
-                if reason is not None:
-                    self._end(reason)
-                    return
-            except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
-                _log.exception("worker %d stopped receiving updates", self.worker)
-                try:
-                    self.link.disconnect()  # tells the sender, if it lives
-                finally:
-                    self._end(error)
-                return
-        with updates.busy:
-            self.staging.forget()
+    def _recover(self, error: Exception) -> bool:
+        """Act on an error of the thread; return whether it goes on."""
+        try:
+            self._updates.refuse_unread(error)
+        except TransportError as lost:
+            error = lost
+        if isinstance(error, NotEnoughMemoryError):  # the sender was told; there may be enough for the next
+            _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
+            return True
+        if isinstance(error, TransportError | FormatError | TimeoutError):
+            if isinstance(error, FormatError):
+                _log.warning(
+                    "worker %d joins again, because it received an invalid frame: %s", self.worker, error
+                )
+            reason = error if self._closing.is_set() else self._rejoin(error)
+            if reason is not None:
+                self._end(reason)
+            return reason is None
+        _log.error("worker %d stopped receiving updates", self.worker, exc_info=error)
+        try:
+            self.link.disconnect()  # tells the sender, if it lives
+        finally:
+            self._end(error)
+        return False
 
     def _end(self, error: Exception) -> None:
         with self._updates.news:
             self.error = without_frames(error)
             self._updates.news.notify_all()
+        let_go(self._model, self)
         with self._updates.busy, contextlib.ExitStack() as rest:
             if self.link.capabilities.payloads_die_with_sender:
                 rest.callback(self.link.close)  # the sender waits for that
@@ -328,3 +343,33 @@ class Receiver:
                 return False
         time.sleep(_RETRY_SECONDS)
         return time.monotonic() < deadline and not self._closing.is_set()
+
+
+def _receive_updates(
+    receiver: weakref.ref[Receiver], link: TransportBackend, closing: threading.Event
+) -> None:
+    """Apply updates until the receiver ends; do not refer to it while waiting for the next one."""
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        if (owner := receiver()) is None:
+            raise LinkClosedError("the receiver was dropped")
+        return owner._updates.allocate(nbytes)
+
+    seconds: float | None = None
+    while not closing.is_set():
+        chunk = None
+        try:
+            chunk = require_chunk(link.recv_chunk(seconds, allocate), link)
+            if (owner := receiver()) is None:
+                return
+            if not owner._updates.act(chunk):
+                owner._end(LinkClosedError("the sender was shut down"))
+                return
+        except Exception as error:  # noqa: BLE001 - the thread goes on, or ends in order
+            if (owner := receiver()) is None or not owner._recover(error):
+                return
+        seconds = _IDLE_SECONDS if owner._updates.leftovers else None
+        del owner, chunk
+    if (owner := receiver()) is not None:
+        with owner._updates.busy:
+            owner.staging.forget()

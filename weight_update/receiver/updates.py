@@ -23,6 +23,7 @@ from weight_update.errors import (
     TransportError,
     UnreachableMemoryError,
     WorkerError,
+    without_frames,
 )
 from weight_update.receiver.flat_buffers import MissingBaseError
 from weight_update.receiver.group_commit import commit_group
@@ -61,22 +62,47 @@ class UpdateHandler:
     def next_frame(self, timeout: float | None) -> WeightChunk | None:
         """Return the next frame; tell the sender if the frame's payload cannot be reached here."""
         try:
-            return require_chunk(self._link.recv_chunk(timeout, self._allocate), self._link)
+            return require_chunk(self._link.recv_chunk(timeout, self.allocate), self._link)
         except (UnreachableMemoryError, MemoryError) as error:
-            version = getattr(error, "version", None)
-            if version is None:  # a part of a frame is lost, and the version it belongs to is not known
-                self._link.disconnect()
-                raise LinkClosedError(f"{_NO_MEMORY} ({error})") from None
-            with self.busy:
-                if version != self._unwanted:
-                    self._refuse(version, error)
+            self.refuse_unread(error)
             raise
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
+    def refuse_unread(self, error: Exception) -> None:
+        """Tell the sender if ``error`` is that the payload of the next frame cannot be reached here."""
+        if not isinstance(error, UnreachableMemoryError | MemoryError):
+            return
+        version = getattr(error, "version", None)
+        if version is None:  # a part of a frame is lost, and the version it belongs to is not known
+            self._link.disconnect()
+            raise LinkClosedError(f"{_NO_MEMORY} ({error})") from None
+        with self.busy:
+            if version != self._unwanted:
+                self._refuse(version, error)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return memory for the payload of a frame."""
         try:
             return self.staging.allocate(nbytes)
         except (RuntimeError, MemoryError) as error:
             raise as_memory_error(error) from None
+
+    def act(self, chunk: WeightChunk | None) -> bool:
+        """Act on the frame that came, or on the lack of one; return False if the sender was shut down.
+
+        Raises:
+            TransportError, FormatError: as :meth:`handle`.
+        """
+        if chunk is None:
+            self.release_leftovers()
+            return True
+        if chunk.kind is Kind.GOODBYE:
+            return False
+        with self.busy:
+            refused = None if self._closing.is_set() else self.handle(chunk)
+        if refused is not None:
+            _log.warning("worker %d keeps version %s: %s", self._worker, self.staging.version, refused)
+            without_frames(refused)
+        return True
 
     def handle(self, chunk: WeightChunk) -> Exception | None:
         """Act on one frame. An exception of the model or of its engine goes to the sender and is returned.

@@ -272,7 +272,9 @@ class WeightSyncScheme(SchemeUpdates):
         self._sender_side, self._end = side, "sender"
         if isinstance(side.sender, Sender):
             side.sender.table.observers = self._observers
-        self._close_at_end(close_all, self._observers, side.sender, side.listener, self._undo, side.ranks)
+        self._close_at_end(
+            self, close_all, self._observers, side.sender, side.listener, self._undo, side.ranks
+        )
 
     def init_on_receiver(
         self,
@@ -409,11 +411,17 @@ class WeightSyncScheme(SchemeUpdates):
             else:
                 receiver.staging.unguard()
                 self._link = link  # it is usable
-                self._close_at_end(link.close)
+                self._close_at_end(self, link.close)
             raise
         receiver.start()
         self._receiver = receiver
-        self._close_at_end(receiver.close)
+        # The model may keep the receiver alive longer than this object.
+        self._close_at_end(receiver, _close_receiver, weakref.ref(receiver))
+
+
+def _close_receiver(receiver: weakref.ref[Receiver]) -> None:
+    if (found := receiver()) is not None:  # else it has closed itself
+        found.close()
 
 
 _BACKENDS: dict[str, type[WeightSyncScheme]] = {}

@@ -45,10 +45,7 @@ class SchemeLifecycle(ABC):
     _end: Literal["sender", "receiver"] | None = None  # until it is initialized
 
     def _reset(self) -> None:
-        """Set every attribute that one process knows and another must not inherit.
-
-        A subclass with such attributes of its own overrides this and calls ``super()._reset()``.
-        """
+        """Set every attribute that one process knows and another must not inherit."""
         self.last_report: SyncReport | None = None
         self._worker_alive: WorkerAlive | None = None
         self.listener: SenderListener | None = None
@@ -66,6 +63,20 @@ class SchemeLifecycle(ABC):
         self._observers = Observers()
         self._owner = os.getpid()
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        self.__dict__.update(self.process_state())
+
+    def process_state(self) -> dict[str, Any]:
+        """Return the attributes of a subclass that no other process inherits, with their first values.
+
+        Override it for sockets, handles, caches and the like. They are set to these values when a scheme is
+        created, when it arrives in a worker, and when a forked child initializes it; all other attributes are
+        options, which are pickled. Other attributes may not be set yet when this is called::
+
+            class MyScheme(WeightSyncScheme):
+                def process_state(self):
+                    return {**super().process_state(), "socket": None}
+        """
+        return {}
 
     def _begin(self, cure: str) -> None:
         """Get ready for initialization; in a forked child, drop the state of the parent first.
@@ -89,14 +100,14 @@ class SchemeLifecycle(ABC):
                 self._finalizer.detach()
             self._reset()
 
-    def _close_at_end(self, close: Callable[..., None], *parts: Any) -> None:
-        """Have :meth:`shutdown` call ``close(*parts)``, or the end of this object or of the process.
+    def _close_at_end(self, owner: Any, close: Callable[..., None], *parts: Any) -> None:
+        """Have :meth:`shutdown` call ``close(*parts)``, or the end of ``owner`` or of the process.
 
         Processes that multiprocessing started run its own exit functions only. Without them, a worker that
         ends right after an update would never tell the sender that it applied it.
         """
-        self._finalizer = weakref.finalize(self, close, *parts)
-        Finalize(self, self._finalizer, exitpriority=1)
+        self._finalizer = weakref.finalize(owner, close, *parts)
+        Finalize(owner, self._finalizer, exitpriority=1)
 
     def _require_open(self) -> None:
         """Raise LifecycleError if this scheme was shut down."""
@@ -212,7 +223,8 @@ class SchemeLifecycle(ABC):
         """End all threads and free all memory. Models keep their weights.
 
         Calling it twice is fine. A scheme is shut down automatically at the end of its ``with`` block, when
-        it is garbage-collected, and when the process exits.
+        it is garbage-collected, and when the process exits. The model of a connected receiver, unless it is a
+        plain dict, is updated until it is garbage-collected as well.
         """
         self._connected = False
         if self._owner == os.getpid():

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from weight_update.arguments import require_reachable, require_seconds
+from weight_update.arguments import require_local_path, require_reachable, require_seconds
 from weight_update.errors import LifecycleError, undo_on_error
 from weight_update.report import Observer
 from weight_update.schemes.sender_side import close_all
@@ -49,7 +49,8 @@ class Synchronizer:
         transfer_timeout: seconds that a transfer may take.
 
     Raises:
-        ValueError: as :class:`SyncPlan`; or CHECKPOINT without a directory; or the directory is a file.
+        ValueError: as :class:`SyncPlan`; or CHECKPOINT without a directory; or the directory is a file or a
+            URL.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class Synchronizer:
             require_no_pipeline(self._options["strategy"])
         if self.plan.method is SyncMethod.CHECKPOINT and directory is None:
             raise ValueError("SyncMethod.CHECKPOINT needs directory=, one that trainer and explorers share")
+        if self._directory is not None:
+            require_local_path(self._directory)
         if self._directory is not None and os.path.isfile(self._directory):
             raise ValueError(f"directory={self._directory!r} is a file; give a directory")
         self._service: Service | None = None

@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -150,10 +151,12 @@ class Subscriber:
         self.scheme.init_on_receiver(model=model, worker_idx=id)
         with undo_on_error(self.scheme.shutdown):
             self.scheme.connect(timeout=timeout)
+        # The model, which the program may keep, would keep the receiver alive.
+        self._finalizer = weakref.finalize(self, self.scheme.shutdown)
 
     def close(self) -> None:
         """Leave; the model keeps its weights."""
-        self.scheme.shutdown()
+        self._finalizer()
 
 
 def settle(update: SendHandle, ids: Iterable[int]) -> dict[int, str]:

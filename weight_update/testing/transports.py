@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from weight_update.errors import LinkClosedError, SchemaMismatchError
+from weight_update.errors import LinkClosedError, SchemaMismatchError, SyncTimeoutError
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.testing.chunks import (
     TEXT,
@@ -233,6 +233,23 @@ class TransportContract(TransportFailureTests):
     def test_no_weights_in_time(self, ends: Ends) -> None:
         """``receive_weights`` returns None on timeout."""
         assert ends[1].receive_weights(self.moment) is None, "weights arrived that were not sent"
+
+    def test_weights_that_stop_halfway(self, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+        """``receive_weights`` keeps its timeout for the whole set, and loses no part of a late one."""
+        sender, receiver = ends
+        chunks: list[WeightChunk] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(sender, "send_chunk", lambda chunk, timeout: chunks.append(chunk))
+            sender.send_weights(source := mlp(1), timeout=self.limit)
+        first, *rest = chunks
+        sender.send_chunk(first, self.limit)
+        with pytest.raises(SyncTimeoutError, match="only a part of the weights"):
+            receiver.receive_weights(self.moment)
+        for chunk in rest:
+            sender.send_chunk(chunk, self.limit)
+        assert fingerprint(receiver.receive_weights(self.limit)) == fingerprint(source), (
+            "receive_weights() returned other weights than were sent"
+        )
 
     def test_weights_that_do_not_fit(self, ends: Ends) -> None:
         """All destinations are checked before the first is written."""

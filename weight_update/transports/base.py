@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import torch
 
 from weight_update.encodings import decoder_for
-from weight_update.errors import FormatError
+from weight_update.errors import FormatError, SyncTimeoutError
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
+from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import Kind, Step, WeightChunk, extra_of, frames_of, payloads_of, require_chunk
 from weight_update.wire.schema import WeightSchema
 
@@ -281,27 +282,25 @@ class TransportBackend(ABC):
         """Receive one set of weights sent by :meth:`send_weights` and apply it.
 
         Args:
-            timeout: seconds to wait for the first chunk; None waits for ever.
+            timeout: seconds to wait for the whole set; None waits as long as the other end lives.
             weights: TensorDict or dict to write into, in addition to ``model``.
             model: module to write into.
             strategy: strategy that applies and returns the weights; TensorDict by default.
 
         Returns:
-            the weights, or None on timeout.
+            the weights, or None if no set began to arrive within ``timeout``.
+
+        Raises:
+            SyncTimeoutError: only a part of a set arrived in time; the next call waits for the rest.
+            FormatError: the received chunks are no set of weights.
+            SchemaMismatchError: the weights do not fit ``weights`` or ``model``; nothing was written.
+            LinkClosedError: the other end is gone.
         """
         strategy = strategy or WeightStrategy()
-        first = require_chunk(self.recv_chunk(timeout), self)
-        if first is None:
+        found = self._receive_set(deadline_of(timeout))
+        if found is None:
             return None
-        if first.kind is not Kind.WELCOME:
-            raise FormatError(f"expected a schema, got a {first.kind.name} frame")
-        schema = WeightSchema.from_header(first.header["schema"])
-        chunks: list[WeightChunk] = []
-        while not chunks or len(chunks) < chunks[0].header["count"]:
-            chunk = require_chunk(self.recv_chunk(None), self)
-            if chunk is None or chunk.kind is not Kind.UPDATE:
-                raise FormatError("expected weights")
-            chunks.append(chunk)
+        schema, chunks = WeightSchema.from_header(found[0].header["schema"]), found[1:]
         values = decoder_for(chunks[0].header["encoding"], schema).decode(payloads_of(chunks))
         named = NamedWeights(dict(zip(schema.names, values, strict=True)), extra_of(chunks))
         destinations = [given for given in (weights, model) if given is not None]
@@ -310,6 +309,33 @@ class TransportBackend(ABC):
         for destination in destinations:
             strategy.apply_weights(destination, named)
         return strategy.export(named)
+
+    def _receive_set(self, deadline: float | None) -> list[WeightChunk] | None:
+        """Return the schema of a set and the chunks that follow it, or None if no set began to arrive."""
+        arrived: list[WeightChunk] = self.__dict__.setdefault(
+            "_arrived", []
+        )  # of a set, before an earlier timeout
+        while len(arrived) < 2 or len(arrived) - 1 < arrived[1].header["count"]:
+            try:
+                chunk = require_chunk(self.recv_chunk(seconds_left(deadline)), self)
+            except BaseException:
+                arrived.clear()
+                raise
+            if chunk is None and not arrived:
+                return None
+            if chunk is None:
+                raise SyncTimeoutError(
+                    "only a part of the weights arrived in time: the other end is slow or stopped; call "
+                    "receive_weights() again, with a larger timeout"
+                )
+            if chunk.kind is Kind.WELCOME:
+                arrived.clear()
+            elif chunk.kind is not Kind.UPDATE or not arrived:
+                arrived.clear()
+                raise FormatError(f"expected weights, got a {chunk.kind.name} frame")
+            arrived.append(chunk)
+        del self.__dict__["_arrived"]
+        return arrived
 
     def setup_connection_and_weights_on_sender(
         self, *, weights: Any, strategy: WeightStrategy | None = None

@@ -108,7 +108,9 @@ class MPTransport(TransportBackend):
             :meth:`~weight_update.TransportBackend.send_weights` and
             :meth:`~weight_update.TransportBackend.receive_weights`.
         timeout: seconds for waits without a timeout of their own; None waits as long as the other end lives.
-        end: end of the link that this object is.
+        end: end of the link that this object is. None is a receiver's end if
+            :meth:`~weight_update.TransportBackend.receive_weights` is called before anything was sent or
+            received, else a sender's.
         directory: see :class:`~weight_update.SharedMemWeightSyncScheme`.
         name: random name of the two queues; with it, a receiver's end makes sure that it is their only
             reader.
@@ -122,11 +124,12 @@ class MPTransport(TransportBackend):
         ack_queue: Any = None,
         timeout: float | None = None,
         *,
-        end: Literal["sender", "receiver"] = "sender",
+        end: Literal["sender", "receiver"] | None = None,
         directory: str | None = None,
         name: str | None = None,
     ) -> None:
-        self._end, self._name = end, name
+        self._end, self._name = end or "sender", name
+        self._undecided = end is None
         self._reader_lock: ReaderLock | None = None
         self._took_over = False
         self._outbox, self._inbox = weight_queue, ack_queue
@@ -157,6 +160,7 @@ class MPTransport(TransportBackend):
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         """Send one chunk; never waits."""
+        self._undecided = False
         if self._closed or self._other_is_dead():
             raise LinkClosedError("the other process is gone")
         if self._refused:
@@ -175,6 +179,7 @@ class MPTransport(TransportBackend):
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
+        self._undecided = False
         deadline = deadline_of(self._timeout if timeout is None else timeout)
         while True:
             ended = self._closed or self._other_is_dead()  # first: it may have sent chunks before it died
@@ -188,6 +193,11 @@ class MPTransport(TransportBackend):
                 raise LinkClosedError("the other process is gone")
             if left is not None and left <= _CHECK_SECONDS:
                 return None
+
+    def receive_weights(self, timeout: float | None = None, **options: Any) -> Any | None:
+        if self._undecided:
+            self._end, self._outbox, self._inbox = "receiver", self._inbox, self._outbox
+        return super().receive_weights(timeout, **options)
 
     def release(self, payload: torch.Tensor) -> None:
         self._slots.release(payload)

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from weight_update.errors import (
     FormatError,
     JoinRefusedError,
+    LifecycleError,
     LinkClosedError,
     SyncTimeoutError,
     UnreachableMemoryError,
@@ -120,8 +121,9 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
 
     def restart(self, timeout: float | None = None) -> None:
         """Open a new connection, unless there is one that works."""
-        if self._closed or not self._joins:
+        if self._closed:
             raise LinkClosedError("this end was closed")
+        self._require_receiver("restart")
         if self._refused:
             self._refused = False
             self._drop(self._connection)  # a listener that refuses a worker closes its end
@@ -175,6 +177,24 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         if chunk is not None:
             self._asked, self._refused = None, chunk.kind is Kind.REFUSED
         return chunk
+
+    def receive_weights(self, timeout: float | None = None, **options: Any) -> Any | None:
+        """Receive one set of weights; see :meth:`TransportBackend.receive_weights`.
+
+        Raises:
+            LifecycleError: this is a sender's end that nobody is connected to.
+        """
+        if self._connection is None:
+            self._require_receiver("receive_weights")
+        return super().receive_weights(timeout, **options)
+
+    def _require_receiver(self, call: str) -> None:
+        if not self._joins:
+            raise LifecycleError(
+                f"{call}() is for a receiver's end; this {type(self).__name__} is a sender's end, because it "
+                "was not told where its sender is. Tell it when you create it, as "
+                "SharedMemTransport(address, token=...) does, or let a scheme create both ends"
+            )
 
     def disconnect(self) -> None:
         self._drop(self._connection)

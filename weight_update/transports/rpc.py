@@ -11,12 +11,19 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
+from weight_update.arguments import refuse_arguments
 from weight_update.errors import LinkClosedError
 from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
+
+_TORCHRL = ("collector_info", "collector_rref", "collector_class")
+_REFERENCE = (
+    "an RRef tells where the worker is, so give rref= alone; or let RPCWeightSyncScheme create both ends, "
+    "and give its init_on_sender() worker_rrefs="
+)
 
 called_for: ContextVar[str | None] = ContextVar("called_for", default=None)
 """Id of the updated model, in a worker while its sender calls it; None otherwise."""
@@ -42,6 +49,9 @@ class RPCTransport(DistributedTransport):
     def __init__(
         self, rref: Any = None, *, model_id: str = "policy", timeout: float = 60.0, **link: Any
     ) -> None:
+        refuse_arguments(self, {name: link[name] for name in _TORCHRL if name in link}, _REFERENCE)
+        if type(rref).__name__ == "WorkerInfo":  # TorchRL's first argument
+            raise TypeError(f"rref is an RRef, got a WorkerInfo: {_REFERENCE}")
         super().__init__(**link)
         self._rref, self._model_id, self._timeout = rref, model_id, timeout
         self._pid: int | None = None

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from typing_extensions import Never
 
+from weight_update.arguments import refuse_arguments
 from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, undo_on_error
 from weight_update.transports.base import Capabilities, TransportBackend
 from weight_update.transports.distributed.connection import Connection, WorkerConnection
@@ -26,6 +28,10 @@ from weight_update.transports.signed_stream import SignedStream, call, dial, lis
 from weight_update.wire.frames import Kind, WeightChunk
 
 _log = logging.getLogger(__name__)
+_NO_GROUP = (
+    "it needs no process group, store or buffer. Give a receiver's end the address, port and token of its "
+    "sender, and give buffers to receive_weights(weights=...); or let a scheme create both ends"
+)
 _PAYLOADS_SECONDS, _RETRY_SECONDS = 20.0, 0.1  # to connect for payloads
 
 
@@ -59,7 +65,9 @@ class DistributedTransport(SharedMemTransport):
         host: str | None = None,
         directory: str | None = None,
         backend: str = "gloo",
+        **unknown: Never,
     ) -> None:
+        refuse_arguments(self, unknown, _NO_GROUP)
         super().__init__(address, token=token, directory=directory)
         self.host: str = host or this_host()
         self._port, self._backend = port, backend

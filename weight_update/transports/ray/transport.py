@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from typing_extensions import Never
+
+from weight_update.arguments import refuse_arguments
 from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.host_name import shares_sockets, this_host
 from weight_update.transports.join_listener import BACK_OFF_SECONDS, JoinListener
@@ -17,6 +20,11 @@ from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
 from weight_update.transports.shared_memory.unix_stream import seconds_left
 from weight_update.wire.frames import WeightChunk
+
+_NO_HANDLE = (
+    "workers find the sender through its rendezvous actor, so a transport needs no handle of them. Let "
+    "RayWeightSyncScheme create both ends, and give its init_on_sender() remote_collectors="
+)
 
 
 class RayTransport(SharedMemTransport):
@@ -45,7 +53,9 @@ class RayTransport(SharedMemTransport):
         token: str = "",
         host: str | None = None,
         directory: str | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_arguments(self, unknown, _NO_HANDLE)
         super().__init__(None if find_actor is None else "", token=token, directory=directory)
         self.host: str = host or this_host()
         self.object_store: ObjectStore = object_store or ObjectStore()
