@@ -312,9 +312,8 @@ class TransportBackend(ABC):
 
     def _receive_set(self, deadline: float | None) -> list[WeightChunk] | None:
         """Return the schema of a set and the chunks that follow it, or None if no set began to arrive."""
-        arrived: list[WeightChunk] = self.__dict__.setdefault(
-            "_arrived", []
-        )  # of a set, before an earlier timeout
+        # A call that timed out leaves what it received to the next one.
+        arrived: list[WeightChunk] = self.__dict__.setdefault("_arrived", [])
         while len(arrived) < 2 or len(arrived) - 1 < arrived[1].header["count"]:
             try:
                 chunk = require_chunk(self.recv_chunk(seconds_left(deadline)), self)
