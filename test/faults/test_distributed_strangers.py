@@ -371,7 +371,7 @@ def test_a_message_that_was_changed_on_the_way_ends_its_connection(
             return scheme._sender.table[0].link._connection not in (None, before)
 
         assert eventually(joined_again, 20.0)
-        assert eventually(lambda: worker.call(version_of) == 2, 20.0)
+        assert eventually(lambda: scheme.worker_versions == {0: 2}, 20.0)
         scheme.send(fill(model, 3))
         assert worker.call(version_of) == 3
         worker.kill()
