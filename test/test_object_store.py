@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import fsspec
 import pytest
@@ -21,6 +22,7 @@ from torch import nn
 
 from weight_update import (
     BucketEncoding,
+    FormatError,
     InferenceEngine,
     JoinRefusedError,
     LifecycleError,
@@ -378,6 +380,24 @@ def test_a_damaged_frame(ends: Ends, what: str, caplog: pytest.LogCaptureFixture
     assert ("the weights are not updated now" in caplog.text) == (what != "all of it")
 
 
+def test_objects_that_others_removed(ends: Ends, url: str) -> None:
+    source, model, other = mlp(1), mlp(2), mlp(3)
+    sender = ends.sender(source, strategy=WeightStrategy(encoding="patch"), most_changes=2)
+    reader = ends.reader(model)
+    with reader.hold():
+        for _ in range(4):
+            nudge(source)
+            sender.send()
+        next(Path(url).glob("*/welcome-*")).unlink()
+    arrives(reader, 4)
+    for _ in range(3):
+        nudge(source)
+        sender.send()
+    ends.reader(other)
+    arrives(reader, 7)
+    assert fingerprint(model) == fingerprint(other) == fingerprint(source)
+
+
 @pytest.mark.parametrize("rubbish", [b"", b"{", b"[]", b'{"manifest": 1}', b"\xff" * 9, b"[" * 100_000])
 def test_a_damaged_manifest(ends: Ends, url: str, rubbish: bytes) -> None:
     source, model = mlp(1), mlp(2)
@@ -410,6 +430,47 @@ def test_a_signed_manifest_is_checked_too(ends: Ends, url: str, fields: dict[str
     (Path(url) / "latest.json").write_bytes(broken.encode(TOKEN))
     with pytest.raises(SyncTimeoutError, match="not a manifest"):
         ends.reader(mlp(2), connect_timeout=0.5)
+
+
+@pytest.mark.parametrize("content", ["a part of it", "another token"])
+def test_a_trainer_leaves_a_manifest_alone_that_it_cannot_read(ends: Ends, url: str, content: str) -> None:
+    ends.sender(mlp(1)).shutdown()
+    manifest = Path(url) / "latest.json"
+    if content == "a part of it":
+        manifest.write_bytes(manifest.read_bytes()[:50])
+    before = manifest.read_bytes()
+    sender = ends.sender(mlp(1), connect=False, token="other")
+    for _ in range(2):
+        with pytest.raises(
+            (FormatError, JoinRefusedError), match=r"start anew, remove .*latest.json, or use another"
+        ):
+            sender.connect()
+    assert manifest.read_bytes() == before
+    manifest.unlink()
+    sender.connect()
+    assert sender.send().version == 1
+
+
+@pytest.mark.parametrize("protocol", ["directory", "memory"])
+def test_readers_never_see_a_part_of_the_manifest(
+    ends: Ends, protocol: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if protocol == "memory":
+        ends.url = f"memory://{tmp_path.name}"
+    source, model = mlp(1), mlp(2)
+    sender, reader = ends.sender(source), ends.reader(model, poll_seconds=0.001)
+    for _ in range(100):
+        sender.send()
+    arrives(reader, 100)
+    assert caplog.text == ""
+
+
+def test_a_large_object_in_place_of_the_manifest(ends: Ends, url: str) -> None:
+    ends.sender(mlp(1))
+    with (Path(url) / "latest.json").open("wb") as file:
+        file.truncate(1 << 40)  # a sparse file
+    with pytest.raises(SyncTimeoutError, match=r"latest.json is not a manifest"):
+        ends.reader(mlp(2), connect_timeout=2.0)
 
 
 def test_other_objects_are_left_alone(ends: Ends, url: str) -> None:
@@ -491,6 +552,128 @@ def test_a_store_that_does_not_answer(
     assert fingerprint(model) == fingerprint(source)
 
 
+def test_a_late_write_replaces_no_newer_manifest(
+    ends: Ends, url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "_FIRST_PAUSE", 0.1)
+    ends.url = f"faulty://{url}"
+    awake, held = threading.Event(), threading.Event()
+    sender = ends.sender(mlp(1), timeout=1.0)
+
+    def hold_the_first(verb: str, path: str) -> None:
+        if verb == "write" and "manifest" in path and not held.is_set():
+            held.set()
+            awake.wait(60)
+
+    faults(hold_the_first)
+    with pytest.raises(SyncFailedError):
+        sender.send()
+    threading.Timer(0.5, awake.set).start()
+    wait_until(lambda: sender.version == 1)
+    assert sender.send().version == 2
+    time.sleep(1.0)
+    assert Manifest.decode((Path(url) / "latest.json").read_bytes(), TOKEN).newest == 2
+
+
+def test_requests_that_never_end_are_few(ends: Ends, url: str, faults: Faults) -> None:
+    ends.url = f"faulty://{url}"
+    awake = threading.Event()
+    ends.sender(mlp(1))
+    reader = ends.reader(mlp(2), timeout=0.05)
+    started: list[str] = []
+
+    def hold(verb: str, path: str) -> None:
+        if verb == "read" and not awake.is_set():
+            started.append(path)
+            awake.wait(60)
+
+    assert reader._receiver is not None
+    faults(hold)
+    with mock.patch.object(reader._receiver.link, "_look_after", return_value=None):
+        time.sleep(2.0)
+    awake.set()
+    assert 1 <= len(started) <= 8
+
+
+def test_a_frame_that_stays_damaged_is_not_read_all_the_time(
+    ends: Ends, url: str, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first frames of its version are read again each time."""
+    ends.url = f"faulty://{url}"
+    source = mlp(1)
+    sender = ends.sender(source, strategy=WeightStrategy(encoding=BucketEncoding(bucket_size=256)))
+    reader = ends.reader(mlp(2))
+    reads: list[str] = []
+
+    def lose_the_second(verb: str, path: str) -> None:
+        if verb == "read" and "/000000000001-" in path:
+            reads.append(path)
+            if path != reads[0]:
+                raise ConnectionResetError("away")
+
+    faults(lose_the_second)
+    with caplog.at_level(logging.WARNING):
+        sender.send()
+        time.sleep(2.0)
+    assert 2 <= len(reads) < 20
+    assert caplog.text.count("the weights are not updated now") == 1
+    faults(lambda verb, path: None)
+    arrives(reader, 1)
+
+
+def test_a_reader_without_memory_does_not_look_all_the_time(ends: Ends, url: str, faults: Faults) -> None:
+    ends.url = f"faulty://{url}"
+    source, model = mlp(1), mlp(2)
+    sender, reader = ends.sender(source), ends.reader(model, poll_seconds=0.2)
+    scramble(source, 3)
+    reads: list[str] = []
+    assert reader._receiver is not None
+    with mock.patch.object(reader._receiver.staging, "allocate", side_effect=MemoryError("none is left")):
+        sender.send()
+        faults(lambda verb, path: reads.append(path))
+        time.sleep(1.0)
+    assert 1 <= len(reads) < 50
+    arrives(reader, 1)
+    assert fingerprint(model) == fingerprint(source)
+
+
+def test_a_bucket_that_does_not_exist_is_not_made(
+    ends: Ends, url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FaultyFileSystem, "async_impl", True)
+    ends.url = f"faulty://{url}"
+    with pytest.raises(SyncFailedError, match=r"cannot write faulty:.*No such file"):
+        ends.sender(mlp(1))
+    assert not Path(url).exists()
+
+
+def test_an_empty_object_of_which_a_store_reads_no_range(ends: Ends, url: str, faults: Faults) -> None:
+    ends.url = f"faulty://{url}"
+    sender = ends.sender(mlp(1))
+    (Path(url) / "latest.json").write_bytes(b"")
+
+    def refuse(verb: str, path: str) -> None:
+        if verb == "read" and Path(path).stat().st_size == 0:
+            raise OSError("the requested range is not satisfiable")
+
+    faults(refuse)
+    with pytest.raises(SyncTimeoutError, match=r"latest.json is not a manifest"):
+        ends.reader(mlp(2), connect_timeout=0.5)
+    assert sender.send().version == 1
+
+
+def test_connecting_to_a_store_that_does_not_answer(ends: Ends, url: str, faults: Faults) -> None:
+    ends.url = f"faulty://{url}"
+    awake = threading.Event()
+    sender = ends.sender(mlp(1), connect=False)
+    faults(lambda verb, path: awake.wait(60) and None)
+    start = time.monotonic()
+    with pytest.raises(SyncTimeoutError, match=r"could not read .*latest.json within 0.5"):
+        sender.connect(timeout=0.5)
+    assert time.monotonic() - start < 4.0
+    awake.set()
+
+
 def test_a_reader_outlives_a_store_that_is_away(
     ends: Ends, url: str, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -531,7 +714,9 @@ def test_old_versions_that_cannot_be_removed(
 
 
 def test_nothing_was_published(ends: Ends) -> None:
-    with pytest.raises(SyncTimeoutError, match="did not answer in time; has it called connect"):
+    with pytest.raises(
+        SyncTimeoutError, match=r"no version is in .*store yet; has the trainer called connect"
+    ):
         ends.reader(mlp(1), connect_timeout=0.3)
 
 
@@ -577,6 +762,7 @@ def test_a_pickled_scheme_is_the_same(url: str) -> None:
     ("options", "error", "message"),
     [
         ({"url": "nosuch://x"}, ValueError, "Protocol not known"),
+        ({"url": ""}, ValueError, "url is empty"),
         ({"url": 5}, TypeError, "url is a string, such as 's3://bucket/run'"),
         ({"most_changes": -1}, ValueError, "most_changes is an integer of at least 0"),
         ({"poll_seconds": 0}, ValueError, "poll_seconds is a positive number"),
@@ -604,6 +790,66 @@ def test_a_collector_gives_its_own_number_of_workers(ends: Ends) -> None:
     scheme.init_on_sender(model=mlp(1), num_workers=4, devices=["cpu"] * 4)
     scheme.connect()
     assert scheme.worker_versions == {0: 0}
+
+
+def test_processes_and_indices_of_workers_mean_nothing_to_the_sender(ends: Ends) -> None:
+    """Collectors set and give them."""
+    sender = ends.sender(mlp(1), connect=False)
+    sender.worker_alive = lambda worker_idx: False
+    sender.connect()
+    assert sender.send(worker_ids=[2, 3]).version == 1
+
+
+def test_connecting_again_after_an_error_of_the_source(ends: Ends) -> None:
+    sender = ends.sender(mlp(1), connect=False)
+    with pytest.raises(SchemaMismatchError):
+        sender.connect(weights=nn.Linear(3, 2))
+    sender.connect(timeout=5.0)
+
+
+def test_a_second_trainer_leaves_the_first_nothing_to_write(
+    ends: Ends, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "_FIRST_PAUSE", 0.02)
+    first, _ = ends.sender(mlp(1)), ends.sender(mlp(2))
+    wait_until(lambda: len(frames(url)) == 2)  # the second has removed those of the first
+    with pytest.raises(SyncFailedError, match="another sender has published"):
+        first.send()
+    before = len(frames(url))
+    time.sleep(1.0)
+    assert len(frames(url)) == before
+
+
+def test_a_late_trainer_removes_nothing_of_the_next(ends: Ends, url: str, faults: Faults) -> None:
+    ends.url = f"faulty://{url}"
+    awake, held = threading.Event(), threading.Event()
+    first = ends.sender(mlp(1))
+
+    def hold_the_first(verb: str, path: str) -> None:
+        if verb == "list" and not held.is_set():
+            held.set()
+            awake.wait(60)
+
+    faults(hold_the_first)
+    first.send()
+    assert held.wait(5.0)
+    ends.sender(mlp(2))
+    awake.set()
+    time.sleep(0.5)
+    model = mlp(3)
+    ends.reader(model)
+    assert fingerprint(model) == fingerprint(mlp(2))
+
+
+def test_a_relative_path_and_a_path_of_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert Scheme("store").url == str(tmp_path / "store")
+    assert Scheme(Path("store")).url == str(tmp_path / "store")
+    assert Scheme("~/store").url == "/home/someone/store"
+    assert Scheme("memory://store").url == "memory://store"
 
 
 def test_a_url_that_only_readers_can_use(ends: Ends) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +11,14 @@ from typing_extensions import Unpack
 
 from weight_update.arguments import require_seconds, require_token, whole_number
 from weight_update.encodings import PatchEncoding
+from weight_update.errors import FormatError, JoinRefusedError
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.options import SchemeOptions, SenderOptions, takes_options_of
 from weight_update.schemes.sender_side import SenderSide
+from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
-from weight_update.transports.object_store.manifest import read_manifest
+from weight_update.transports.object_store.manifest import NAME, read_manifest
 from weight_update.transports.object_store.publisher import ObjectStorePublisher
 from weight_update.transports.object_store.reader import ObjectStoreReader
 from weight_update.transports.object_store.store import ObjectStore
@@ -54,9 +57,10 @@ class ObjectStoreWeightSyncScheme(WeightSyncScheme):
 
     Args:
         url: URL that fsspec knows, such as ``"s3://bucket/run"`` (install s3fs) or ``"gs://bucket/run"``
-            (install gcsfs), or the path of a directory; for one model. Only one sender may publish there.
+            (install gcsfs), or the path of a directory, which is created; for one model. Only one sender may
+            publish there.
         strategy: as in :class:`WeightSyncScheme`. Workers with narrower dtypes convert what they read; give
-            ``convert=cast("bfloat16")`` to publish narrow weights.
+            ``convert=cast(torch.bfloat16)`` to publish narrow weights.
         storage_options: arguments of fsspec's file system, such as ``{"endpoint_url": ...}``.
         token: secret that signs versions, the same for sender and workers; workers accept no others. None
             takes the environment's ``WEIGHT_UPDATE_TOKEN``, or makes one, which only a pickled scheme has.
@@ -65,13 +69,14 @@ class ObjectStoreWeightSyncScheme(WeightSyncScheme):
 
     Raises:
         ImportError: the package for the protocol of the URL is not installed; the message names it.
-        ValueError: fsspec does not know the protocol; or the encoding does not send all weights at first.
+        ValueError: the URL is empty, or fsspec does not know its protocol; or the encoding does not send all
+            weights at first.
     """
 
     @takes_options_of(WeightSyncScheme.__init__)
     def __init__(
         self,
-        url: str,
+        url: str | os.PathLike[str],
         strategy: str | WeightStrategy = "tensordict",
         sync: bool = True,
         *,
@@ -84,7 +89,7 @@ class ObjectStoreWeightSyncScheme(WeightSyncScheme):
         super().__init__(strategy, sync, **options)
         if not isinstance(url, (str, os.PathLike)):
             raise TypeError(f"url is a string, such as 's3://bucket/run', got {url!r:.60}")
-        self.url: str = os.fspath(url)
+        self.url: str = _absolute(os.fspath(url))
         self.storage_options: dict[str, Any] = dict(storage_options or {})
         self.token = require_token(token) or os.environ.get("WEIGHT_UPDATE_TOKEN") or self.token
         self.most_changes: int = whole_number(most_changes, "most_changes", least=0)
@@ -133,12 +138,33 @@ class ObjectStoreWeightSyncScheme(WeightSyncScheme):
         super().init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
         self.worker_idx = self.worker_idx or 0
 
-    def _connect_sender(self, side: SenderSide, *arguments: Any) -> None:
+    def _connect_sender(self, side: SenderSide, weights: Any, limit: float) -> None:
+        continue_counting = functools.partial(self._continue_counting, limit)
+        # processes of workers say nothing about the store, which is the sender's worker
+        self.last_report = side.connect(weights, limit, None, continue_counting)
+        self._observers.tell(self.last_report)
+
+    def _continue_counting(self, limit: float) -> None:
+        """Number versions after those that the store has."""
         store = self._store()
         try:
-            present = read_manifest(store, self.token)
+            present = read_manifest(store, self.token, limit)
+        except (FormatError, JoinRefusedError) as error:
+            raise type(error)(
+                f"{error}. To start anew, remove {self.url}/{NAME}, or use another URL"
+            ) from error
         finally:
             store.close()
         if present is not None:
             self.continue_from(present.newest + 1)
-        super()._connect_sender(side, *arguments)
+
+    def _publish(self, weights: Any, worker_ids: Any, group_commit: str | None = None) -> SendHandle:
+        del worker_ids  # all workers read the same versions
+        return super()._publish(weights, None, group_commit)
+
+
+def _absolute(url: str) -> str:
+    """Return a URL that means the same in processes with other working directories."""
+    if not url:
+        raise ValueError("url is empty; give one such as 's3://bucket/run', or the path of a directory")
+    return url if "://" in url or "::" in url else os.path.abspath(os.path.expanduser(url))

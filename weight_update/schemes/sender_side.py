@@ -283,8 +283,16 @@ class SenderSide:
             )
         return self.sender.admit(worker_idx, make_link)
 
-    def connect(self, weights: Any, limit: float, worker_alive: WorkerAlive | None) -> SyncReport:
+    def connect(
+        self,
+        weights: Any,
+        limit: float,
+        worker_alive: WorkerAlive | None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> SyncReport:
         """Give every worker its first weights, and wait until all have them.
+
+        ``prepare`` is called first, on the rank that leads; all ranks of a sharded trainer raise its error.
 
         Raises:
             SchemaMismatchError, SyncTimeoutError, SyncFailedError: as :meth:`Sender.connect`.
@@ -292,6 +300,8 @@ class SenderSide:
         sender = self.sender
 
         def read(workers: Sequence[int] | None) -> dict[int, NamedWeights]:
+            if isinstance(sender, Sender):
+                prepare()
             chosen = (*self.sources.nobody, *sender.workers) if workers is None else workers
             return self._reader.read(weights, chosen, first=True)
 

@@ -5,6 +5,7 @@
     latest.json                             the manifest
     <run>/<version>-<8 hex digits>.frame    a frame of a version, as docs/wire_format.rst describes it
     <run>/welcome-<8 hex digits>.frame      the frame that describes the weights
+    <run>/manifest-<8 hex digits>.frame     in directories, the manifest while it is written
 
 A run is one sender, from its ``connect()`` on; its name has 32 hexadecimal digits. Objects are written once,
 under new names, and before the manifest that names them. All other objects are left alone.
@@ -25,9 +26,10 @@ from weight_update.transports.object_store.store import ObjectStore
 from weight_update.wire.schema import MAX_PAYLOAD_BYTES
 
 NAME = "latest.json"
-OBJECT = re.compile(r"[0-9a-f]{32}/(\d+|welcome)-[0-9a-f]{8}\.frame")
+OBJECT = re.compile(r"[0-9a-f]{32}/(\d+|welcome|manifest)-[0-9a-f]{8}\.frame")
 """Names of the objects that a publisher may remove."""
 _FORMAT = "weight_update.object_store/1"
+_MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,6 @@ def _sign(text: str, token: str) -> str:
 def read_manifest(store: ObjectStore, token: str, timeout: float | None = None) -> Manifest | None:
     """Return the manifest, or None if nothing was published yet; raise as ``read`` and ``decode``."""
     try:
-        return Manifest.decode(store.read(NAME, timeout), token)
+        return Manifest.decode(store.read(NAME, 0, _MAX_BYTES, timeout), token)
     except FileNotFoundError:
         return None

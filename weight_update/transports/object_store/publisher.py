@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
@@ -51,9 +51,11 @@ class ObjectStorePublisher(TransportBackend):
     def __init__(self, store: ObjectStore, token: str, most_changes: int) -> None:
         self._store, self._token, self._most_changes = store, token, most_changes
         self._run, self._written = uuid.uuid4().hex, 0  # number of manifests
-        self._welcome: StoredFrame | None = None
+        self._description: WeightChunk | None = None  # of the weights
+        self._welcome: StoredFrame | None = None  # the frame that has it
         self._chain: tuple[StoredVersion, ...] = ()
         self._former: tuple[StoredVersion, ...] = ()  # the chain before, which readers may still read
+        self._left: list[str] = []  # names of frames that earlier runs left
         self._frames: list[StoredFrame] = []  # of the version that is being written
         self._begun = 0.0  # when its first frame came
         self._is_whole = False
@@ -92,15 +94,16 @@ class ObjectStorePublisher(TransportBackend):
             Kind.UPDATE: self._take,
             Kind.COMMIT: self._commit,
             Kind.ABORT: self._abort,
+            Kind.REFUSED: self._come_back,
         }
+        if self._absent:
+            raise LinkClosedError("the store failed, and joins again later")
         try:
             if (act := actions.get(chunk.kind)) is not None:  # a GOODBYE changes nothing for readers
                 act(chunk, deadline_of(timeout))
         except (TransportError, SyncTimeoutError, FormatError) as error:
             self._fail()
             raise error if isinstance(error, SyncTimeoutError) else TransportError(str(error)) from error
-        else:
-            self._pause = 0.0
 
     def disconnect(self) -> None:
         self._fail()
@@ -112,6 +115,8 @@ class ObjectStorePublisher(TransportBackend):
 
     def _fail(self) -> None:
         with self._changed:
+            if self._absent:
+                return
             self._pause = min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
             self._back_at = time.monotonic() + self._pause
             self._absent = True
@@ -126,11 +131,14 @@ class ObjectStorePublisher(TransportBackend):
     # -- versions ----------------------------------------------------------------------------------
 
     def _begin(self, welcome: WeightChunk, deadline: float | None) -> None:
+        self._require_own_manifest(deadline)
+        if self._welcome is None:
+            self._left = self._found(own=False)
         if self._chain:
             self._former, self._chain = self._chain, ()
         # A reader sees the number of the version that it is going to get.
-        described = replace(welcome, header={**welcome.header, "version": None})
-        self._welcome = self._put(described, "welcome", deadline)
+        self._description = replace(welcome, header={**welcome.header, "version": None})
+        self._welcome = self._put(self._description, self._name_of("welcome"), deadline)
 
     def _take(self, update: WeightChunk, deadline: float | None) -> None:
         header = update.header
@@ -138,14 +146,15 @@ class ObjectStorePublisher(TransportBackend):
         if index == 0:
             self._is_whole, self._frames, self._begun = header["base"] is None, [], time.perf_counter()
             self._declined = None
-            if not self._is_whole and not 0 < len(self._chain) <= self._most_changes:
+            follows = bool(self._chain) and self._chain[-1].version == header["base"]
+            if not self._is_whole and not (follows and len(self._chain) <= self._most_changes):
                 self._declined = version
                 self._answer(Kind.BEHIND, version=version)
         if version == self._declined:
             return
         # Each reader applies it at once: models that are sent together are published one after the other.
         alone = replace(update, header={**header, "commit": True, "group": None})
-        self._frames.append(self._put(alone, f"{version:012d}", deadline))
+        self._frames.append(self._put(alone, self._name_of(f"{version:012d}"), deadline))
         if len(self._frames) < header["count"]:
             self._answer(Kind.TAKEN, version=version, index=index)
         elif header["commit"]:
@@ -159,6 +168,9 @@ class ObjectStorePublisher(TransportBackend):
     def _abort(self, abort: WeightChunk, deadline: float | None) -> None:
         self._frames = []
 
+    def _come_back(self, refused: WeightChunk, deadline: float | None) -> None:
+        self._fail()  # connect() failed in the trainer, which may call it again
+
     def _publish(self, version: int, deadline: float | None) -> None:
         """Write the manifest that names a version, and answer that the version is applied."""
         self._require_own_manifest(deadline)
@@ -166,7 +178,9 @@ class ObjectStorePublisher(TransportBackend):
         assert self._welcome is not None
         self._written += 1
         manifest = Manifest(self._run, self._written, self._welcome, chain)
-        self._store.write(NAME, [manifest.encode(self._token)], seconds_left(deadline))
+        draft = self._name_of("manifest")
+        self._store.replace(NAME, manifest.encode(self._token), draft, seconds_left(deadline))
+        self._pause = 0.0
         if self._is_whole:
             self._former = self._chain or self._former
         self._chain, self._frames = chain, []
@@ -191,7 +205,7 @@ class ObjectStorePublisher(TransportBackend):
                 "did; end one of the two, or give each a URL of its own"
             )
 
-    def _put(self, chunk: WeightChunk, stem: str, deadline: float | None) -> StoredFrame:
+    def _put(self, chunk: WeightChunk, name: str, deadline: float | None) -> StoredFrame:
         """Write a frame into an object of its own."""
         parts: list[bytes | memoryview] = [chunk.encode_head(checksum=False)]
         if chunk.payload is not None:
@@ -199,20 +213,43 @@ class ObjectStorePublisher(TransportBackend):
         digest = hashlib.sha256()
         for part in parts:
             digest.update(part)
-        name = f"{self._run}/{stem}-{uuid.uuid4().hex[:8]}.frame"
         self._store.write(name, parts, seconds_left(deadline))
         return StoredFrame(name, sum(map(len, parts)), digest.hexdigest())
 
+    def _name_of(self, stem: str) -> str:
+        return f"{self._run}/{stem}-{uuid.uuid4().hex[:8]}.frame"
+
     def _remove_unused(self) -> None:
-        """Remove the frames of other runs, and those of this run that no reader needs any more."""
+        """Remove the frames that earlier runs left, and those of this run that no reader needs any more.
+
+        Frames of a later run are left alone, also if this one is late.
+        """
+        assert self._welcome is not None
+        assert self._description is not None
         needed = {frame.name for version in (*self._former, *self._chain) for frame in version.frames}
-        if self._welcome is not None:
-            needed.add(self._welcome.name)
-        with contextlib.suppress(LinkClosedError):
-            try:
-                found = [name for name in self._store.names() if OBJECT.fullmatch(name)]
-                self._store.remove([name for name in found if name not in needed])
-            except (TransportError, SyncTimeoutError, FileNotFoundError) as error:
-                if isinstance(error, LinkClosedError):
-                    raise
-                _log.warning("old versions could not be removed yet: %s", error)
+        needed.add(self._welcome.name)
+        found = self._found(own=True)
+        unused = [*self._left, *(name for name in found if name not in needed)]
+        with self._warning():
+            if self._welcome.name not in found:  # perhaps a rule of the bucket removes old objects
+                self._put(self._description, self._welcome.name, None)
+            if unused:
+                self._store.remove(unused)
+            self._left = []
+
+    def _found(self, *, own: bool) -> list[str]:
+        """Return the names of the frames in the store, of this run or of all others."""
+        names: list[str] = []
+        with self._warning():
+            names = self._store.names()
+        return [name for name in names if OBJECT.fullmatch(name) and name.startswith(self._run) is own]
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Log errors of the store: objects that are left there harm nobody."""
+        try:
+            yield
+        except LinkClosedError:
+            pass
+        except (TransportError, SyncTimeoutError, FileNotFoundError) as error:
+            _log.warning("old versions could not be removed yet: %s", error)

@@ -52,6 +52,7 @@ class ObjectStoreReader(TransportBackend):
         self._store, self._token, self._poll_seconds = store, token, poll_seconds
         self._hello: WeightChunk | None = None  # until it is answered
         self._welcome: str | None = None  # digest of the frame that described the weights
+        self._schema: WeightSchema | None = None  # the one in that frame
         self._joining = False  # until the first version was read
         self._position: tuple[str, int] | None = None  # run and version that were read last
         self._seen = "", 0  # run and serial of the newest manifest that was seen
@@ -84,9 +85,14 @@ class ObjectStoreReader(TransportBackend):
         while (chunk := self._next()) is None:
             left = seconds_left(deadline)
             if left == 0:
-                if self._joining and self._trouble is not None:
-                    raise SyncTimeoutError(f"nothing could be read in time: {self._trouble}")
-                return None
+                if not self._joining:
+                    return None
+                if self._trouble is None:
+                    raise SyncTimeoutError(
+                        f"no version is in {self._store.url} yet; has the trainer called connect(), with the "
+                        "same URL?"
+                    )
+                raise SyncTimeoutError(f"nothing could be read in time: {self._trouble}")
             pause = max(self._next_look - time.monotonic(), 0.0)
             self._store.rest(pause if left is None else min(pause, left))
         return chunk
@@ -96,10 +102,11 @@ class ObjectStoreReader(TransportBackend):
         try:
             chunk = next(self._chunks, None)
             if chunk is None and time.monotonic() >= self._next_look:
+                self._look_after(self._pause)  # also if this fails for lack of memory
                 self._chunks = self._look()
                 chunk = next(self._chunks, None)
-                self._look_after(self._poll_seconds)
-                self._trouble = None
+                if chunk is None:
+                    self._recover()
             return chunk
         except (FileNotFoundError, TransportError, SyncTimeoutError, FormatError) as error:
             fatal = (LinkClosedError, JoinRefusedError) if self._joining else LinkClosedError
@@ -114,6 +121,11 @@ class ObjectStoreReader(TransportBackend):
 
     def _look_after(self, pause: float) -> None:
         self._pause, self._next_look = pause, time.monotonic() + pause
+
+    def _recover(self) -> None:
+        """Note that nothing is left to be read."""
+        self._look_after(self._poll_seconds)
+        self._trouble = None
 
     def disconnect(self) -> None:
         self._chunks = iter(())
@@ -148,7 +160,7 @@ class ObjectStoreReader(TransportBackend):
         if self._hello is not None:
             welcome = self._load(manifest.welcome)
             reply, self._hello = self._reply(self._hello, welcome, manifest.newest), None
-            self._welcome = manifest.welcome.sha256
+            self._welcome, self._schema = manifest.welcome.sha256, self._schema_of(welcome)
             yield reply
             if reply.kind is Kind.REFUSED:
                 return
@@ -157,7 +169,8 @@ class ObjectStoreReader(TransportBackend):
         elif len(manifest.chain) == 1:
             todo = manifest.chain
         else:
-            yield self._merged(manifest.chain, self._schema_of(self._load(manifest.welcome)))
+            assert self._schema is not None
+            yield self._merged(manifest.chain, self._schema)
             todo = ()
             self._arrived(manifest.run, manifest.newest)
         for one in todo:
@@ -169,6 +182,7 @@ class ObjectStoreReader(TransportBackend):
 
     def _arrived(self, run: str, version: int) -> None:
         self._position, self._joining, self._deadline = (run, version), False, None
+        self._recover()
 
     @staticmethod
     def _schema_of(welcome: WeightChunk) -> WeightSchema:
@@ -255,7 +269,7 @@ class _Pieces:
     def _next_piece(self) -> None:
         frame, start = self._frame, self._read
         stop = min(start + _PIECE, frame.nbytes)
-        found = self._store.read(frame.name, seconds_left(self._deadline), start, stop)
+        found = self._store.read(frame.name, start, stop, seconds_left(self._deadline))
         if not found or len(found) != stop - start:
             raise FormatError(f"{frame.name} has fewer than its {frame.nbytes} bytes")
         self._digest.update(found)

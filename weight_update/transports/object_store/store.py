@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from typing import Any, TypeVar
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.text import format_seconds
 from weight_update.threads import start_thread
 
+_SLICE = 16 << 20  # bytes that a client gets to write at once; it may copy them
+_MOST_GIVEN_UP = 8  # requests that may go on after they were given up
 _T = TypeVar("_T")
 
 
@@ -18,8 +21,9 @@ class ObjectStore:
     """Objects below one URL, by names relative to it.
 
     Each request runs in a thread of its own, because fsspec and the clients behind it may wait for longer
-    than a caller wants to. A request that is given up goes on in that thread, so the memory and the names
-    that it was given must not be used again.
+    than a caller wants to. A request that is given up goes on in that thread, and may still read the memory
+    that it was given. The next write of the same object waits for it, and so does any request while eight of
+    them go on.
 
     Args:
         url: URL that fsspec knows, such as ``"s3://bucket/run"``, or the path of a directory.
@@ -34,11 +38,12 @@ class ObjectStore:
     def __init__(self, url: str, storage_options: Mapping[str, Any], timeout: float) -> None:
         import fsspec  # it imports compressions where they are installed
 
-        self.url = url
+        self.url = url.rstrip("/")
         self._fs, self._root = fsspec.core.url_to_fs(url, **storage_options)
         self._root = self._root.rstrip("/")
         self._timeout = timeout
         self._closed: Future[None] = Future()
+        self._given_up: dict[Future[Any], tuple[str, str]] = {}  # requests that still run: verb and name
 
     @property
     def closed(self) -> bool:
@@ -47,7 +52,7 @@ class ObjectStore:
 
     def close(self) -> None:
         """Have waiting and later calls raise LinkClosedError; calling this twice is fine."""
-        if not self.closed:
+        with contextlib.suppress(InvalidStateError):  # another thread did it
             self._closed.set_result(None)
 
     def rest(self, seconds: float) -> None:
@@ -55,20 +60,29 @@ class ObjectStore:
         wait([self._closed], seconds)
         self._require_open()
 
-    def read(self, name: str, timeout: float | None = None, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes of an object from ``start`` to ``stop``, or to its end.
+    def read(self, name: str, start: int, stop: int, timeout: float | None = None) -> bytes:
+        """Return the bytes of an object from ``start`` to ``stop``, or to its end if that comes first.
 
         Raises:
             FileNotFoundError: there is no such object.
             SyncTimeoutError: the store did not answer in time.
             TransportError: it cannot be read; or the store was closed.
         """
-        limits = {} if stop is None else {"start": start, "end": stop}
-        found: bytes = self._request("read", name, timeout, functools.partial(self._fs.cat_file, **limits))
+        return self._request("read", name, timeout, self._cat, start, stop)
+
+    def _cat(self, path: str, start: int, stop: int) -> bytes:
+        try:
+            found: bytes = self._fs.cat_file(path, start=start, end=stop)
+        except FileNotFoundError:
+            raise
+        except Exception:
+            if self._fs.size(path) != 0:
+                raise
+            return b""  # S3 finds no such bytes in an empty object
         return found
 
     def write(self, name: str, parts: Iterable[bytes | memoryview], timeout: float | None = None) -> None:
-        """Write an object; readers never see a part of it where the store writes objects as a whole.
+        """Write an object. In file systems, readers may see a part of it meanwhile.
 
         Raises:
             SyncTimeoutError: the store did not answer in time.
@@ -79,17 +93,39 @@ class ObjectStore:
         except FileNotFoundError as error:
             raise TransportError(f"cannot write {self.url}/{name}: {error}") from error
 
+    def replace(self, name: str, raw: bytes, draft: str, timeout: float | None = None) -> None:
+        """Write an object that readers see either as it was or as a whole; raise as :meth:`write`.
+
+        In a directory, it is written under the name ``draft`` first.
+        """
+        try:
+            self._request("write", name, timeout, self._exchange, raw, f"{self._root}/{draft}")
+        except FileNotFoundError as error:
+            raise TransportError(f"cannot write {self.url}/{name}: {error}") from error
+
+    def _exchange(self, path: str, raw: bytes, draft: str) -> None:
+        from fsspec.implementations.local import LocalFileSystem
+
+        if isinstance(self._fs, LocalFileSystem):
+            self._put(draft, [raw])
+            self._fs.mv(draft, path)
+        else:
+            self._fs.pipe_file(path, raw)
+
     def _put(self, path: str, parts: list[bytes | memoryview]) -> None:
         try:
             self._write_into(path, parts)
-        except FileNotFoundError:  # a file system with directories
+        except FileNotFoundError:
+            if self._fs.async_impl:  # object stores have no directories, and would make a bucket
+                raise
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._write_into(path, parts)
 
     def _write_into(self, path: str, parts: list[bytes | memoryview]) -> None:
         with self._fs.open(path, "wb") as file:
             for part in parts:
-                file.write(part)
+                for start in range(0, len(part), _SLICE):
+                    file.write(part[start : start + _SLICE])
 
     def names(self) -> list[str]:
         """Return the names of all objects; raise as :meth:`read`."""
@@ -100,9 +136,13 @@ class ObjectStore:
         return [found[len(self._root) + 1 :] for found in self._fs.find(path.rstrip("/"))]
 
     def remove(self, names: list[str]) -> None:
-        """Remove objects; raise as :meth:`read`."""
+        """Remove objects in one request; raise as :meth:`read`."""
+        self._request("remove", f"{len(names)} objects", None, self._remove, names)
+
+    def _remove(self, _: str, names: list[str]) -> None:
         for name in names:
-            self._request("remove", name, None, self._fs.rm_file)
+            with contextlib.suppress(FileNotFoundError):  # another sender was faster
+                self._fs.rm_file(f"{self._root}/{name}")
 
     def _request(
         self, verb: str, name: str, timeout: float | None, call: Callable[..., _T], *arguments: Any
@@ -117,12 +157,14 @@ class ObjectStore:
                 answer.set_exception(error)
 
         limit = self._timeout if timeout is None else min(timeout, self._timeout)
+        late = f"could not {verb} {self.url}/{name} within {format_seconds(limit)}"
+        deadline = time.monotonic() + limit
+        if not self._may_begin(verb, name, limit):
+            raise SyncTimeoutError(f"{late}: an earlier request still runs")
         start_thread("weight_update-object-store", run, in_order=True)
-        either: list[Future[Any]] = [answer, self._closed]
-        wait(either, limit, FIRST_COMPLETED)
-        self._require_open()
-        if not answer.done():
-            raise SyncTimeoutError(f"could not {verb} {self.url}/{name} within {format_seconds(limit)}")
+        if not self._await([answer], max(deadline - time.monotonic(), 0.0)):
+            self._given_up[answer] = verb, name
+            raise SyncTimeoutError(late)
         try:
             return answer.result()
         except FileNotFoundError:
@@ -130,6 +172,20 @@ class ObjectStore:
         except Exception as error:  # clients of object stores raise errors of all kinds
             reason = f"{type(error).__name__}: {error}"
             raise TransportError(f"cannot {verb} {self.url}/{name}: {reason}") from error
+
+    def _may_begin(self, verb: str, name: str, limit: float) -> bool:
+        """Wait for requests that were given up, if need be; return whether another one may begin."""
+        running = self._given_up = {one: key for one, key in self._given_up.items() if not one.done()}
+        before = [one for one, key in running.items() if verb == "write" and key == (verb, name)]
+        if not before and len(running) >= _MOST_GIVEN_UP:
+            before = list(running)
+        return not before or self._await(before, limit)
+
+    def _await(self, answers: list[Future[Any]], limit: float) -> bool:
+        """Return whether one of ``answers`` came in time; raise LinkClosedError if the store is closed."""
+        wait([*answers, self._closed], limit, FIRST_COMPLETED)
+        self._require_open()
+        return any(answer.done() for answer in answers)
 
     def _require_open(self) -> None:
         if self.closed:
