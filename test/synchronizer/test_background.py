@@ -91,8 +91,8 @@ def test_an_error_of_the_model_does_not_end_later_updates(
             publish(trainer, source)
             wait_until(lambda: "keeps version 0: out of memory" in caplog.text)
         publish(trainer, source)
-        wait_until(lambda: has_step(model, 2))
-        assert explorer.version == 2
+        wait_until(lambda: explorer.version == 2)
+        assert has_step(model, 2)
 
 
 def test_close_takes_no_longer_than_a_look(tmp_path: Path) -> None:
