@@ -26,6 +26,7 @@ from weight_update import (
     InferenceEngine,
     JoinRefusedError,
     LifecycleError,
+    LinkClosedError,
     ObjectStoreWeightSyncScheme,
     PatchEncoding,
     SchemaMismatchError,
@@ -37,6 +38,7 @@ from weight_update import (
     send_together,
 )
 from weight_update.testing import mlp, scramble
+from weight_update.testing.chunks import hello
 from weight_update.testing.models import Zoo, fingerprint
 from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import start_workers
@@ -396,6 +398,33 @@ def test_objects_that_others_removed(ends: Ends, url: str) -> None:
     ends.reader(other)
     arrives(reader, 7)
     assert fingerprint(model) == fingerprint(other) == fingerprint(source)
+
+
+def test_a_server_that_ignores_ranges_of_bytes(
+    ends: Ends, url: str, faults: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small frames can be read from it; of others, each piece would be the whole frame."""
+    ends.sender(mlp(1))
+    ends.url = f"faulty://{url}"
+    whole = LocalFileSystem.cat_file
+    monkeypatch.setattr(FaultyFileSystem, "cat_file", lambda self, path, **_: whole(self, path))
+    ends.reader(mlp(2))
+    monkeypatch.setattr("weight_update.transports.object_store.reader._PIECE", 64)
+    with pytest.raises(SyncTimeoutError, match=r"the server ignores ranges of bytes, so .*frame cannot be"):
+        ends.reader(mlp(3), connect_timeout=0.5)
+
+
+def test_a_reader_that_disconnected_has_to_begin_again(ends: Ends) -> None:
+    ends.sender(mlp(1))
+    link = ends.scheme().create_transport(worker_idx=0, end="receiver")
+    for _ in range(2):
+        with pytest.raises(LinkClosedError, match="not connected"):
+            link.recv_chunk(0.1)
+        link.restart()
+        link.send_chunk(hello())
+        assert link.recv_chunk(1.0) is not None
+        link.disconnect()
+    link.close()
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"{", b"[]", b'{"manifest": 1}', b"\xff" * 9, b"[" * 100_000])

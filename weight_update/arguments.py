@@ -74,6 +74,10 @@ def made_by_label(given: Any, registry: Mapping[str, Callable[[], _T]], kind: st
     raise ValueError(f"unknown {kind} {given!r} (known {kind}s: {known})")
 
 
+TOKEN = "WEIGHT_UPDATE_TOKEN"
+"""Name of the environment variable that stands for a token that is not given."""
+
+
 def require_token(token: Any) -> str | None:
     """Return ``token``; raise TypeError or ValueError unless it is None or a string that is not empty."""
     if token is not None and not isinstance(token, str):
@@ -81,6 +85,11 @@ def require_token(token: Any) -> str | None:
     if token == "":
         raise ValueError("token is empty: give both ends the same secret, or None")
     return token
+
+
+def given_token(token: Any) -> str | None:
+    """Return ``token`` as :func:`require_token` does, or the environment's; None if there is neither."""
+    return require_token(token) or os.environ.get(TOKEN) or None
 
 
 def require_host(host: Any) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from weight_update.arguments import require_seconds, require_token, whole_number
+from weight_update.arguments import given_token, require_seconds, whole_number
 from weight_update.encodings import PatchEncoding
 from weight_update.errors import FormatError, JoinRefusedError
 from weight_update.schemes.base import End, WeightSyncScheme
@@ -18,7 +18,7 @@ from weight_update.schemes.sender_side import SenderSide
 from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
-from weight_update.transports.object_store.manifest import NAME, read_manifest
+from weight_update.transports.object_store.manifest import MANIFEST_NAME, read_manifest
 from weight_update.transports.object_store.publisher import ObjectStorePublisher
 from weight_update.transports.object_store.reader import ObjectStoreReader
 from weight_update.transports.object_store.store import ObjectStore
@@ -91,7 +91,7 @@ class ObjectStoreWeightSyncScheme(WeightSyncScheme):
             raise TypeError(f"url is a string, such as 's3://bucket/run', got {url!r:.60}")
         self.url: str = _absolute(os.fspath(url))
         self.storage_options: dict[str, Any] = dict(storage_options or {})
-        self.token = require_token(token) or os.environ.get("WEIGHT_UPDATE_TOKEN") or self.token
+        self.token = given_token(token) or self.token
         self.most_changes: int = whole_number(most_changes, "most_changes", least=0)
         self.poll_seconds: float = require_seconds("poll_seconds", poll_seconds)
         encoding = self.strategy.encoding
@@ -123,19 +123,13 @@ class ObjectStoreWeightSyncScheme(WeightSyncScheme):
         options["num_workers"], options["devices"], options["ctx"] = 1, None, None
         super().init_on_sender(**options)
 
-    def init_on_receiver(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        worker_idx: int | None = None,
-    ) -> None:
+    @takes_options_of(WeightSyncScheme.init_on_receiver)
+    def init_on_receiver(self, **options: Any) -> None:
         """Initialize the scheme in a worker, as :meth:`WeightSyncScheme.init_on_receiver` does.
 
         The index of the worker is used in messages only; it is 0 by default.
         """
-        super().init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
+        super().init_on_receiver(**options)
         self.worker_idx = self.worker_idx or 0
 
     def _connect_sender(self, side: SenderSide, weights: Any, limit: float) -> None:
@@ -151,7 +145,7 @@ class ObjectStoreWeightSyncScheme(WeightSyncScheme):
             present = read_manifest(store, self.token, limit)
         except (FormatError, JoinRefusedError) as error:
             raise type(error)(
-                f"{error}. To start anew, remove {self.url}/{NAME}, or use another URL"
+                f"{error}. To start anew, remove {self.url}/{MANIFEST_NAME}, or use another URL"
             ) from error
         finally:
             store.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from weight_update.arguments import port_number, require_host, require_reachable, require_token
+from weight_update.arguments import given_token, port_number, require_host, require_reachable
 from weight_update.errors import undo_on_error
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.options import SchemeOptions, takes_options_of
@@ -21,7 +21,6 @@ from weight_update.transports.distributed.rendezvous import SenderStore
 from weight_update.transports.distributed.transport import DistributedListener, DistributedTransport
 from weight_update.transports.host_name import this_host
 
-_TOKEN = "WEIGHT_UPDATE_TOKEN"
 _HOST = "WEIGHT_UPDATE_HOST"
 
 
@@ -91,7 +90,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         self.port: int = port_number(port)
         self.host: str | None = require_host(host)
         self.directory = directory
-        self.token = require_token(token) or os.environ.get(_TOKEN) or self.token
+        self.token = given_token(token) or self.token
 
     @abstractmethod
     def announce(self, where: Whereabouts) -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
-from weight_update.arguments import require_token
+from weight_update.arguments import TOKEN, given_token
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.blocking_clients import BlockingExplorer, BlockingTrainer
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
 from weight_update.synchronizer.ray_actor import RayChannel, RayHost
-from weight_update.synchronizer.rpc import TOKEN, Channel, LocalChannel, Server, SocketChannel
+from weight_update.synchronizer.rpc import Channel, LocalChannel, Server, SocketChannel
 from weight_update.synchronizer.synchronizer import Synchronizer
 
 Where = Synchronizer | Server | RayHost | str
@@ -241,7 +240,7 @@ def _channel_to(where: Where, token: str | None) -> Channel:
         )
     if address.startswith("ray:"):
         return RayChannel(address)
-    token = require_token(token) or os.environ.get(TOKEN)
+    token = given_token(token)
     if token is None:
         raise ValueError(f"give the server's token, or set {TOKEN} in the environment")
     return SocketChannel(address, token)

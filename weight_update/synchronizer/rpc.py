@@ -7,14 +7,13 @@ here, but the endpoints do, with which explorers join the publishers of weights.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-from weight_update.arguments import port_number, require_token
+from weight_update.arguments import given_token, port_number
 from weight_update.errors import (
     FormatError,
     JoinRefusedError,
@@ -35,7 +34,6 @@ _log = logging.getLogger(__name__)
 CONTEXT = "synchronizer"
 """Context of handshakes with a synchronizer's server."""
 _SEND_SECONDS = 30.0
-TOKEN = "WEIGHT_UPDATE_TOKEN"
 """Environment variable with the token of the server."""
 
 
@@ -51,7 +49,7 @@ class Server:
     """
 
     def __init__(self, service: Service, address: str, port: int, token: str | None) -> None:
-        self.token: str = require_token(token) or os.environ.get(TOKEN) or secrets.token_hex(16)
+        self.token: str = given_token(token) or secrets.token_hex(16)
         self._service, self._closed = service, False
         self._log = RateLimitedLog(_log)
         sock = signed_stream.listen(address, port_number(port))

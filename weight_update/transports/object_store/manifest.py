@@ -25,8 +25,8 @@ from weight_update.errors import FormatError, JoinRefusedError
 from weight_update.transports.object_store.store import ObjectStore
 from weight_update.wire.schema import MAX_PAYLOAD_BYTES
 
-NAME = "latest.json"
-OBJECT = re.compile(r"[0-9a-f]{32}/(\d+|welcome|manifest)-[0-9a-f]{8}\.frame")
+MANIFEST_NAME = "latest.json"
+FRAME_NAME = re.compile(r"[0-9a-f]{32}/(\d+|welcome|manifest)-[0-9a-f]{8}\.frame")
 """Names of the objects that a publisher may remove."""
 _FORMAT = "weight_update.object_store/1"
 _MAX_BYTES = 64 << 20
@@ -47,7 +47,7 @@ class StoredFrame:
     sha256: str
 
     def __post_init__(self) -> None:
-        if not OBJECT.fullmatch(self.name) or not 0 < self.nbytes <= MAX_PAYLOAD_BYTES:
+        if not FRAME_NAME.fullmatch(self.name) or not 0 < self.nbytes <= MAX_PAYLOAD_BYTES:
             raise ValueError(f"no frame has the name {self.name!r:.60} and {self.nbytes} bytes")
 
 
@@ -116,7 +116,7 @@ class Manifest:
                 raise ValueError("it has no versions")
             return cls(fields["run"], int(fields["serial"]), StoredFrame(**fields["welcome"]), chain)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise FormatError(f"{NAME} is not a manifest of weight_update: {error}") from None
+            raise FormatError(f"{MANIFEST_NAME} is not a manifest of weight_update: {error}") from None
 
 
 def _sign(text: str, token: str) -> str:
@@ -126,6 +126,6 @@ def _sign(text: str, token: str) -> str:
 def read_manifest(store: ObjectStore, token: str, timeout: float | None = None) -> Manifest | None:
     """Return the manifest, or None if nothing was published yet; raise as ``read`` and ``decode``."""
     try:
-        return Manifest.decode(store.read(NAME, 0, _MAX_BYTES, timeout), token)
+        return Manifest.decode(store.read(MANIFEST_NAME, 0, _MAX_BYTES, timeout), token)
     except FileNotFoundError:
         return None

@@ -16,8 +16,8 @@ from dataclasses import replace
 from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.transports.base import Allocate, Capabilities, TransportBackend
 from weight_update.transports.object_store.manifest import (
-    NAME,
-    OBJECT,
+    FRAME_NAME,
+    MANIFEST_NAME,
     Manifest,
     StoredFrame,
     StoredVersion,
@@ -101,7 +101,7 @@ class ObjectStorePublisher(TransportBackend):
         try:
             if (act := actions.get(chunk.kind)) is not None:  # a GOODBYE changes nothing for readers
                 act(chunk, deadline_of(timeout))
-        except (TransportError, SyncTimeoutError, FormatError) as error:
+        except (TransportError, SyncTimeoutError) as error:
             self._fail()
             raise error if isinstance(error, SyncTimeoutError) else TransportError(str(error)) from error
 
@@ -133,7 +133,8 @@ class ObjectStorePublisher(TransportBackend):
     def _begin(self, welcome: WeightChunk, deadline: float | None) -> None:
         self._require_own_manifest(deadline)
         if self._welcome is None:
-            self._left = self._found(own=False)
+            with self._warning():
+                self._left = self._found(own=False)
         if self._chain:
             self._former, self._chain = self._chain, ()
         # A reader sees the number of the version that it is going to get.
@@ -179,7 +180,7 @@ class ObjectStorePublisher(TransportBackend):
         self._written += 1
         manifest = Manifest(self._run, self._written, self._welcome, chain)
         draft = self._name_of("manifest")
-        self._store.replace(NAME, manifest.encode(self._token), draft, seconds_left(deadline))
+        self._store.replace(MANIFEST_NAME, manifest.encode(self._token), draft, seconds_left(deadline))
         self._pause = 0.0
         if self._is_whole:
             self._former = self._chain or self._former
@@ -228,9 +229,9 @@ class ObjectStorePublisher(TransportBackend):
         assert self._description is not None
         needed = {frame.name for version in (*self._former, *self._chain) for frame in version.frames}
         needed.add(self._welcome.name)
-        found = self._found(own=True)
-        unused = [*self._left, *(name for name in found if name not in needed)]
         with self._warning():
+            found = self._found(own=True)
+            unused = [*self._left, *(name for name in found if name not in needed)]
             if self._welcome.name not in found:  # perhaps a rule of the bucket removes old objects
                 self._put(self._description, self._welcome.name, None)
             if unused:
@@ -239,10 +240,8 @@ class ObjectStorePublisher(TransportBackend):
 
     def _found(self, *, own: bool) -> list[str]:
         """Return the names of the frames in the store, of this run or of all others."""
-        names: list[str] = []
-        with self._warning():
-            names = self._store.names()
-        return [name for name in names if OBJECT.fullmatch(name) and name.startswith(self._run) is own]
+        frames = filter(FRAME_NAME.fullmatch, self._store.names())
+        return [name for name in frames if name.startswith(self._run) is own]
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:

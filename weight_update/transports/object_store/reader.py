@@ -53,6 +53,7 @@ class ObjectStoreReader(TransportBackend):
         self._hello: WeightChunk | None = None  # until it is answered
         self._welcome: str | None = None  # digest of the frame that described the weights
         self._schema: WeightSchema | None = None  # the one in that frame
+        self._connected = False
         self._joining = False  # until the first version was read
         self._position: tuple[str, int] | None = None  # run and version that were read last
         self._seen = "", 0  # run and serial of the newest manifest that was seen
@@ -68,6 +69,7 @@ class ObjectStoreReader(TransportBackend):
     def restart(self, timeout: float | None = None) -> None:
         if self._store.closed:
             raise LinkClosedError("this end was closed")
+        self._connected = True
         self._position, self._welcome, self._begun, self._joining = None, None, None, True
         self._chunks, self._next_look, self._trouble = iter(()), 0.0, None
 
@@ -80,6 +82,8 @@ class ObjectStoreReader(TransportBackend):
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
+        if not self._connected:
+            raise LinkClosedError("not connected to the store")
         deadline = deadline_of(timeout)
         self._allocate, self._deadline = allocate or fresh_bytes, deadline if self._joining else None
         while (chunk := self._next()) is None:
@@ -128,7 +132,7 @@ class ObjectStoreReader(TransportBackend):
         self._trouble = None
 
     def disconnect(self) -> None:
-        self._chunks = iter(())
+        self._connected, self._chunks = False, iter(())
 
     def close(self) -> None:
         self._store.close()
@@ -270,7 +274,9 @@ class _Pieces:
         frame, start = self._frame, self._read
         stop = min(start + _PIECE, frame.nbytes)
         found = self._store.read(frame.name, start, stop, seconds_left(self._deadline))
-        if not found or len(found) != stop - start:
+        if len(found) < stop - start:
             raise FormatError(f"{frame.name} has fewer than its {frame.nbytes} bytes")
+        if len(found) > stop - start:
+            raise FormatError(f"the server ignores ranges of bytes, so {frame.name} cannot be read")
         self._digest.update(found)
         self._piece, self._read = memoryview(found), stop

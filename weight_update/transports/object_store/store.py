@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
@@ -88,18 +89,18 @@ class ObjectStore:
             SyncTimeoutError: the store did not answer in time.
             TransportError: it cannot be written; or the store was closed.
         """
-        try:
-            self._request("write", name, timeout, self._put, list(parts))
-        except FileNotFoundError as error:
-            raise TransportError(f"cannot write {self.url}/{name}: {error}") from error
+        self._change(name, timeout, self._put, list(parts))
 
     def replace(self, name: str, raw: bytes, draft: str, timeout: float | None = None) -> None:
         """Write an object that readers see either as it was or as a whole; raise as :meth:`write`.
 
         In a directory, it is written under the name ``draft`` first.
         """
+        self._change(name, timeout, self._exchange, raw, f"{self._root}/{draft}")
+
+    def _change(self, name: str, timeout: float | None, call: Callable[..., None], *arguments: Any) -> None:
         try:
-            self._request("write", name, timeout, self._exchange, raw, f"{self._root}/{draft}")
+            self._request("write", name, timeout, call, *arguments)
         except FileNotFoundError as error:
             raise TransportError(f"cannot write {self.url}/{name}: {error}") from error
 
@@ -108,7 +109,7 @@ class ObjectStore:
 
         if isinstance(self._fs, LocalFileSystem):
             self._put(draft, [raw])
-            self._fs.mv(draft, path)
+            os.replace(draft, path)  # mv() of older versions of fsspec copies
         else:
             self._fs.pipe_file(path, raw)
 
