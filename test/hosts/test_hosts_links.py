@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ BACK = {"pull": "plug", "lose": "find"}
 SIZES = {"small": ((8, 64), LIMIT), "large": ((8, 1 << 18), CHAIN_LIMIT)}  # one travels with its signal
 
 
-@contextmanager
+@contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
     start = time.monotonic()
     yield
@@ -92,6 +92,19 @@ def test_a_link_that_fails_while_its_worker_joins_again(procs: HostsProcesses) -
         scheme.send(fill(model, 2))
     procs.network.find("one")
     assert eventually(lambda: worker.call(version_of) == 2, 25.0)
+
+
+@pytest.mark.slow
+def test_a_worker_joins_again_although_the_weights_take_longer_than_one_attempt(procs: HostsProcesses) -> None:
+    size = (8, 7 << 17)
+    scheme, model = procs.trainer(timeout=30.0), Stripes(*size)
+    [worker] = procs.launch_on(["one"], scheme, model, lambda: Stripes(*size))
+    scheme.send(fill(model, 1))
+    procs.network.shape("one", "16mbit")  # the weights take 14 seconds
+    scheme._sender.table[0].link.disconnect()
+    with contextlib.suppress(SyncFailedError):  # the worker may be away at this moment
+        scheme.send(fill(model, 2))
+    assert eventually(lambda: worker.call(version_of) == 2, 60.0)
 
 
 @pytest.mark.slow

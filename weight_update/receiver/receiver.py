@@ -34,9 +34,12 @@ from weight_update.wire.schema import WeightSchema
 
 _log = logging.getLogger(__name__)
 _REJOIN_SECONDS = 180.0
-"""Seconds after which a receiver no longer tries to join again; a link may be down for less."""
+"""Seconds after which a receiver no longer tries to join again; a link may be down for less.
+
+A receiver whose first ``connect()`` was given longer tries for as long as that.
+"""
 _ATTEMPT_SECONDS = 10.0
-"""Seconds that one attempt to join again may take."""
+"""Seconds that one attempt to join again may take; twice as long if the weights did not arrive in that time."""
 _RETRY_SECONDS = 0.2
 _GOODBYE_SECONDS = 1.0
 _IDLE_SECONDS = 0.01
@@ -71,7 +74,8 @@ class Receiver:
         self._updates = UpdateHandler(options, self._closing)
         self.staging = self._updates.staging
         self._greeted = False  # whether the last attempt to join reached the sender
-        self._welcomed = False  # whether the last attempt to join was successful
+        self._welcomed = False  # whether the sender welcomed the last attempt to join
+        self._rejoin_seconds = _REJOIN_SECONDS
         self._pid = os.getpid()
         self._returned: int | None = None  # the version that receive() returned last
         self._model, self._bound = model, False
@@ -115,6 +119,10 @@ class Receiver:
             SyncTimeoutError: the sender did not answer within ``timeout`` seconds.
             TransportError: the sender cannot be reached.
         """
+        self._rejoin_seconds = max(_REJOIN_SECONDS, timeout)
+        self._attempt(timeout)
+
+    def _attempt(self, timeout: float) -> None:
         try:
             with torch.inference_mode(False):  # the thread writes into the memory that is allocated here
                 self._join(timeout)
@@ -311,11 +319,12 @@ class Receiver:
 
     def _rejoin(self, lost: Exception) -> Exception | None:
         """Join again after ``lost``; return the error that ends this receiver, or None."""
-        deadline = time.monotonic() + _REJOIN_SECONDS
+        deadline = time.monotonic() + self._rejoin_seconds
+        seconds = _ATTEMPT_SECONDS
         while True:
             try:
                 with self._updates.busy:
-                    self.connect(_ATTEMPT_SECONDS)
+                    self._attempt(seconds)
                 return None
             except (JoinRefusedError, SchemaMismatchError) as refusal:
                 self.link.disconnect()
@@ -327,6 +336,8 @@ class Receiver:
                 self.link.disconnect()  # tells the sender, if it lives
                 if not self._tries_again_after(error, deadline):
                     return lost
+                too_short = self._welcomed and isinstance(error, TimeoutError)
+                seconds = 2 * seconds if too_short else _ATTEMPT_SECONDS
 
     def _tries_again_after(self, error: Exception, deadline: float) -> bool:
         """Return whether to join again after an attempt failed; wait a moment first.
