@@ -95,7 +95,7 @@ def test_a_link_that_fails_while_its_worker_joins_again(procs: HostsProcesses) -
 
 
 @pytest.mark.slow
-def test_a_worker_joins_again_although_the_weights_take_longer_than_one_attempt(procs: HostsProcesses) -> None:
+def test_weights_that_take_longer_than_an_attempt_to_join_again(procs: HostsProcesses) -> None:
     size = (8, 7 << 17)
     scheme, model = procs.trainer(timeout=30.0), Stripes(*size)
     [worker] = procs.launch_on(["one"], scheme, model, lambda: Stripes(*size))

@@ -39,7 +39,7 @@ _REJOIN_SECONDS = 180.0
 A receiver whose first ``connect()`` was given longer tries for as long as that.
 """
 _ATTEMPT_SECONDS = 10.0
-"""Seconds that one attempt to join again may take; twice as long if the weights did not arrive in that time."""
+"""Seconds that an attempt to join again may take; doubled each time that the weights do not arrive."""
 _RETRY_SECONDS = 0.2
 _GOODBYE_SECONDS = 1.0
 _IDLE_SECONDS = 0.01

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 CONTEXT = "synchronizer"
 """Context of handshakes with a synchronizer's server."""
 _SEND_SECONDS = 30.0
-"""Environment variable with the token of the server."""
+"""Seconds that a client may take to read an answer."""
 
 
 class Server:

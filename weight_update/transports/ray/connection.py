@@ -24,8 +24,10 @@ _FRAME, _LOST = 1, 2
 _PREFIX = struct.Struct("<BI")  # kind of message, bytes of the frame's head
 _INLINE_BYTES = 64 << 10
 """Largest payload that travels in its message; an object of its own would cost more than the payload."""
-_FETCH_SECONDS = 60.0
-"""Seconds after which a payload that has not come through the store counts as lost."""
+_ANSWER_SECONDS = 60.0
+"""Seconds that the rendezvous actor may take to answer, and the store to begin with a payload."""
+_LEAST_RATE = 10e6
+"""Bytes per second; a payload that comes through the store more slowly counts as lost."""
 
 
 class RayConnection(LinkConnection):
@@ -65,7 +67,7 @@ class RayConnection(LinkConnection):
         if not self._joined:
             self._joined = True
             hello = (running_ray().get_runtime_context().get_node_id(), chunk.encode())
-            ask(self._actor.request_join.remote(self._name, hello, [self._liveness]), _FETCH_SECONDS)
+            ask(self._actor.request_join.remote(self._name, hello, [self._liveness]), _ANSWER_SECONDS)
             return
         head = chunk.encode_head(checksum=not self._local)
         message, refs = _PREFIX.pack(_FRAME, len(head)) + head, []
@@ -96,7 +98,7 @@ class RayConnection(LinkConnection):
         if not refs:
             return WeightChunk.decode(frame, allocate)
         prelude, header = Prelude.decode(frame[:PRELUDE_BYTES]), bytes(frame[PRELUDE_BYTES:size])
-        data = self._fetch(refs[0])
+        data = self._fetch(refs[0], prelude.payload_bytes)
         if data.nbytes != prelude.payload_bytes:
             raise FormatError(f"{data.nbytes} bytes came with a frame of {prelude.payload_bytes}")
 
@@ -107,10 +109,10 @@ class RayConnection(LinkConnection):
 
         return prelude.complete(header, copied)
 
-    def _fetch(self, ref: Any) -> Any:
+    def _fetch(self, ref: Any, nbytes: int) -> Any:
         ray = running_ray()
         try:
-            return ray.get(ref, timeout=_FETCH_SECONDS)
+            return ray.get(ref, timeout=_ANSWER_SECONDS + nbytes / _LEAST_RATE)
         except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
             self._send_message(_PREFIX.pack(_LOST, 0), [])
             raise LinkClosedError(f"Ray's object store lost an update ({one_line(error)})") from None

@@ -1,0 +1,39 @@
+"""Payloads that a worker fetches through Ray's object store, with a stand-in for Ray."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+
+from weight_update.transports.ray import connection
+from weight_update.wire.frames import Kind, WeightChunk
+
+NBYTES = 1 << 20
+
+
+def test_the_time_for_a_payload_grows_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One megabyte at the least rate arrives a second later than an empty payload may."""
+    payload = torch.arange(NBYTES, dtype=torch.uint8)
+    needed = 60.0 + NBYTES / 1e6
+
+    class GetTimeoutError(Exception): ...
+
+    def get(ref: np.ndarray, timeout: float) -> np.ndarray:
+        if timeout < needed:
+            raise GetTimeoutError("it is still on its way")
+        return ref
+
+    exceptions = SimpleNamespace(ObjectLostError=ConnectionError, GetTimeoutError=GetTimeoutError)
+    ray = SimpleNamespace(get=get, exceptions=exceptions)
+    monkeypatch.setattr(connection, "running_ray", lambda: ray)
+    monkeypatch.setattr(connection, "_LEAST_RATE", 1e6)
+    link = connection.RayConnection(MagicMock(), "name", 0, local=False)
+    head = WeightChunk(Kind.GOODBYE, {}, payload).encode_head(checksum=True)
+    link._messages.append((connection._PREFIX.pack(connection._FRAME, len(head)) + head, [payload.numpy()]))
+    chunk = link.recv(1.0, None)
+    assert chunk is not None
+    assert torch.equal(chunk.payload, payload)
