@@ -1,6 +1,7 @@
 """The schemes keep their contract."""
 
 import copy
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -15,6 +16,7 @@ from torch import nn
 from weight_update import (
     BucketEncoding,
     DistributedWeightSyncScheme,
+    InferenceEngine,
     JoinRefusedError,
     LifecycleError,
     MemoryWeightSyncScheme,
@@ -23,6 +25,7 @@ from weight_update import (
     RPCWeightSyncScheme,
     SchemaMismatchError,
     SharedMemWeightSyncScheme,
+    SyncTimeoutError,
     UnsupportedSourceError,
     WeightStrategy,
     WeightSyncScheme,
@@ -246,3 +249,51 @@ def test_the_version_of_a_checkpoint(encoding: str) -> None:
             assert sender.send().version == receiver.version == 13
             sender.continue_from(20)
             assert sender.send().version == 21
+
+
+class SlowEngine(InferenceEngine):
+    """An engine that begins its first update when ``go`` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def begin_update(self, version: int) -> None:
+        assert self.go.wait(20.0)
+
+    def load_weights(self, weights: Iterator[tuple[str, Any]]) -> None:
+        for _ in weights:
+            pass
+
+    def finish_update(self, version: int) -> None: ...
+
+
+def test_first_weights_that_take_longer_than_connect_waits() -> None:
+    with MemoryWeightSyncScheme() as sender, ThreadPoolExecutor(1) as pool:
+        sender.init_on_sender(model=mlp(1), num_workers=1)
+        engine, receiver = SlowEngine(), copy.copy(sender)
+        receiver.init_on_receiver(model=engine, worker_idx=0)
+        joining = pool.submit(receiver.connect)
+        message = (
+            r"workers \[0\] joined, but did not apply the first weights within 0.5 s; .*connect_timeout="
+        )
+        with pytest.raises(SyncTimeoutError, match=message):
+            sender.connect(timeout=0.5)
+        engine.go.set()
+        joining.result()
+        receiver.shutdown()
+
+
+def test_a_worker_that_was_admitted_waits_for_weights() -> None:
+    strategy = WeightStrategy(
+        "state_dict", encoding="bucket", max_in_flight=1
+    )  # the next send() has its weights
+    with MemoryWeightSyncScheme(strategy) as sender:
+        sender.init_on_sender(model=mlp(1), num_workers=0)
+        sender.connect()
+        with copy.copy(sender) as receiver:
+            receiver.init_on_receiver(model=mlp(2), worker_idx=0)
+            message = (
+                "worker 0 was admitted, but its first weights did not arrive in time; .*connect_timeout="
+            )
+            with pytest.raises(SyncTimeoutError, match=message):
+                receiver.connect(timeout=0.3)

@@ -183,6 +183,11 @@ class Receiver:
     def _await_frame(self, deadline: float) -> WeightChunk:
         left = deadline - time.monotonic()
         chunk = self._updates.next_frame(left) if left > 0 else None
+        if chunk is None and self._welcomed:
+            raise SyncTimeoutError(
+                f"worker {self.worker} was admitted, but its first weights did not arrive in time; "
+                "if they need longer, raise connect_timeout="
+            )
         if chunk is None:
             raise SyncTimeoutError(
                 f"worker {self.worker}: the sender did not answer in time; has it called connect()?"

@@ -267,6 +267,11 @@ def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str])
         failures |= {idx: SyncTimeoutError(absence) for idx in overdue}
         lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
         raise SyncFailedError(f"workers could not connect:{lines}{refused}", failures)
+    if overdue and all(table[idx].joined for idx in overdue):
+        raise SyncTimeoutError(
+            f"workers {overdue} joined, but did not apply the first weights within "
+            f"{format_seconds(timeout)}; if they need longer, raise connect_timeout="
+        )
     if overdue:
         joined = f" (others did: {others}; do the indices match?)" if others else ""
         hint = "; have they called connect()" + (_UNWATCHED if table[overdue[0]].alive is None else _WATCHED)
