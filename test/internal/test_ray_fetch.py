@@ -30,7 +30,6 @@ def test_the_time_for_a_payload_grows_with_its_size(monkeypatch: pytest.MonkeyPa
     exceptions = SimpleNamespace(ObjectLostError=ConnectionError, GetTimeoutError=GetTimeoutError)
     ray = SimpleNamespace(get=get, exceptions=exceptions)
     monkeypatch.setattr(connection, "running_ray", lambda: ray)
-    monkeypatch.setattr(connection, "_LEAST_RATE", 1e6)
     link = connection.RayConnection(MagicMock(), "name", 0, local=False)
     head = WeightChunk(Kind.GOODBYE, {}, payload).encode_head(checksum=True)
     link._messages.append((connection._PREFIX.pack(connection._FRAME, len(head)) + head, [payload.numpy()]))

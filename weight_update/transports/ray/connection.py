@@ -26,7 +26,7 @@ _INLINE_BYTES = 64 << 10
 """Largest payload that travels in its message; an object of its own would cost more than the payload."""
 _ANSWER_SECONDS = 60.0
 """Seconds that the rendezvous actor may take to answer, and the store to begin with a payload."""
-_LEAST_RATE = 10e6
+_LEAST_RATE = 1e6
 """Bytes per second; a payload that comes through the store more slowly counts as lost."""
 
 
