@@ -111,6 +111,32 @@ def test_a_server_that_does_not_answer_in_time() -> None:
             server.world_size()
 
 
+def test_an_answer_that_comes_in_small_pieces() -> None:
+    """Each byte comes in time, and the answer does not."""
+
+    def serve() -> None:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            while not ended.wait(0.1):
+                connection.sendall(b" ")
+
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = threading.Thread(target=serve)
+        serving.start()
+        limit = threading.Timer(WAIT / 4, ended.set)
+        limit.start()
+        server = VLLMServer(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=0.5)
+        with pytest.raises(SyncTimeoutError, match=r"/pause\?mode=wait took longer than 0.5 s"):
+            server.pause()
+        assert not ended.is_set()
+        limit.cancel()
+        ended.set()
+        serving.join(WAIT)
+
+
 def test_no_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         nobody = f"http://127.0.0.1:{listening.getsockname()[1]}"
