@@ -73,7 +73,7 @@ def answering(answer: bytes, stalls: bool = False) -> Iterator[str]:
         serving.join(WAIT)
 
 
-@pytest.mark.parametrize("content", [b"{}", b"[]", b"null", b"3"])
+@pytest.mark.parametrize("content", [b"{}", b"[]", b"null", b"3", b'{"world_size": "two"}'])
 def test_a_server_with_other_answers(content: bytes) -> None:
     answer = b"200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
     refused = pytest.raises(RuntimeError, match=r"/get_world_size answered, but is not vLLM; correct the URL")
