@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from weight_update import (  # noqa: E402
     WeightStrategy,
 )
 from weight_update.engines import Answer, TransformersEngine  # noqa: E402
+from weight_update.testing.processes import wait_until  # noqa: E402
 
 WAIT = 20.0
 PAGE = 4
@@ -208,8 +211,7 @@ def test_keep_continues_with_the_new_weights_and_the_old_cache(connected: Any) -
 
 def test_wait_finishes_running_requests_first(connected: Any) -> None:
     before, trainer, engine, running = updated_midway(connected, "wait")
-    assert running.done(), "the update came before the end of the request"
-    assert running.result(0).versions == [0] * LONG
+    assert running.result(WAIT).versions == [0] * LONG, "the update came before the end of the request"
     assert running.result(0).tokens == continued((before, LONG))
     (later,) = engine.generate([PROMPT])
     assert (later.tokens, later.versions) == (continued((trainer, 8)), [1] * 8)
@@ -283,6 +285,27 @@ def test_an_update_that_fails_midway(connected: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     scheme.send()
     assert engine.generate([PROMPT])[0].tokens == continued((trainer, 8))
+
+
+@pytest.mark.parametrize("pause", ["wait", "abort"])
+def test_a_callback_that_submits_during_an_update(connected: Any, pause: Any) -> None:
+    """Neither the update nor the answers to other requests wait for the callback."""
+    trainer, mine = model_of(1), model_of(2)
+    steps = Steps(mine, stop_at=10)
+    engine = engine_of(mine, pause=pause, timeout=WAIT / 2)
+    scheme = connected(trainer, engine)
+    again: SimpleQueue[Future[Answer]] = SimpleQueue()
+    short, long = (engine.submit(PROMPT, max_new_tokens=count) for count in (12, LONG))
+    short.add_done_callback(lambda _: again.put(engine.submit(PROMPT)))
+    assert steps.reached.wait(WAIT)
+    sending = scheme.send_async()
+    wait_until(lambda: engine._updating, WAIT)
+    start = time.monotonic()
+    steps.go.set()
+    sending.wait(WAIT)
+    assert again.get(timeout=WAIT).result(WAIT).versions == [1] * 8
+    assert long.result(WAIT).finished is (pause == "wait")
+    assert time.monotonic() - start < WAIT / 4
 
 
 def test_a_request_that_is_longer_than_the_timeout(connected: Any) -> None:

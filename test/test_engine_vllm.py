@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import importlib
 import socket
+import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any, Generic, TypeVar
 
 import pytest
 from torch import nn
@@ -73,7 +77,7 @@ def answering(answer: bytes, stalls: bool = False) -> Iterator[str]:
         serving.join(WAIT)
 
 
-@pytest.mark.parametrize("content", [b"{}", b"[]", b"null", b"3"])
+@pytest.mark.parametrize("content", [b"{}", b"[]", b"null", b"3", b'{"world_size": "two"}'])
 def test_a_server_with_other_answers(content: bytes) -> None:
     answer = b"200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
     refused = pytest.raises(RuntimeError, match=r"/get_world_size answered, but is not vLLM; correct the URL")
@@ -111,6 +115,32 @@ def test_a_server_that_does_not_answer_in_time() -> None:
             server.world_size()
 
 
+def test_an_answer_that_comes_in_small_pieces() -> None:
+    """Each byte comes in time, and the answer does not."""
+
+    def serve() -> None:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            while not ended.wait(0.1):
+                connection.sendall(b" ")
+
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = threading.Thread(target=serve)
+        serving.start()
+        limit = threading.Timer(WAIT / 4, ended.set)
+        limit.start()
+        server = VLLMServer(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=0.5)
+        with pytest.raises(SyncTimeoutError, match=r"/pause\?mode=wait took longer than 0.5 s"):
+            server.pause()
+        assert not ended.is_set()
+        limit.cancel()
+        ended.set()
+        serving.join(WAIT)
+
+
 def test_no_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         nobody = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -138,3 +168,43 @@ def test_connect_servers_needs_servers() -> None:
             connect_servers(scheme)
         with pytest.raises(TypeError, match=r"give VLLMServer\(url\), not 'http://10.0.0.6:8000'"):
             connect_servers(scheme, "http://10.0.0.6:8000")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the trainer's side, with stand-ins for the classes of vLLM that it derives from."""
+    kind = TypeVar("kind")
+
+    @dataclass
+    class InitInfo:
+        is_sender: bool = True
+
+    class Engine(Generic[kind]):
+        """Stand for ``TrainerWeightTransferEngine``."""
+
+    registered = SimpleNamespace(_registry={"weight_update": None})
+    package = "vllm.distributed.weight_transfer"
+    for name in ("vllm", "vllm.distributed", package):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    base, factory = ModuleType(f"{package}.base"), ModuleType(f"{package}.factory")
+    vars(base).update(TrainerInitInfo=InitInfo, TrainerWeightTransferEngine=Engine)
+    vars(base).update(VLLMWeightSyncClient=object, WeightSource=object)
+    vars(factory).update(WeightTransferEngineFactory=registered, WeightTransferTrainerFactory=registered)
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    monkeypatch.setitem(sys.modules, factory.__name__, factory)
+    ours = "weight_update.serving.vllm.trainer"
+    monkeypatch.setitem(sys.modules, ours, ModuleType(ours))  # both are restored afterwards
+    monkeypatch.setattr(importlib.import_module("weight_update.serving.vllm"), "trainer", None, raising=False)
+    del sys.modules[ours]
+    return importlib.import_module(ours)
+
+
+@pytest.mark.parametrize("world_size", [0, "2", 2.5])
+def test_a_world_size_that_is_no_number_of_workers(trainer: Any, world_size: Any) -> None:
+    with pytest.raises(ValueError, match=f"world_size is the number .* plus one, not {world_size!r}"):
+        trainer.TrainerInitInfo(world_size=world_size).make_scheme()
+
+
+def test_a_trainer_that_is_given_no_scheme(trainer: Any) -> None:
+    with pytest.raises(TypeError, match=r"scheme such as SharedMemWeightSyncScheme\(\.\.\.\), not 'shared'"):
+        trainer.TrainerInitInfo(scheme="shared").make_scheme()

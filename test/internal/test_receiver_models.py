@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_parts import Pointing
 from pairs import PATHS, add_one, same
 from torch import nn
 
@@ -23,8 +24,9 @@ from weight_update import (
 )
 from weight_update.receiver import flat_buffers
 from weight_update.receiver.flat_buffers import MissingBaseError, OwnCopy
-from weight_update.receiver.targets import ModelTarget, StagedUpdate
+from weight_update.receiver.targets import EngineTarget, ModelTarget, StagedUpdate
 from weight_update.strategy.binding import count_writes
+from weight_update.testing import fingerprint
 from weight_update.testing.processes import wait_until
 from weight_update.wire.schema import WeightSchema
 
@@ -492,3 +494,22 @@ def test_views_that_are_conjugate_or_negative(
         source["a"][1] += 1
         sender.send()
     assert target["a"].is_conj() or target["a"].is_neg()
+
+
+class Wide(Pointing):
+    """An engine in float32."""
+
+    def expected_weights(self) -> dict[str, torch.Tensor]:
+        return {"weight": torch.empty(4)}
+
+
+def test_tensors_that_leave_the_senders_memory_keep_the_dtype_that_an_engine_expects() -> None:
+    """As when a sender on a GPU leaves: the engine is given equal tensors in other memory."""
+    engine, sent = Wide(), torch.randn(4, dtype=torch.bfloat16)
+    target = EngineTarget(engine)
+    target.schema()
+    target.write(("weight",), [sent], 1)
+    before = fingerprint(engine.kept)
+    target.move(("weight",), [sent.clone()])
+    assert fingerprint(engine.kept) == before
+    assert engine.kept["weight"].dtype is torch.float32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -41,14 +42,15 @@ def call(
             raise ValueError("the key has a line break, or a character that is not ASCII; strip() it")
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
+    deadline = time.monotonic() + timeout
     try:
         request = urllib.request.Request(url, data, headers, method=method)
         with _OPENER.open(request, timeout=timeout) as response:
-            content = response.read()
+            content = _read(response, deadline)
     except urllib.error.HTTPError as error:
         with error:
             try:
-                text = error.read().decode(errors="replace")
+                text = _read(error, deadline).decode(errors="replace")
             except (OSError, http.client.HTTPException):  # the status says more than this
                 text = "(the rest of the answer is missing)"
         raise RuntimeError(f"{url} answered {error.code}: {remedy(error.code)}{text}") from error
@@ -65,6 +67,23 @@ def call(
         if method == "POST":
             return content.decode(errors="replace")
         raise not_a_server(url, engine) from None
+
+
+def _read(response: Any, deadline: float) -> bytes:
+    """Return the content; the socket's timeout alone allows one that comes in small pieces without end.
+
+    Raises:
+        TimeoutError: some of it came after ``deadline``, a time of the monotonic clock.
+        IncompleteRead: the server closed the connection before the end.
+    """
+    content = b""
+    while piece := response.read1(1 << 16):
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        content += piece
+    if response.length:
+        raise http.client.IncompleteRead(content, response.length)
+    return content
 
 
 def not_a_server(url: str, engine: str) -> RuntimeError:

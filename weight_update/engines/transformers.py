@@ -8,6 +8,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -148,12 +149,18 @@ class TransformersEngine(InferenceEngine):
         self._manager.start()
         # Not a daemon, so that the interpreter waits for it at exit; it may be freeing tensors then.
         self._deliverer = threading.Thread(target=self._deliver, name="weight_update-answers")
+        # Another thread: callbacks of futures may submit requests, which wait for the end of an update.
+        self._results: SimpleQueue[tuple[Future[Answer], Answer | RuntimeError] | None] = SimpleQueue()
+        self._setter = threading.Thread(target=self._set_results, name="weight_update-results")
         self._deliverer.start()
+        self._setter.start()
 
     # -- generation --------------------------------------------------------------------------------
 
     def submit(self, prompt: Sequence[int], **options: Any) -> Future[Answer]:
         """Begin to answer a prompt; if an update is under way, begin after it.
+
+        Callbacks of the future may call this method. They must not wait for answers.
 
         Args:
             prompt: token ids.
@@ -188,7 +195,9 @@ class TransformersEngine(InferenceEngine):
         with self._changed:
             self._closed = True
         self._stop()
-        self._deliverer.join(self.timeout)
+        for thread in (self._deliverer, self._setter):
+            if thread is not threading.current_thread():  # else a callback of a future closes the engine
+                thread.join(self.timeout)
 
     def __enter__(self) -> TransformersEngine:
         return self
@@ -303,12 +312,13 @@ class TransformersEngine(InferenceEngine):
             request = self._requests.get(output.request_id)
             if request is None:
                 return False
-            answer = self._answer(output, request) if output.error is None else None
-            del self._requests[output.request_id]
-            if answer is not None:
-                request.future.set_result(answer)
+            result: Answer | RuntimeError
+            if output.error is None:
+                result = self._answer(output, request)
             else:
-                request.future.set_exception(RuntimeError(f"transformers did not answer: {output.error}"))
+                result = RuntimeError(f"transformers did not answer: {output.error}")
+            del self._requests[output.request_id]
+            self._results.put((request.future, result))
             self._changed.notify_all()
         return True
 
@@ -319,7 +329,18 @@ class TransformersEngine(InferenceEngine):
         except Exception as error:  # noqa: BLE001 - the callers that wait get it
             self._fail(error)
             self._stop()
-        self._fail(ended(self._manager))
+        finally:
+            self._fail(ended(self._manager))
+            self._results.put(None)
+
+    def _set_results(self) -> None:
+        """Set the results of futures until generation has ended."""
+        while (item := self._results.get()) is not None:
+            future, result = item
+            if isinstance(result, RuntimeError):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
 
     def _hand_out_answers(self) -> None:
         """Hand out answers until generation ends, or the main thread."""
@@ -357,10 +378,12 @@ class TransformersEngine(InferenceEngine):
     def _fail(self, error: Exception) -> None:
         with self._changed:
             requests, self._requests = self._requests, {}
-            for request_id, request in requests.items():
+            for request_id in requests:
                 self._manager.cancel_request(request_id)
-                request.future.set_exception(error)
+            self._updating = False  # callbacks of the futures may submit requests
             self._changed.notify_all()
+        for request in requests.values():
+            request.future.set_exception(error)
 
     def _answer_with_tokens_so_far(self) -> None:
         """Answer the requests that have begun; the others run with the new weights."""

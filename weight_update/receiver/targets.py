@@ -162,7 +162,8 @@ class EngineTarget(Target):
         self.finish()
 
     def move(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
-        self._engine.load_weights(zip(names, values, strict=True))
+        weights = zip(names, values, strict=True)
+        self._engine.load_weights((name, one.to(self._dtypes.get(name, one.dtype))) for name, one in weights)
 
     @property
     def loads_changes(self) -> bool:

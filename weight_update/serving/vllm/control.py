@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import urllib.parse
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from weight_update.engines.http import call, not_a_server
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.serving.vllm.joining import PauseMode, connect_with, init_info
+
+_T = TypeVar("_T")
 
 
 class VLLMServer:
@@ -34,11 +37,11 @@ class VLLMServer:
 
     def world_size(self) -> int:
         """Return the number of the server's workers, over all of its replicas (data parallel)."""
-        return int(self._field("GET", "get_world_size", "world_size"))
+        return self._field("GET", "get_world_size", "world_size", int)
 
     def weight_version(self) -> str:
         """Return the version that the server was told last; ``"default"`` before."""
-        return str(self._field("GET", "weight_info", "weight_version"))
+        return self._field("GET", "weight_info", "weight_version", str)
 
     def update_weight_version(self, new_version: str) -> None:
         """Have the server state another version, without an update."""
@@ -54,7 +57,7 @@ class VLLMServer:
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; return False if running requests use some of them."""
-        return bool(self._field("POST", "reset_prefix_cache", "success"))
+        return self._field("POST", "reset_prefix_cache", "success", bool)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Make the server's workers join a sender."""
@@ -77,10 +80,10 @@ class VLLMServer:
         body = None if weight_version is None else {"weight_version": weight_version}
         self._call("POST", "finish_weight_update", body)
 
-    def _field(self, method: str, route: str, field: str) -> Any:
+    def _field(self, method: str, route: str, field: str, kind: Callable[[Any], _T]) -> _T:
         try:
-            return self._call(method, route)[field]
-        except (LookupError, TypeError):
+            return kind(self._call(method, route)[field])
+        except (LookupError, TypeError, ValueError):
             raise not_a_server(f"{self.url}/{route}", "vLLM") from None
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> Any:

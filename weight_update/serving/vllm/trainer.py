@@ -60,8 +60,19 @@ class TrainerInitInfo(VLLMTrainerInitInfo):
     scheme: WeightSyncScheme | None = None
 
     def make_scheme(self) -> WeightSyncScheme:
-        """Return the scheme, not initialized."""
+        """Return the scheme, not initialized.
+
+        Raises:
+            ValueError: ``world_size`` is not a positive integer.
+            TypeError: ``scheme`` is not a scheme.
+        """
+        if not isinstance(self.world_size, int) or self.world_size < 1:
+            raise ValueError(f"world_size is the number of vLLM's workers, plus one, not {self.world_size!r}")
         if self.scheme is not None:
+            if not isinstance(self.scheme, WeightSyncScheme):
+                raise TypeError(
+                    f"scheme is a scheme such as SharedMemWeightSyncScheme(...), not {self.scheme!r}"
+                )
             return self.scheme
         return DistributedWeightSyncScheme(
             strategy=self.strategy,
