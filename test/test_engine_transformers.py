@@ -315,7 +315,7 @@ def test_a_request_that_is_longer_than_the_timeout(connected: Any) -> None:
     scheme = connected(trainer, engine)
     running = engine.submit(PROMPT, max_new_tokens=LONG)
     assert steps.reached.wait(WAIT)
-    for pause, message in (("wait", "1 request ran longer"), ("keep", "a decoding step took longer")):
+    for pause, message in (("wait", "1 request ran longer"), ("keep", "a decoding step did not end in time")):
         engine.pause, engine.timeout = pause, 0.05
         with pytest.raises(SyncFailedError, match=message):
             scheme.send()

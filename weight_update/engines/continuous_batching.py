@@ -28,9 +28,7 @@ class Pause:
         self._thread.start()
         if not self._begun.wait(timeout):
             self._over.set()
-            raise SyncTimeoutError(
-                f"a decoding step took longer than {timeout:g} s (raise timeout= of the engine)"
-            )
+            raise SyncTimeoutError("a decoding step did not end in time (raise timeout= of the engine)")
         if self._error is not None:
             raise ended(manager) from self._error
 
