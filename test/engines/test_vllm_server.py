@@ -189,6 +189,34 @@ def test_a_server_stays_paused_after_an_update_that_failed(
         assert_same(engine.worker.model, loaded_by_vllm(vllm_config, policy))
 
 
+def test_a_server_that_does_not_begin_an_update_generates_again(
+    vllm_config: VllmConfig,
+    url: str,
+    engine: EngineClient,
+    policy: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
+        scheme.init_on_sender(model=policy, num_workers=1)
+        connect_servers(scheme, VLLMServer(url), pause="keep")
+        before = loaded_by_vllm(vllm_config, policy)
+        engine.calls.clear()
+
+        async def refuse() -> None:
+            raise ValueError("not now")
+
+        train(policy)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "start_weight_update", refuse)
+            with pytest.raises(SyncFailedError, match="start_weight_update answered 500"):
+                scheme.send()
+        assert engine.calls[0] == "pause keep"
+        assert engine.calls[-1] == "resume"
+        assert_same(engine.worker.model, before)
+        scheme.send()
+        assert_same(engine.worker.model, loaded_by_vllm(vllm_config, policy))
+
+
 def test_a_server_that_is_gone_is_named(worker: OneWorker, policy: nn.Module) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         nobody = f"http://127.0.0.1:{listening.getsockname()[1]}"

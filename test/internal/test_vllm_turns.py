@@ -94,7 +94,7 @@ class Calls(LeadingCalls):
     def check(self) -> None:
         """Find no answer yet."""
 
-    def abort(self) -> None:
+    def abort(self, whole: bool) -> None:
         self.open = False
 
 

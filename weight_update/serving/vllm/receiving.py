@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import TypeVar, cast
 import torch
 
 from weight_update.engines.base import InferenceEngine, WeightChange
+from weight_update.errors import TransportError
 from weight_update.serving.vllm.control import VLLMServer, end_session
 from weight_update.serving.vllm.joining import PauseMode
 from weight_update.serving.vllm.loader import ModelLoader
@@ -53,10 +55,17 @@ class LeadingCalls:
         self._server.finish_weight_update(str(version))
         self._server.resume()
 
-    def abort(self) -> None:
-        """End an update that failed. The server stays paused: its weights are a mixture."""
-        self._update = None
+    def abort(self, whole: bool) -> None:
+        """End an update that failed.
+
+        The server generates again if it was not yet asked to load, and has ``whole`` weights. Otherwise it
+        stays paused: its weights may be a mixture.
+        """
+        asked, self._update = self._update is not None, None
         end_session(self._server)
+        if whole and not asked:
+            with contextlib.suppress(RuntimeError, TransportError, TimeoutError):
+                self._server.resume()
 
     def close(self) -> None:
         """End the thread of the calls."""
@@ -82,6 +91,7 @@ class VLLMReceiver(InferenceEngine):
         self._leading: LeadingCalls | None = None  # during an update that this worker makes the server load
         self._error: BaseException | None = None
         self._version = 0  # that is loaded, or was last
+        self._whole = False  # whether the model has all weights of one version
 
     @property
     def loads_changes(self) -> bool:  # type: ignore[override]
@@ -98,10 +108,12 @@ class VLLMReceiver(InferenceEngine):
         self._error, self._version = None, version
         self._leading = leading = None if self._turns.is_inline else self._calls
         try:
+            if leading is not None:
+                leading.begin(version)
+            self._whole = False  # from now on any worker of the server may load
             if leading is None:
                 self._turns.admit(version)
             else:
-                leading.begin(version)
                 self._turns.admit(version, leading.check)
             self._in_turn(self._loader.abort)  # of a version whose call ended too early
         except BaseException:
@@ -124,6 +136,7 @@ class VLLMReceiver(InferenceEngine):
         if self._leading is not None:
             self._leading.finish(version)
             self._leading = None
+        self._whole = True
         _log.info("version %d is in force", version)
 
     def abort_update(self, version: int) -> None:
@@ -138,7 +151,7 @@ class VLLMReceiver(InferenceEngine):
     def _stop_leading(self) -> None:
         leading, self._leading = self._leading, None
         if leading is not None:
-            leading.abort()
+            leading.abort(self._whole)
 
     def _in_turn(self, work: Callable[[], _T]) -> _T:
         try:
