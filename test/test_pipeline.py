@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -268,6 +268,42 @@ def test_a_conversion_that_gives_something_else_than_before(hire: Any, change: s
     assert procs.ask("fingerprint") == [before]
     wrong = False
     procs.scheme.send()
+    assert procs.ask("fingerprint") == [fingerprint(source)]
+
+
+@pytest.mark.parametrize("converting", [False, True])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (torch.Tensor.to_sparse, r"'7.weight' is a torch.sparse_coo tensor .* to_dense\(\)"),
+        (lambda tensor: tensor.to("meta"), "on the meta device, without values to send: 7.weight"),
+    ],
+    ids=["sparse", "meta"],
+)
+def test_a_weight_that_cannot_be_sent_is_named(hire: Any, change: Any, said: str, converting: bool) -> None:
+    wrong = False
+
+    def changed(items: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in items:
+            yield name, change(tensor.detach()) if wrong and name == "7.weight" else tensor
+
+    source = layers()
+    procs = hire("memory", source, layers(5), strategy=strategy(convert=changed if converting else None))
+    before = fingerprint(source)
+    wrong = True
+    with pytest.raises(UnsupportedSourceError, match=said):
+        procs.scheme.send(None if converting else dict(changed(source.state_dict().items())))
+    assert procs.ask("fingerprint") == [before]
+    wrong = False
+    procs.scheme.send()
+    assert procs.ask("fingerprint") == [fingerprint(source)]
+
+
+def test_weights_in_another_order(hire: Any) -> None:
+    source = layers()
+    procs = hire("memory", source, layers(5), strategy=strategy())
+    scramble(source, 3, finite=True)
+    procs.scheme.send(dict(reversed(source.state_dict().items())))
     assert procs.ask("fingerprint") == [fingerprint(source)]
 
 

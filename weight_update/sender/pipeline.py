@@ -40,10 +40,12 @@ class PipelineSender:
 
         Raises:
             SchemaMismatchError: the weights are not those of the schema; no worker applies them.
+            UnsupportedSourceError: a weight is sparse, for example, or on the meta device; no worker
+                applies the weights.
         """
         report = SyncReport(step.version, self._strategy.encoding.label)
         for states in self._groups.partition(weights, apart=not step.commit):
-            named = weights[states[0].idx]
+            named = _in_order(weights[states[0].idx], states[0].schema)
             self._send(states, named, replace(step, extra=Step.of(step.version, named.extra).extra), report)
         return report
 
@@ -140,8 +142,9 @@ class Pipeline:
             start = time.perf_counter()
             name, tensor = next(items, (None, None))
             self.seconds["convert"] += time.perf_counter() - start
-            if tensor is None:
+            if name is None or tensor is None:
                 raise _mismatch(f"expected {meta.name!r}, but there are no more weights")
+            _require_sendable(name, tensor)
             if (name, tensor.shape, tensor.dtype) != (meta.name, meta.shape, meta.dtype):
                 found = f"{name!r} {tuple(tensor.shape)} {tensor.dtype}"
                 raise _mismatch(f"got {found}, expected {meta.name!r} {meta.shape} {meta.dtype}")
@@ -218,6 +221,20 @@ class Pipeline:
                 worker.set_update("inflight", None)
                 worker.leave_window(reading=worker.may_read)
             self._delivery.post(worker, partial(self._write, worker, abort))
+
+
+def _in_order(named: NamedWeights, schema: WeightSchema) -> NamedWeights:
+    """Return weights in the order of ``schema``, unless they are converted or gathered on the way."""
+    lazy = named.convert is not None or named.gather is not None
+    if lazy or named.tensors.keys() != set(schema.names):
+        return named
+    return replace(named, tensors={name: named.tensors[name] for name in schema.names})
+
+
+def _require_sendable(name: str, tensor: torch.Tensor) -> None:
+    """Raise UnsupportedSourceError for a tensor without values, or of a kind that cannot be sent."""
+    NamedWeights({name: tensor}).require_values()
+    WeightSchema.of({name: tensor})
 
 
 def _mismatch(problem: str) -> SchemaMismatchError:
