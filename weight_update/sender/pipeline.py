@@ -233,6 +233,9 @@ def _in_order(named: NamedWeights, schema: WeightSchema) -> NamedWeights:
 
 def _require_sendable(name: str, tensor: torch.Tensor) -> None:
     """Raise UnsupportedSourceError for a tensor without values, or of a kind that cannot be sent."""
+    usual = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if usual and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested):
+        return  # the checks below take as long as all other work for a small tensor
     NamedWeights({name: tensor}).require_values()
     WeightSchema.of({name: tensor})
 
