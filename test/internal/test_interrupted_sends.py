@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from weight_update.sender.groups import base as groups
 from weight_update.sender.pipeline import Pipeline
 from weight_update.sender.sender import Sender
 from weight_update.testing.processes import wait_until
+from weight_update.transports.multiprocess import MPTransport
 from weight_update.transports.shared_memory.transport import SharedMemTransport
 from weight_update.wire.frames import Kind, WeightChunk
 
@@ -158,3 +160,35 @@ def test_a_signal_handler_that_shuts_down(
     model, _ = pair(scheme)
     interrupt_once(monkeypatch, owner, method, after=False, handle=scheme.shutdown)
     interrupted_send(scheme, model)
+
+
+@pytest.mark.parametrize("where", ["while it wakes the thread", "before it releases the lock"])
+def test_a_queue_takes_items_after_one_whose_put_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The thread of the queue sends the item that follows, which tells the worker to join again."""
+    context = multiprocessing.get_context("spawn")
+    weights, acks = context.Queue(), context.Queue()
+    link, condition = MPTransport(weights, acks, end="sender"), weights._notempty
+    link.send_chunk(WeightChunk(Kind.GOODBYE, {}))
+    assert weights.get(timeout=SECONDS) is not None
+    wait_until(lambda: bool(condition._waiters))
+
+    def interrupted(item: Any) -> None:
+        weights._sem.acquire()
+        condition.acquire()
+        weights._buffer.append(item)
+        if where == "while it wakes the thread":
+            condition._waiters[0].release()  # notify() was about to remove it
+            condition.release()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            link.send_chunk(WeightChunk(Kind.GOODBYE, {}))
+    assert weights.get(timeout=SECONDS) is not None
+    time.sleep(0.1)  # the thread of the queue waits again
+    link.disconnect()
+    assert weights.get(timeout=SECONDS) is None
+    link.close()

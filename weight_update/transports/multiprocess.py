@@ -270,6 +270,23 @@ class MPTransport(TransportBackend):
             self._outbox.put(item)
         except (OSError, ValueError):
             raise LinkClosedError("the queue was closed") from None
+        except BaseException:
+            self._finish_put()
+            raise
+
+    def _finish_put(self) -> None:
+        """Finish a ``put()`` that a signal handler interrupted.
+
+        It may still hold the lock of the queue's thread, or have left a waiter behind that would take the
+        next notification; the item after it would then stay in this process.
+        """
+        with contextlib.suppress(AttributeError):  # another kind of queue
+            condition = self._outbox._notempty
+            condition.acquire(timeout=_CHECK_SECONDS)
+            try:
+                condition.notify_all()
+            finally:
+                condition.release()
 
     def _get(self, timeout: float) -> _Item | None:
         if self._inbox is None:
