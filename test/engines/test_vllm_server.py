@@ -162,59 +162,59 @@ def test_a_server_is_added_while_another_one_runs(
         second.close()
 
 
-def test_a_server_stays_paused_after_an_update_that_failed(
-    vllm_config: VllmConfig,
-    url: str,
-    engine: EngineClient,
-    policy: nn.Module,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def keeping(url: str, engine: EngineClient, policy: nn.Module) -> Iterator[DistributedWeightSyncScheme]:
+    """Connect a sender with a server that keeps its requests during updates; forget the calls of that."""
     with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
         scheme.init_on_sender(model=policy, num_workers=1)
         connect_servers(scheme, VLLMServer(url), pause="keep")
         engine.calls.clear()
+        yield scheme
 
-        def refuse(*_: Any) -> None:
-            raise ValueError("no room")
 
-        with monkeypatch.context() as patched:
-            patched.setattr(ModelLoader, "patch", refuse)
-            with pytest.raises(SyncFailedError, match="no room"):
-                scheme.send()
-        assert engine.calls[:2] == ["pause keep", "start_weight_update"]
-        assert "resume" not in engine.calls
-        train(policy)
-        scheme.send()
-        assert engine.calls[-1] == "resume"
-        assert_same(engine.worker.model, loaded_by_vllm(vllm_config, policy))
+def test_a_server_stays_paused_after_an_update_that_failed(
+    vllm_config: VllmConfig,
+    keeping: DistributedWeightSyncScheme,
+    engine: EngineClient,
+    policy: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelLoader, "patch", refuse)
+        with pytest.raises(SyncFailedError, match="no room"):
+            keeping.send()
+    assert engine.calls[:2] == ["pause keep", "start_weight_update"]
+    assert "resume" not in engine.calls
+    train(policy)
+    keeping.send()
+    assert engine.calls[-1] == "resume"
+    assert_same(engine.worker.model, loaded_by_vllm(vllm_config, policy))
 
 
 def test_a_server_that_does_not_begin_an_update_generates_again(
     vllm_config: VllmConfig,
-    url: str,
+    keeping: DistributedWeightSyncScheme,
     engine: EngineClient,
     policy: nn.Module,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
-        scheme.init_on_sender(model=policy, num_workers=1)
-        connect_servers(scheme, VLLMServer(url), pause="keep")
-        before = loaded_by_vllm(vllm_config, policy)
-        engine.calls.clear()
+    async def refuse() -> None:
+        raise ValueError("not now")
 
-        async def refuse() -> None:
-            raise ValueError("not now")
-
-        train(policy)
-        with monkeypatch.context() as patched:
-            patched.setattr(engine, "start_weight_update", refuse)
-            with pytest.raises(SyncFailedError, match="start_weight_update answered 500"):
-                scheme.send()
-        assert engine.calls[0] == "pause keep"
-        assert engine.calls[-1] == "resume"
-        assert_same(engine.worker.model, before)
-        scheme.send()
-        assert_same(engine.worker.model, loaded_by_vllm(vllm_config, policy))
+    before = loaded_by_vllm(vllm_config, policy)
+    train(policy)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "start_weight_update", refuse)
+        with pytest.raises(SyncFailedError, match="start_weight_update answered 500"):
+            keeping.send()
+    assert engine.calls[0] == "pause keep"
+    assert engine.calls[-1] == "resume"
+    assert_same(engine.worker.model, before)
+    keeping.send()
+    assert_same(engine.worker.model, loaded_by_vllm(vllm_config, policy))
 
 
 def test_a_server_that_is_gone_is_named(worker: OneWorker, policy: nn.Module) -> None:

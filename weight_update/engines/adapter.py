@@ -78,13 +78,20 @@ class Loading:
             _log.exception("abort_update(%d) of the engine failed", self._version)
 
     def _converted(self, items: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, value in items:
+        for item in as_expected(items, self._dtypes):
             self.count += 1
-            yield name, value.to(self._dtypes.get(name, value.dtype))
+            yield item
 
     def _converted_change(self, change: WeightChange) -> WeightChange:
         dtype = self._dtypes.get(change.name, change.weight.dtype)
         return change._replace(values=change.values.to(dtype), weight=change.weight.to(dtype))
+
+
+def as_expected(
+    items: Iterable[tuple[str, torch.Tensor]], dtypes: Mapping[str, torch.dtype]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and weights, in the dtype of ``dtypes`` if it has the name."""
+    return ((name, value.to(dtypes.get(name, value.dtype))) for name, value in items)
 
 
 @contextlib.contextmanager

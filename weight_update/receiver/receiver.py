@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _REJOIN_SECONDS = 180.0
 """Seconds after which a receiver no longer tries to join again; a link may be down for less.
 
-A receiver whose first ``connect()`` was given longer tries for as long as that.
+A receiver whose ``connect()`` was given longer tries for as long as that.
 """
 _ATTEMPT_SECONDS = 10.0
 """Seconds that an attempt to join again may take; doubled each time that the weights do not arrive."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weight_update.encodings import Decoder, Delta
-from weight_update.engines.adapter import Loading, engine_errors
+from weight_update.engines.adapter import Loading, as_expected, engine_errors
 from weight_update.engines.base import InferenceEngine, WeightChange
 from weight_update.errors import UnsupportedSourceError
 from weight_update.strategy.binding import Binding, require_writable
@@ -162,8 +162,7 @@ class EngineTarget(Target):
         self.finish()
 
     def move(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
-        weights = zip(names, values, strict=True)
-        self._engine.load_weights((name, one.to(self._dtypes.get(name, one.dtype))) for name, one in weights)
+        self._engine.load_weights(as_expected(zip(names, values, strict=True), self._dtypes))
 
     @property
     def loads_changes(self) -> bool:

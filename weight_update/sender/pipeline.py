@@ -21,7 +21,7 @@ from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import Kind, Step, WeightChunk, frames_of
 from weight_update.wire.memory import memory_identity
-from weight_update.wire.schema import WeightSchema
+from weight_update.wire.schema import WeightSchema, require_plain
 
 
 class PipelineSender:
@@ -228,16 +228,14 @@ def _in_order(named: NamedWeights, schema: WeightSchema) -> NamedWeights:
     lazy = named.convert is not None or named.gather is not None
     if lazy or named.tensors.keys() != set(schema.names):
         return named
-    return replace(named, tensors={name: named.tensors[name] for name in schema.names})
+    return replace(named, tensors=dict(zip(schema.names, named.in_order(schema.names), strict=True)))
 
 
 def _require_sendable(name: str, tensor: torch.Tensor) -> None:
     """Raise UnsupportedSourceError for a tensor without values, or of a kind that cannot be sent."""
-    usual = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    if usual and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested):
-        return  # the checks below take as long as all other work for a small tensor
-    NamedWeights({name: tensor}).require_values()
-    WeightSchema.of({name: tensor})
+    require_plain(name, tensor)
+    if tensor.is_meta:
+        NamedWeights({name: tensor}).require_values()
 
 
 def _mismatch(problem: str) -> SchemaMismatchError:

@@ -101,19 +101,7 @@ class WeightSchema:
                 dtype, or a wrapper of other tensors, such as a DTensor.
         """
         for name, tensor in named.items():
-            require_tensor(name, tensor)
-            if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-                kind, plain = _kind_and_cure(tensor)
-                raise UnsupportedSourceError(
-                    f"{name!r} is a {kind} tensor of {tensor.dtype}; only plain strided tensors can be "
-                    f"synchronized, such as the result of {plain}()"
-                )
-            if not has_memory(tensor) and tensor.numel() and not tensor.is_meta:
-                raise UnsupportedSourceError(
-                    f"{name!r} is a {type(tensor).__name__} without memory of its own; only plain strided "
-                    "tensors can be synchronized, such as the result of full_tensor() or dequantize()"
-                )
-            dtype_name(tensor.dtype)
+            require_plain(name, tensor)
         rows = ((name, tuple(one.shape), one.dtype, memory_identity(one)) for name, one in named.items())
         return cls._laid_out(rows)
 
@@ -268,6 +256,23 @@ def require_tensor(name: str, value: Any) -> None:
             f"{name!r} is of type {type(value).__name__}; weights are tensors, and other state goes under a "
             "name whose last part is '_extra_state', such as 'module._extra_state'"
         )
+
+
+def require_plain(name: str, tensor: Any) -> None:
+    """Raise UnsupportedSourceError for a weight that :meth:`WeightSchema.of` does not take."""
+    require_tensor(name, tensor)
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind, plain = _kind_and_cure(tensor)
+        raise UnsupportedSourceError(
+            f"{name!r} is a {kind} tensor of {tensor.dtype}; only plain strided tensors can be "
+            f"synchronized, such as the result of {plain}()"
+        )
+    if not has_memory(tensor) and tensor.numel() and not tensor.is_meta:
+        raise UnsupportedSourceError(
+            f"{name!r} is a {type(tensor).__name__} without memory of its own; only plain strided "
+            "tensors can be synchronized, such as the result of full_tensor() or dequantize()"
+        )
+    dtype_name(tensor.dtype)
 
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
