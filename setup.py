@@ -34,6 +34,7 @@ PROMETHEUS = ["prometheus_client>=0.20"]
 CLI = union(PROMETHEUS, ["click>=8.1", "packaging>=22.0", "rich>=13.0"])
 LZ4 = ["lz4>=4.0"]
 ZSTD = ["zstandard>=0.19"]
+SLURM = union(COLLECTORS, ["submitit>=1.5"])
 TENSORBOARD = ["tensorboard>=2.16"]
 NVCOMP = ["nvidia-nvcomp-cu12>=5.2"]
 TRANSFORMERS = ["transformers>=5.23,<5.25; python_version >= '3.11'"]  # it uses internals of the cache
@@ -47,6 +48,7 @@ TEST = union(
     EXAMPLES,
     CLI,
     PROMETHEUS,
+    SLURM,
     TENSORBOARD,
     [
         "hypothesis>=6.100",
@@ -98,6 +100,7 @@ setup(
         "cli": CLI,
         "nvcomp": NVCOMP,
         "sglang": SGLANG,
+        "slurm": SLURM,
         "lz4": LZ4,
         "zstd": ZSTD,
         "prometheus": PROMETHEUS,

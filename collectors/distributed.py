@@ -5,8 +5,10 @@ The other public names that TorchRL has in a module of this name are here, too.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torchrl.collectors.distributed as torchrl_distributed
@@ -75,6 +77,14 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
             self._update_workers(None if self._sync else workers)
         super()._update_between(batches, workers)
 
+    def _end_workers(self, seconds: float) -> None:
+        super()._end_workers(seconds)
+        if self._in_group and self.launcher == "submitit_delayed":  # these jobs were started elsewhere
+            self._ask_to_end()
+            with contextlib.suppress(RuntimeError):  # a job is late or gone
+                ends = [f"NODE_{idx + 1}_out" for idx in range(self.num_workers)]
+                self._store.wait(ends, timedelta(seconds=seconds))
+
     def _ask_to_end(self) -> None:
         self._store.set("TRAINER_status", b"shutdown")
         for idx in range(self.num_workers):
@@ -109,6 +119,11 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
         super()._begin(create_env_fn, None, policy_factory=_unseen, **options)
 
     def _init_workers(self) -> None:
+        if self.launcher == "submitit_delayed":
+            raise ValueError(
+                "DistributedSyncCollector cannot use launcher='submitit_delayed'; use DistributedCollector "
+                "with sync=True"
+            )
         policy, factory = self._given
         many = isinstance(factory, (list, tuple))
         self.policy, self.policy_factory = policy, list(factory) if many else [factory] * self.num_workers
@@ -135,8 +150,11 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
 
     def _ask_to_end(self) -> None:
         dist.distributed_c10d._get_default_store().set(STOP, "1")
+        while not self._arrived.empty():
+            self._pending.discard(self._arrived.get()[0])
         for idx in range(len(self._batches)):
-            self._ask(idx)  # a worker that is about to send a batch must be able to send it
+            if self._nodes.alive(idx):
+                self._ask(idx)  # a worker that is about to send a batch must be able to send it
 
 
 def _unseen() -> None:

@@ -1,4 +1,4 @@
-"""Worker processes on this machine, which report their errors."""
+"""Worker processes on this machine, which report their errors, and jobs of a batch system."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 import torch.multiprocessing as mp
 
-from collectors.exits import await_all, await_any, describe_exit
+from collectors.exits import await_all, describe_exit
 from weight_update import SyncTimeoutError, WorkerError
 
 _READY = "ready"
@@ -28,11 +28,19 @@ _PORTS, _TRIES = 20_000, 100  # the first port to try, above those of known serv
 
 
 @dataclass
-class _Node:
+class _Process:
+    """A process on this machine."""
+
     process: Any
     pipe: Connection
     ready: bool = False
     error: str = ""
+
+    def alive(self) -> bool:
+        return bool(self.process.is_alive())
+
+    def join(self, seconds: float) -> None:
+        self.process.join(seconds)
 
     def listen(self) -> None:
         """Read the messages that have arrived."""
@@ -42,12 +50,57 @@ class _Node:
                 self.ready = self.ready or message == _READY
                 self.error = self.error if message == _READY else message
 
+    def describe_exit(self) -> str:
+        return describe_exit(self.process)
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def close(self, seconds: float) -> None:
+        """Wait for the end, kill the process if it is late, and read its last messages."""
+        self.process.join(seconds)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.listen()
+        self.pipe.close()
+
+
+@dataclass
+class _Job:
+    """A job of a batch system: a ``Job`` of submitit."""
+
+    job: Any
+    error: str = ""
+
+    def alive(self) -> bool:
+        return not self.job.done()
+
+    def join(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+
+    def listen(self) -> None:
+        """Read the error of a job that has ended."""
+        if not self.error and not self.alive():
+            self.error = str(self.job.exception() or "")
+
+    def describe_exit(self) -> str:
+        return f"has ended (job {self.job.job_id})"
+
+    def terminate(self) -> None:
+        self.job.cancel(check=False)
+
+    def close(self, seconds: float) -> None:
+        pass
+
 
 class Nodes:
-    """The worker processes, by index."""
+    """The worker processes or jobs, by index."""
 
     def __init__(self) -> None:
-        self._nodes: list[_Node] = []
+        self._nodes: list[_Process | _Job] = []
 
     def start(self, target: Callable[..., None], by_value: dict[str, Any], **arguments: Any) -> Any:
         """Start a process that runs ``target(**by_value, **arguments)``, and return it.
@@ -60,26 +113,33 @@ class Nodes:
         process = ctx.Process(target=_run, args=(theirs, target, cloudpickle.dumps(by_value), arguments))
         process.start()
         theirs.close()
-        self._nodes.append(_Node(process, pipe))
+        self._nodes.append(_Process(process, pipe))
         return process
+
+    def submit(self, executor: Any, target: Callable[..., None], **arguments: Any) -> Any:
+        """Submit a job that runs ``target(**arguments)`` to an executor of submitit, and return it."""
+        job = executor.submit(target, **arguments)
+        job.paths.submitted_pickle.chmod(0o600)  # it contains the schemes' tokens
+        self._nodes.append(_Job(job))
+        return job
 
     def await_ready(self, timeout: float) -> None:
         """Wait until all processes have read their arguments; raise if one ends (WorkerError) or is late."""
         deadline = time.monotonic() + timeout
-        while late := [idx for idx, node in enumerate(self._nodes) if not node.ready]:
+        processes = [node for node in self._nodes if isinstance(node, _Process)]
+        while late := {idx: node for idx, node in enumerate(processes) if not node.ready}:
             self.require_alive()
             if time.monotonic() > deadline:
-                raise SyncTimeoutError(f"the processes of workers {late} did not start in {timeout:g} s")
-            wait([self._nodes[idx].pipe for idx in late], _LOOK_SECONDS)
-            for idx in late:
-                self._nodes[idx].listen()
+                raise SyncTimeoutError(f"the processes of workers {[*late]} did not start in {timeout:g} s")
+            wait([node.pipe for node in late.values()], _LOOK_SECONDS)
+            for node in late.values():
+                node.listen()
 
     def attend(self, action: Callable[[], None], timeout: float) -> None:
         """Run ``action``, which waits for all processes, in a thread; return when it has ended.
 
         The thread is left behind if a process ends (WorkerError), or if it takes longer than ``timeout``
-        seconds (SyncTimeoutError): it waits in C++ and cannot be interrupted. Processes that a batch system
-        starts have no limit.
+        seconds (SyncTimeoutError): it waits in C++ and cannot be interrupted.
         """
         done: futures.Future[None] = futures.Future()
 
@@ -94,13 +154,13 @@ class Nodes:
         deadline = time.monotonic() + timeout
         while not futures.wait([done], _LOOK_SECONDS).done:
             self.require_alive()
-            if self._nodes and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise SyncTimeoutError(f"workers did not form a process group in {timeout:g} s")
         done.result()
 
     def alive(self, idx: int) -> bool:
-        """Whether the process of worker ``idx`` is alive; True for a process that was not started here."""
-        return idx >= len(self._nodes) or bool(self._nodes[idx].process.is_alive())
+        """Whether worker ``idx`` is alive; True for a worker that was not started here."""
+        return idx >= len(self._nodes) or self._nodes[idx].alive()
 
     def require_alive(self) -> None:
         """Raise WorkerError if processes have ended."""
@@ -124,39 +184,34 @@ class Nodes:
         return "\n".join(failed)
 
     def end(self, ask: Callable[[], None], timeout: float) -> None:
-        """Wait until all processes have ended; kill those that have not after ``timeout`` seconds.
+        """Wait until all workers have ended; kill those that have not after ``timeout`` seconds.
 
         ``ask`` asks them to end; it is called repeatedly, because a worker may miss it.
         """
         deadline = time.monotonic() + timeout
         while (running := self._running()) and time.monotonic() < deadline:
             ask()
-            await_any(running, _LOOK_SECONDS)
+            running[0].join(_LOOK_SECONDS)
         self.kill()
 
     def kill(self) -> None:
-        """End all processes at once."""
-        for process in self._running():
-            process.terminate()
+        """End all workers at once."""
+        for node in self._running():
+            node.terminate()
         deadline = time.monotonic() + _KILL_SECONDS
         for node in self._nodes:
-            node.process.join(max(deadline - time.monotonic(), 0.0))
-            if node.process.is_alive():
-                node.process.kill()
-                node.process.join()
-            node.listen()
-            node.pipe.close()
+            node.close(max(deadline - time.monotonic(), 0.0))
 
     def _await_end(self, workers: Iterable[int]) -> None:
-        await_all([self._nodes[idx].process for idx in workers if idx < len(self._nodes)], _JOIN_SECONDS)
+        await_all([self._nodes[idx] for idx in workers if idx < len(self._nodes)], _JOIN_SECONDS)
 
     def _running(self) -> list[Any]:
-        return [node.process for node in self._nodes if node.process.is_alive()]
+        return [node for node in self._nodes if node.alive()]
 
     def _exit_of(self, idx: int) -> str:
         node = self._nodes[idx]
         node.listen()
-        return f"worker {idx} {describe_exit(node.process)}" + (f":\n{node.error}" if node.error else "")
+        return f"worker {idx} {node.describe_exit()}" + (f":\n{node.error}" if node.error else "")
 
 
 def _run(pipe: Connection, target: Callable[..., None], by_value: bytes, arguments: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -84,13 +85,14 @@ class ProcessGroupCollector(Launched):
 
     def _init_worker_dist_submitit(self, executor: Any, idx: int) -> Any:
         by_value, arguments = self._arguments_of(idx)
-        return executor.submit(self._program, **by_value, **arguments)
+        return self._nodes.submit(executor, self._program, **by_value, **arguments)
 
     def _init_master_dist(self, world_size: int, backend: str) -> None:
         self._nodes.await_ready(START_SECONDS)
         self._in_group = True
         form_group = functools.partial(super()._init_master_dist, world_size, backend)
-        self._nodes.attend(form_group, START_SECONDS)  # by itself it waits for 1,000 days
+        # By itself it waits for 1,000 days. Jobs may wait for their hosts.
+        self._nodes.attend(form_group, START_SECONDS if self.launcher == "mp" else math.inf)
 
     def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arguments of a worker's program: those by value, and the others."""

@@ -77,7 +77,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         if self.launcher == "mp":
             return self._nodes.start(run_node, {}, **arguments)
         if self.launcher == "submitit":
-            return executor.submit(run_node, **arguments)
+            return self._nodes.submit(executor, run_node, **arguments)
         return super()._init_worker_rpc(executor, i)
 
     def _init_master_rpc(self, world_size: int) -> None:

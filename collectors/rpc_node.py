@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import multiprocessing
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import wait
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import rpc
 
 _log = logging.getLogger(__name__)
+_CONNECT, _FOREVER = timedelta(seconds=30), timedelta(days=3650)
 _leave = threading.Event()
 _rpc: Any = rpc
 
@@ -60,15 +62,17 @@ def run_node(
         init_method=f"tcp://{address}:{port}", devices=devices, **options
     )
     join_world(name_of(idx), idx + 1, world_size, transport)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_await_end, args=(parent.sentinel,), daemon=True).start()
+    orphaned = threading.Event()
+    threading.Thread(target=_await_end, args=(address, port, orphaned), daemon=True).start()
     _leave.wait()
-    rpc.shutdown(graceful=parent is None or not wait([parent.sentinel], 0), timeout=int(end_seconds))
+    rpc.shutdown(graceful=not orphaned.is_set(), timeout=int(end_seconds))
 
 
-def _await_end(sentinel: int) -> None:
-    wait([sentinel])
+def _await_end(address: str, port: int, orphaned: threading.Event) -> None:
+    """Wait for the end of the trainer, whose store breaks its connections then."""
+    with contextlib.suppress(RuntimeError):
+        dist.TCPStore(address, port, timeout=_CONNECT).wait(["weight_update/never"], _FOREVER)
+    orphaned.set()
     _leave.set()
 
 

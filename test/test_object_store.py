@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import pickle
 import threading
@@ -579,6 +580,22 @@ def test_a_store_that_does_not_answer(
     awake.set()
     arrives(reader, 1)
     assert fingerprint(model) == fingerprint(source)
+
+
+def test_the_cause_is_told_though_the_last_read_was_late(ends: Ends, url: str, faults: Faults) -> None:
+    ends.sender(mlp(1))
+    ends.url = f"faulty://{url}"
+    awake, reads = threading.Event(), itertools.count()
+
+    def answer_once(verb: str, path: str) -> None:
+        if next(reads):
+            awake.wait(60)
+        raise PermissionError("no")
+
+    faults(answer_once)
+    with pytest.raises(SyncTimeoutError, match="PermissionError: no"):
+        ends.reader(mlp(2), connect_timeout=0.5)
+    awake.set()
 
 
 def test_a_late_write_replaces_no_newer_manifest(

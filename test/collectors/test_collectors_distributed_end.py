@@ -108,6 +108,21 @@ def test_a_worker_killed_while_frames_are_awaited_is_named(kind):
     assert nothing_is_left()
 
 
+def test_a_worker_that_was_ahead_ends_after_another_was_killed():
+    collector = make("ahead", make_policy())
+    frames = collector.iterator()  # iter() would shut down at once
+    next(frames)
+    collector.jobs[1].kill()
+    collector.jobs[1].join()
+    pause(0.2)  # gloo notices it
+    with pytest.raises(WorkerError, match="worker 1 has ended"):
+        next(frames)
+    pause(0.5)  # a batch of worker 0 has come meanwhile, and it sends the next one
+    collector.shutdown()
+    assert collector.jobs[0].exitcode == 0
+    assert nothing_is_left()
+
+
 class Slow(Env):
     def _step(self, tensordict):
         time.sleep(0.02)

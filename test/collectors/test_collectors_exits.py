@@ -13,7 +13,7 @@ import pytest
 
 from collectors.exits import await_any, describe_exit
 from collectors.frames import BatchQueue, ControlPipe
-from collectors.nodes import Nodes, _Node
+from collectors.nodes import Nodes, _Process
 from weight_update import WorkerError
 
 
@@ -91,7 +91,7 @@ def test_the_error_of_a_broken_pipe_names_the_worker_that_is_ending():
 
 def test_workers_that_are_ending_are_asked_once_to_end():
     nodes, asked = Nodes(), []
-    nodes._nodes.append(_Node(Dying(), multiprocessing.Pipe()[0]))
+    nodes._nodes.append(_Process(Dying(), multiprocessing.Pipe()[0]))
     nodes.end(lambda: asked.append(1), 10.0)
     assert asked == [1]
 

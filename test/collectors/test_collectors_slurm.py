@@ -1,0 +1,55 @@
+"""Collectors whose workers are jobs of submitit, which are processes of this machine if it has no Slurm."""
+
+import pytest
+from collector_parts import Env
+from interpreters import run_python
+from marks import slow
+from test_collectors_programs import PROGRAMS
+
+from collectors import DistributedSyncCollector
+from collectors.nodes import free_port
+
+KINDS = ["DistributedCollector", slow("DistributedSyncCollector"), slow("RPCCollector")]
+
+
+def run(program, *arguments, **how):
+    done = run_python(PROGRAMS / program, *arguments, timeout=280.0, **how)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_jobs_collect_follow_updates_and_end_well(kind):
+    assert run("batch_jobs.py", kind) == ["[None, None]"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_that_cannot_start_is_told(kind):
+    lines = run("batch_jobs.py", kind, "cannot_start")
+    assert lines[0] == "workers could not start:"
+    assert "ZeroDivisionError: this environment cannot be made" in lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DistributedCollector", "DistributedSyncCollector"])
+def test_a_killed_job_is_told(kind):
+    first, *_ = run("batch_jobs.py", kind, "killed")
+    assert first.startswith("worker 1 has ended (job ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DistributedCollector", "RPCCollector"])
+def test_jobs_that_were_started_before(kind):
+    assert run("delayed_jobs.py", kind, quick_spawn=True) == ["[0, 0]"]
+
+
+def test_a_kind_that_cannot_have_jobs_that_were_started_before():
+    with pytest.raises(ValueError, match="use DistributedCollector with sync=True"):
+        DistributedSyncCollector([Env], frames_per_batch=8, launcher="submitit_delayed", tcp_port=free_port())
+
+
+@pytest.mark.slow
+def test_a_node_of_rpc_ends_with_its_trainer():
+    done = run_python(PROGRAMS / "rpc_orphan.py", timeout=100.0)
+    assert done.returncode == -9
+    assert done.stdout == "the node has ended\n"
