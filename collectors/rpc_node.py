@@ -16,6 +16,7 @@ from torch.distributed import rpc
 _log = logging.getLogger(__name__)
 _CONNECT, _FOREVER = timedelta(seconds=30), timedelta(days=3650)
 _leave = threading.Event()
+_dist: Any = dist
 _rpc: Any = rpc
 
 
@@ -71,7 +72,7 @@ def run_node(
 def _await_end(address: str, port: int, orphaned: threading.Event) -> None:
     """Wait for the end of the trainer, whose store breaks its connections then."""
     with contextlib.suppress(RuntimeError):
-        dist.TCPStore(address, port, timeout=_CONNECT).wait(["weight_update/never"], _FOREVER)
+        _dist.TCPStore(address, port, timeout=_CONNECT).wait(["weight_update/never"], _FOREVER)
     orphaned.set()
     _leave.set()
 

@@ -1,8 +1,10 @@
-"""A collector whose workers are jobs of submitit; without Slurm they are processes of this machine.
+"""A collector whose workers are jobs of submitit.
 
+The jobs are processes of this machine, unless SUBMITIT_CLUSTER names another executor of submitit ("slurm").
 Usage: batch_jobs.py CLASS [cannot_start | killed]
 """
 
+import functools
 import os
 import sys
 import tempfile
@@ -12,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import psutil
+import submitit
 from collector_parts import OPTIONS, Env, make_policy, require_stamps, weights_of
 
 import collectors
@@ -46,6 +49,8 @@ def kill_a_job(collector):
 
 def main(name, fault=""):
     warnings.simplefilter("ignore", UserWarning)  # PyTorch warns about what RPC does itself
+    cluster = os.environ.get("SUBMITIT_CLUSTER", "local")
+    submitit.AutoExecutor = functools.partial(submitit.AutoExecutor, cluster=cluster)
     options = {"update_interval": 10**6} if name == "DistributedSyncCollector" else {}
     try:
         collector = getattr(collectors, name)(
