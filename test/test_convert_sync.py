@@ -12,6 +12,7 @@ from convert_parts import GROUPS, HEADS, HuggingFace, Tree, convert, megatron_of
 from torch import nn
 
 from weight_update import (
+    ConversionError,
     MemoryWeightSyncScheme,
     SchemaMismatchError,
     SharedMemWeightSyncScheme,
@@ -130,6 +131,39 @@ def test_a_converter_that_changes_its_mind(later: Callable[..., Any], encoding: 
         now[0] = lambda items: items
         procs.scheme.send()
         assert procs.ask("fingerprint") == [fingerprint(source, strategy)]
+
+
+def reuse(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Convert into one buffer, which each weight overwrites."""
+    buffer = torch.empty(12)
+    for name, value in items:
+        yield name, buffer[: value.numel()].view_as(value).copy_(value)
+
+
+def slices(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Convert into one buffer, where each weight has its place."""
+    buffer, end = torch.empty(15), 0
+    for name, value in items:
+        start, end = end, end + value.numel()
+        yield name, buffer[start:end].view_as(value).copy_(value)
+
+
+@pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
+def test_a_converter_with_one_buffer(encoding: str) -> None:
+    now: list[Callable[..., Any]] = [slices]
+    source, target = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3))
+    strategy = WeightStrategy("state_dict", encoding=encoding, convert=lambda items: now[0](items))
+    with procs_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as procs:
+        procs.connect()
+        change(source, 0)
+        procs.scheme.send()
+        before = procs.ask("fingerprint")
+        assert before == [fingerprint(source, WeightStrategy("state_dict"))]
+        change(source, 1)
+        now[0] = reuse
+        with pytest.raises(ConversionError, match=r"memory of '0\.weight' again as '0\.bias'"):
+            procs.scheme.send()
+        assert procs.ask("fingerprint") == before
 
 
 def test_a_converter_that_fails_leaves_workers_alone() -> None:

@@ -19,7 +19,7 @@ from weight_update.encodings import Encoding
 from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError, WeightSyncError
 from weight_update.text import plural
 from weight_update.wire.fixed import FixedTensors
-from weight_update.wire.memory import memory_identity
+from weight_update.wire.memory import has_memory, memory_identity
 from weight_update.wire.schema import (
     WeightSchema,
     differences,
@@ -99,9 +99,26 @@ class NamedWeights:
             )
 
     def converted(self) -> NamedWeights:
-        """Return the same weights after gathering and conversion."""
-        lazy = self.convert is not None or self.gather is not None
-        return NamedWeights(dict(self.items()), self.extra) if lazy else self
+        """Return the same weights after gathering and conversion.
+
+        Raises:
+            ConversionError: as :meth:`items`, or ``convert`` gave one buffer, filled again, as several weights.
+        """
+        if self.convert is None and self.gather is None:
+            return self
+        tensors: dict[str, torch.Tensor] = {}
+        given: dict[Any, tuple[str, int]] = {}  # by address: the first name, and the writes that were counted
+        for name, tensor in self.items():
+            tensors[name] = tensor
+            if tensor.is_inference() or not tensor.numel() or not has_memory(tensor):
+                continue
+            first, count = given.setdefault((tensor.device, tensor.data_ptr()), (name, tensor._version))
+            if count != tensor._version:
+                raise ConversionError(
+                    f"convert gave the memory of {first!r} again as {name!r}, with other values: it must make "
+                    "a new tensor for each weight"
+                )
+        return NamedWeights(tensors, self.extra)
 
     def schema(self) -> WeightSchema:
         """Return the schema of :meth:`items`, without keeping tensors that a conversion makes."""
