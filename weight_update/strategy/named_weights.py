@@ -102,7 +102,7 @@ class NamedWeights:
         """Return the same weights after gathering and conversion.
 
         Raises:
-            ConversionError: as :meth:`items`, or ``convert`` gave one buffer, filled again, as several weights.
+            ConversionError: as :meth:`items`, or ``convert`` refilled a buffer for another weight.
         """
         if self.convert is None and self.gather is None:
             return self
@@ -115,8 +115,8 @@ class NamedWeights:
             first, count = given.setdefault((tensor.device, tensor.data_ptr()), (name, tensor._version))
             if count != tensor._version:
                 raise ConversionError(
-                    f"convert gave the memory of {first!r} again as {name!r}, with other values: it must make "
-                    "a new tensor for each weight"
+                    f"convert gave the memory of {first!r} again as {name!r}, with other values: it must "
+                    "make a new tensor for each weight"
                 )
         return NamedWeights(tensors, self.extra)
 
