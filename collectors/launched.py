@@ -19,7 +19,9 @@ from collectors.closing import close_all
 from collectors.nodes import Nodes, free_port
 from collectors.remote import Remote
 from weight_update import DistributedWeightSyncScheme, RPCWeightSyncScheme, WeightSyncScheme
+from weight_update.errors import optional
 
+_LAUNCHERS = ("mp", "submitit", "submitit_delayed")
 LOOK_SECONDS, END_SECONDS, START_SECONDS = 0.5, 10.0, 120.0
 
 
@@ -37,7 +39,12 @@ class Launched(Remote):
         self._pending: set[int] = set()  # workers whose next batch is awaited
         self._arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._require_alone()
-        if options.get("tcp_port") is None and options.get("launcher") == "mp":
+        launcher = options.setdefault("launcher", "submitit")
+        if launcher not in _LAUNCHERS:
+            raise ValueError(f"launcher is one of {_LAUNCHERS}, not {launcher!r}")
+        if launcher == "submitit":
+            optional("submitit", "slurm")
+        if options.get("tcp_port") is None and launcher == "mp":
             options["tcp_port"] = os.environ.get("TCP_PORT") or free_port()
         super()._begin(create_env_fn, policy, **options)
 

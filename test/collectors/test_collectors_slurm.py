@@ -1,12 +1,14 @@
 """Collectors whose workers are jobs of submitit, which are processes of this machine if it has no Slurm."""
 
+import sys
+
 import pytest
 from collector_parts import Env
 from interpreters import run_python
 from marks import slow
 from test_collectors_programs import PROGRAMS
 
-from collectors import DistributedSyncCollector
+from collectors import DistributedCollector, DistributedSyncCollector, RPCCollector
 from collectors.nodes import free_port
 
 KINDS = ["DistributedCollector", slow("DistributedSyncCollector"), slow("RPCCollector")]
@@ -46,6 +48,15 @@ def test_jobs_that_were_started_before(kind):
 def test_a_kind_that_cannot_have_jobs_that_were_started_before():
     with pytest.raises(ValueError, match="use DistributedCollector with sync=True"):
         DistributedSyncCollector([Env], frames_per_batch=8, launcher="submitit_delayed", tcp_port=free_port())
+
+
+@pytest.mark.parametrize("kind", [DistributedCollector, DistributedSyncCollector, RPCCollector])
+def test_a_launcher_that_cannot_be_used(kind, monkeypatch):
+    with pytest.raises(ValueError, match=r"one of \('mp', 'submitit', 'submitit_delayed'\), not 'slurm'"):
+        kind([Env], frames_per_batch=8, launcher="slurm")
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ImportError, match=r'pip install "weight-update\[slurm\]"'):
+        kind([Env], frames_per_batch=8)
 
 
 @pytest.mark.slow
