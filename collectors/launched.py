@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import queue
@@ -19,7 +20,6 @@ from collectors.closing import close_all
 from collectors.nodes import Nodes, free_port
 from collectors.remote import Remote
 from weight_update import DistributedWeightSyncScheme, RPCWeightSyncScheme, WeightSyncScheme
-from weight_update.errors import optional
 
 _LAUNCHERS = ("mp", "submitit", "submitit_delayed")
 LOOK_SECONDS, END_SECONDS, START_SECONDS = 0.5, 10.0, 120.0
@@ -43,7 +43,7 @@ class Launched(Remote):
         if launcher not in _LAUNCHERS:
             raise ValueError(f"launcher is one of {_LAUNCHERS}, not {launcher!r}")
         if launcher == "submitit":
-            optional("submitit", "slurm")
+            _require_submitit()
         if options.get("tcp_port") is None and launcher == "mp":
             options["tcp_port"] = os.environ.get("TCP_PORT") or free_port()
         super()._begin(create_env_fn, policy, **options)
@@ -140,6 +140,15 @@ class Launched(Remote):
         """Shut down an unused collector."""
         if not self._ended and self._owner == os.getpid():  # not in a forked child
             self.shutdown()
+
+
+def _require_submitit() -> None:
+    """Raise an ImportError that names the extra if submitit cannot be imported."""
+    try:
+        importlib.import_module("submitit")
+    except ImportError as error:
+        install = 'pip install "weight-update[slurm]", or use launcher="mp" for workers on this machine'
+        raise ImportError(f"cannot import submitit ({error}): {install}", name="submitit") from error
 
 
 class Intervals(Launched):
