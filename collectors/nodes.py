@@ -22,7 +22,7 @@ from collectors.exits import await_all, describe_exit
 from weight_update import SyncTimeoutError, WorkerError
 
 _READY = "ready"
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS, _LOOK_AT_JOB_SECONDS = 0.2, 1.0
 _JOIN_SECONDS, _KILL_SECONDS = 5.0, 2.0
 _PORTS, _TRIES = 20_000, 100  # the first port to try, above those of known services; and how many
 
@@ -72,9 +72,15 @@ class _Job:
 
     job: Any
     error: str = ""
+    _done: bool = False
+    _next_look: float = 0.0
 
     def alive(self) -> bool:
-        return not self.job.done()
+        """Whether the job has not ended; looks at a shared file system at most once in a second."""
+        if not self._done and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK_AT_JOB_SECONDS
+            self._done = self.job.done()
+        return not self._done
 
     def join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
