@@ -78,7 +78,7 @@ class ArrayWriter:
         table = torch.frombuffer(bytearray(head + b"".join(self._entries)), dtype=torch.uint8)
         buffers, end = [table], table.numel()
         for body in self._bodies:
-            buffers += [torch.zeros(aligned(end, ALIGNMENT) - end, dtype=torch.uint8), *body]
+            buffers += [torch.zeros(aligned(end, ALIGNMENT) - end, dtype=torch.uint8, device="cpu"), *body]
             end = aligned(end, ALIGNMENT) + sum(one.numel() for one in body)
         payload = lend(end)[:end]
         _gather(buffers, payload.numpy())

@@ -54,7 +54,7 @@ class Queues:
 
     def store(self, source: torch.Tensor) -> torch.Tensor:
         """Return pinned memory that holds ``source``, as computed so far, after :meth:`finish`."""
-        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True, device="cpu")
         self._store.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._store):
             target.copy_(source, non_blocking=True)
@@ -65,7 +65,7 @@ class Queues:
         """Return pinned memory that holds ``tensor``, without waiting for computation that is queued now."""
         if not tensor.is_cuda:
             return tensor
-        target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         with torch.cuda.stream(self._store):
             target.copy_(tensor)
         return target

@@ -35,7 +35,7 @@ from weight_update.threads import exiting
 from weight_update.wire.memory import await_stream
 from weight_update.wire.schema import WeightSchema, matching
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 _FEW = 100_000
 """Changes below which the snapshot is written at once: starting a thread would take longer."""
 
@@ -163,7 +163,7 @@ class PatchTracker(Tracker[Scan]):
                     "choose another, such as compression='ans', with transport_device='cpu'"
                 )
         self._options, self._schema, self._tracked = options, schema, tracked
-        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._flat = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._scanner: Scanner | CudaScanner | None = None
         self._queues: Queues | None = None
         self._flush: Future[None] | None = None
@@ -181,8 +181,8 @@ class PatchTracker(Tracker[Scan]):
     def _start(self, gpu: torch.device | None) -> None:
         """Allocate the snapshot, and create the scanner for weights on ``gpu``, or on none."""
         kept, relative = self._options.snapshot_device, self._options.values == "relative"
-        device = gpu if kept == "cuda" else None
-        pinned = gpu is not None and device is None
+        device = gpu if kept == "cuda" else CPU
+        pinned = gpu is not None and device is CPU
         self._flat = torch.zeros(self._schema.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         if gpu is not None:
             self._queues = Queues(gpu)
