@@ -32,7 +32,7 @@ ENCODINGS: dict[str, Callable[[], Encoding]] = {
 
 
 def elsewhere(action: Callable[[], None]) -> threading.Thread:
-    """Run ``action`` in another thread, whose default device is not the CPU; torch has one for each thread."""
+    """Run ``action`` in another thread, where the default device of torch is not the CPU either."""
 
     def run() -> None:
         with torch.device("meta"):
