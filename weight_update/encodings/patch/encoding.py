@@ -202,8 +202,9 @@ class PatchTracker(Tracker[Scan]):
         return self._scanner.scan([_NOTHING if one is None else one for one in tensors], self._flat)
 
     def encode(self, difference: Scan, base: int, version: int, lend: Lend) -> torch.Tensor:
-        add = add_on_cpu if self._queues is None else add_on_device
-        return encode_patch(difference.changes, self._schema, base, version, self._options.options, lend, add)
+        add, device = (add_on_cpu, CPU) if self._queues is None else (add_on_device, self._queues.device)
+        changes, options = difference.changes, self._options.options
+        return encode_patch(changes, self._schema, base, version, options, lend, add, device)
 
     def bootstrap(self, version: int, lend: Lend) -> torch.Tensor:
         self._flushed()
@@ -212,7 +213,8 @@ class PatchTracker(Tracker[Scan]):
         ranges = [ByteRange(m.offset, self._flat[m.offset : m.offset + m.nbytes]) for m in metas if m.nbytes]
         ranges.sort(key=lambda one: one.start)
         changes = Changes(ranges=tuple(ranges)).to(CPU)
-        return encode_patch(changes, self._schema, version, version, self._options.options, lend)
+        device, options = CPU if self._queues is None else self._queues.device, self._options.options
+        return encode_patch(changes, self._schema, version, version, options, lend, device=device)
 
     def advance(self, difference: Scan) -> None:
         self._flushed()
