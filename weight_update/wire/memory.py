@@ -35,7 +35,7 @@ def pin(memory: torch.Tensor, *, read_only: bool = False) -> None:
     address, nbytes = storage.data_ptr(), storage.nbytes()
     if nbytes < _WORTH_PINNING or address in _tried or memory.is_pinned():
         return
-    gpu, flags = _gpu_in_use(), _READ_ONLY if read_only else 0
+    gpu, flags = gpu_in_use(), _READ_ONLY if read_only else 0
     register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
     pinned_on = gpu if _call(gpu, register, address, nbytes, flags) else None
     _tried.add(address)
@@ -48,8 +48,12 @@ def _forget(address: int, pinned_on: int | None, owner: int) -> None:
         _call(pinned_on, torch.cuda.cudart().cudaHostUnregister, address)  # type: ignore[no-untyped-call]
 
 
-def _gpu_in_use() -> int:
-    """Return a GPU that this process uses already; CUDA takes memory of every GPU for which it is called."""
+def gpu_in_use() -> int:
+    """Return the first GPU that this process uses already, or else the current one.
+
+    CUDA, which must be initialized, takes memory of every GPU for which it is called. The current GPU of a
+    new thread is the first one.
+    """
     in_use = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
     return next(filter(in_use, range(torch.cuda.device_count())), torch.cuda.current_device())
 
