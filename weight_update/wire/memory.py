@@ -23,6 +23,12 @@ def await_stream(tensor: torch.Tensor) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
+def await_gpu(tensor: torch.Tensor) -> None:
+    """Wait for all work that any thread has queued on the GPU of ``tensor``, if it is on one."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
 def pin(memory: torch.Tensor, *, read_only: bool = False) -> None:
     """Pin the memory that a tensor lies in until it is freed, if this process uses a GPU.
 
