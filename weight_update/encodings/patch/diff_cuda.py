@@ -23,6 +23,7 @@ from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Segm
 from weight_update.encodings.patch.diff_cpu import DENSE_ABOVE, Scan, check_sizes
 from weight_update.encodings.patch.gaps_cuda import PART, DeviceGaps
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
+from weight_update.wire.memory import await_stream
 from weight_update.wire.schema import WeightSchema
 
 TILE = 32 << 20
@@ -99,6 +100,7 @@ class CudaScanner:
         new, *olds = (torch.empty(size, dtype=torch.uint8, device=queues.device) for _ in range(count))
         self._new, self._olds = new, olds
         self._views = [tile.views(new) for tile in self._tiles]
+        await_stream(new)  # work on other tensors that had this memory before: scans may use another stream
 
     @torch.no_grad()
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
