@@ -36,6 +36,7 @@ from weight_update import (
 )
 from weight_update.encodings.bucket import Joiner
 from weight_update.engines import ExclusiveEngine
+from weight_update.receiver import targets
 from weight_update.testing import Apart, WorkerProcesses, Zoo, fingerprint, mlp, random_bits, scramble
 from weight_update.testing.workers import Method
 
@@ -501,3 +502,18 @@ def test_parts_of_any_size(seed: int) -> None:
             start = stop
         assert joiner._begun.numel() == 0, "it keeps no memory of the last tensor"
         assert fingerprint(found) == fingerprint(named)
+
+
+@pytest.mark.parametrize("in_chunks", [True, False])
+def test_reads_of_an_engine_on_a_gpu_are_over_before_memory_is_reused(
+    in_chunks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With slots on a GPU, an engine returns before its copies have run; without a GPU there is no wait."""
+    engine = Notebook(in_chunks)
+    monkeypatch.setattr(targets, "await_gpu", lambda memory: engine.calls.append(("await", memory.numel())))
+    with MemoryWeightSyncScheme(strategy(limit=2)) as scheme, connect_pair(scheme, mlp(1), engine):
+        made = [call for call, _ in engine.calls]
+    loads = made.count("load")
+    assert loads > 1 if in_chunks else loads == 1
+    first = ["load", "await"] * loads if in_chunks else ["load"]
+    assert made == ["begin", *first, "finish", *([] if in_chunks else ["await"])]

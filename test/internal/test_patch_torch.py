@@ -19,8 +19,9 @@ from patch_cases import (
     options,
 )
 
-from weight_update.encodings.patch import gaps_cuda
-from weight_update.encodings.patch.arrays import ArrayWriter
+from weight_update.compression import Compression
+from weight_update.encodings.patch import arrays, gaps_cuda
+from weight_update.encodings.patch.arrays import ArrayReader, ArrayWriter
 from weight_update.encodings.patch.changes import Changes, Segment, Sparse
 from weight_update.encodings.patch.encode_cuda import add_on_device
 from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
@@ -142,6 +143,42 @@ def test_arrays_on_the_cpu_are_not_copied_to_a_gpu_that_has_others(monkeypatch: 
     before = expected.write(b"head", lend)
     monkeypatch.delattr(torch, "cat")
     assert torch.equal(out.write(b"head", lend), before)
+
+
+class OnAGpu(Compression):
+    """A compression of anything to nothing, which says that it works on a GPU."""
+
+    name = "gpu/1"
+    device = "cuda"
+
+    def compress(self, data: torch.Tensor) -> torch.Tensor:
+        return data[:0]
+
+    @classmethod
+    def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    @classmethod
+    def check(cls, data: torch.Tensor, nbytes: int = 0) -> None:
+        pass
+
+
+def test_a_compression_works_on_the_gpu_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current GPU of a thread that receives is the first one, whatever GPU the worker uses."""
+    asked: list[object] = []
+
+    def to(data: torch.Tensor, device: object) -> torch.Tensor:
+        asked.append(device)
+        return data
+
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(arrays, "decompressor_for", lambda name: OnAGpu)
+    writer = ArrayWriter(OnAGpu(), gpu)
+    writer.put(torch.arange(100, dtype=torch.uint8), 1)
+    assert ArrayReader(writer.write(b"", lend), 0, 1, gpu).exactly(100).size == 100
+    assert asked == [gpu, gpu]
 
 
 def test_touched_tensors_are_found_without_copying_positions() -> None:

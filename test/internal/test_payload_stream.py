@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,7 +310,8 @@ def test_a_connection_whose_nccl_fails_is_closed(pair: Pair, monkeypatch: pytest
 
     monkeypatch.setattr(nccl, "require_nccl", lambda: None)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", unavailable, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(nccl, "gpu_in_use", lambda: 0)
     with pytest.raises(LinkClosedError, match="no NCCL connection"):
         nccl.payload_stream(pair[0].signed, "nccl", 0)
     with pytest.raises(LinkClosedError):
@@ -340,9 +342,24 @@ def test_nccl_can_call_its_store_for_as_long_as_it_lives(pair: Pair, monkeypatch
 
     monkeypatch.setattr(nccl, "require_nccl", lambda: None)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(nccl, "gpu_in_use", lambda: 0)
     stream: Any = nccl.payload_stream(pair[0].signed, "nccl", 0)
     gc.collect()
     stream._nccl.store.set("address", "here")
     assert pair[1].signed.receive_json(LONG) == {"key": "0/address", "value": b"here".hex()}
+    stream.close()
+
+
+def test_nccl_uses_the_gpu_of_its_process(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections are made in threads of their own, whose current device is the first one."""
+    monkeypatch.setattr(nccl, "require_nccl", lambda: None)
+    group = SimpleNamespace(abort=lambda: None)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", lambda *_: group, raising=False)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == 2, raising=False)
+    stream = nccl.NcclStream(pair[0].signed, 0)
+    assert stream._device == torch.device("cuda", 2)
     stream.close()

@@ -24,7 +24,8 @@ from weight_update import (
 )
 from weight_update.receiver import flat_buffers
 from weight_update.receiver.flat_buffers import MissingBaseError, OwnCopy
-from weight_update.receiver.targets import EngineTarget, ModelTarget, StagedUpdate
+from weight_update.receiver.targets import EngineTarget, ModelTarget, StagedUpdate, target_for
+from weight_update.strategy import binding
 from weight_update.strategy.binding import count_writes
 from weight_update.testing import fingerprint
 from weight_update.testing.processes import wait_until
@@ -513,3 +514,26 @@ def test_tensors_that_leave_the_senders_memory_keep_the_dtype_that_an_engine_exp
     target.move(("weight",), [sent.clone()])
     assert fingerprint(engine.kept) == before
     assert engine.kept["weight"].dtype is torch.float32
+
+
+class OnAGpu(torch.Tensor):
+    """A tensor on the CPU that says it is on a GPU."""
+
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+    device = property(lambda self: torch.device("cuda", 1))  # type: ignore[assignment]
+
+
+def test_forward_passes_are_awaited_on_the_gpu_that_a_model_was_moved_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    awaited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", awaited.append)
+    monkeypatch.setattr(binding, "_convert", lambda target, value: value)
+    weights = {"weight": torch.zeros(3)}
+    target = target_for(weights, WeightStrategy("state_dict"), stable=True)
+    schema = WeightSchema.of(weights)
+    for moved, expected in ((torch.zeros(3).as_subclass(OnAGpu), 2), (torch.zeros(3), 0)):
+        weights["weight"] = moved
+        awaited.clear()
+        target.write(schema.names, target.prepare(schema, [torch.ones(3)]), 1)
+        assert awaited == [torch.device("cuda", 1)] * expected  # before the weights are written, and after

@@ -174,3 +174,11 @@ def test_what_a_side_stream_just_wrote_is_found(kept: str) -> None:
             scan.changes.to(snapshot.device).write(snapshot)
     torch.cuda.synchronize()
     assert same(snapshot.cpu(), flat_of(schema, [tensor.cpu() for tensor in live]))
+
+
+def test_memory_of_a_scanner_is_free_on_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that makes a scanner, for a worker that joins, has another stream than those that use it."""
+    awaited: list[torch.Tensor] = []
+    monkeypatch.setattr(scan_cuda, "await_stream", awaited.append)
+    scanner = make(WeightSchema.of({"weight": torch.zeros(100)}), torch.device("cpu"))
+    assert [one.data_ptr() for one in awaited] == [scanner._new.data_ptr()]

@@ -54,7 +54,7 @@ class BlockCompression(Compression):
     def compress(self, data: torch.Tensor) -> torch.Tensor:
         self.check(data)
         if not data.numel():
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         blocks = [byte_view(block) for block in torch.split(data, BLOCK_BYTES)]
         threads = min(self.threads, len(blocks) // _BLOCKS_FOR_A_THREAD, len(os.sched_getaffinity(0)))
         # Block by block, not one share for each thread: some blocks take much longer than others.
@@ -68,7 +68,7 @@ class BlockCompression(Compression):
     def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
         cls.check(data, nbytes)
         blocks = separated(byte_view(data), -(-nbytes // BLOCK_BYTES), "block")
-        result = torch.empty(nbytes, dtype=torch.uint8)
+        result = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         for start, block in zip(range(0, nbytes, BLOCK_BYTES), blocks, strict=True):
             place = byte_view(result[start : start + BLOCK_BYTES])
             found = block if len(block) == len(place) else cls.expand(block, len(place))

@@ -45,7 +45,7 @@ class EngineCopy(OwnCopy):
             raise SchemaMismatchError(
                 "needs_with() of the engine names weights that are not sent:", tuple(unknown)
             )
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         weights = zip(self.schema.names, self.values, strict=True)
         return [WeightChange(name, nothing, w.view(-1)[:0], w) for name, w in weights if name in needed]
 

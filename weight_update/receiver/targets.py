@@ -17,6 +17,7 @@ from weight_update.strategy.binding import Binding, require_writable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import WeightChunk
+from weight_update.wire.memory import await_gpu
 from weight_update.wire.schema import WeightSchema
 
 
@@ -160,6 +161,8 @@ class EngineTarget(Target):
     def write(self, names: tuple[str, ...], values: list[torch.Tensor], version: int) -> None:
         self._begin(version).load(zip(names, values, strict=True))
         self.finish()
+        for value in {value.device: value for value in values}.values():
+            await_gpu(value)  # the sender may write there next, and the engine may read on any stream
 
     def move(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
         self._engine.load_weights(as_expected(zip(names, values, strict=True), self._dtypes))
@@ -186,9 +189,11 @@ class EngineTarget(Target):
         return able and alone and decoder(header["encoding"]).in_chunks
 
     def load_chunk(self, chunk: WeightChunk, decoder: Decoder, schema: WeightSchema) -> None:
-        """Have the engine load the weights that are complete with ``chunk``."""
+        """Have the engine load the weights that are complete with ``chunk``; the chunk is not read later."""
         loading = self.loading or self._begin(chunk.header["version"])
         loading.take(chunk, decoder, schema)
+        if chunk.payload is not None:
+            await_gpu(chunk.payload)
 
     def finish(self) -> Loading:
         """Finish the version of which all chunks were loaded, and return its account."""

@@ -63,7 +63,7 @@ def assemble(item: GatherItem, tensors: Tensors, views: Mapping[int, Iterator[to
         return local.new_empty(own.shape) if isinstance(own, DTensor) else own
     if list(item.boxes) == [0]:
         return local
-    whole = torch.empty(own.shape, dtype=own.dtype)
+    whole = torch.empty(own.shape, dtype=own.dtype, device="cpu")
     for rank, (start, shape) in item.boxes.items():
         target = whole
         for dim, (first, size) in enumerate(zip(start, shape, strict=True)):
@@ -76,6 +76,6 @@ def flat(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[torch.Tenso
     """Return memory for tensors of these shapes and dtypes, and a view of it for each."""
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
     padded = [aligned(size, _ALIGNMENT) for size in sizes]
-    memory = torch.empty(sum(padded), dtype=torch.uint8)
+    memory = torch.empty(sum(padded), dtype=torch.uint8, device="cpu")
     parts = zip(torch.split(memory, padded), sizes, shapes, strict=True)
     return memory, [part[:size].view(dtype).view(shape) for part, size, (shape, dtype) in parts]

@@ -166,7 +166,7 @@ class RankLinks:
         return message
 
     def _take(self, place: int, nbytes: int, tag: int, deadline: float | None) -> bytes:
-        into = torch.empty(nbytes, dtype=torch.uint8)
+        into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._wait(place, self.pull(place, into, tag), deadline)
         return into.numpy().tobytes()
 

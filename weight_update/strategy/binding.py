@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -30,7 +30,9 @@ from weight_update.wire.schema import WeightSchema, require_tensor
 _Place = tuple[str, tuple[Any, Any]]  # name of a tensor, the dict that holds it, and its key
 _Facts = tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[torch.dtype, ...]]
 _CPU = torch.device("cpu")
-_SHAPE, _DTYPE, _IS_CPU, _IS_META = map(operator.attrgetter, ("shape", "dtype", "is_cpu", "is_meta"))
+_SHAPE, _DTYPE, _DEVICE, _IS_CPU, _IS_META = map(
+    operator.attrgetter, ("shape", "dtype", "device", "is_cpu", "is_meta")
+)
 
 
 def require_writable(destination: Any) -> None:
@@ -51,7 +53,7 @@ class Binding:
     is :meth:`WeightStrategy.named`.
 
     Attributes:
-        home: CUDA device that all tensors are on; the CPU if there is no such device.
+        home: CUDA device that all tensors were on at first; the CPU if there is no such device.
     """
 
     def __init__(self, read: Callable[[Any], NamedWeights], destination: Any) -> None:
@@ -84,7 +86,7 @@ class Binding:
 
     def _find_devices(self) -> None:
         devices = {self._get(name).device for name in self._places}
-        self._cuda_devices = [device for device in devices if device.type == "cuda"]
+        self._cuda_devices = _cuda_devices(devices)  # the program may move the tensors later
         self.home: torch.device = devices.pop() if len(devices) == 1 and self._cuda_devices else _CPU
 
     @property
@@ -160,11 +162,9 @@ class Binding:
             or any(map(torch.Tensor.is_inference, targets))
         ):
             schema.require_same(self.schema(), "the model", more=True)
-        if (
-            all(map(_IS_CPU, targets))
-            and all(map(_IS_CPU, values))
-            and all(map(operator.is_, dtypes, map(_DTYPE, values)))
-        ):
+        on_cpu = all(map(_IS_CPU, targets))
+        self._cuda_devices = [] if on_cpu else _cuda_devices(map(_DEVICE, targets))
+        if on_cpu and all(map(_IS_CPU, values)) and all(map(operator.is_, dtypes, map(_DTYPE, values))):
             return list(values)
         return _convert_all(schema, targets, values)
 
@@ -305,6 +305,10 @@ def _convert_all(
             value = made[key]
         ready.append(value)
     return ready
+
+
+def _cuda_devices(devices: Iterable[torch.device]) -> list[torch.device]:
+    return [device for device in set(devices) if device.type == "cuda"]
 
 
 def _facts_of(tensors: Sequence[torch.Tensor]) -> _Facts:

@@ -217,7 +217,7 @@ class TransportBackend(ABC):
         Raises:
             NotEnoughMemoryError: this machine has no room for it.
         """
-        return Buffer(torch.empty(nbytes, dtype=torch.uint8))
+        return Buffer(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
     def expect(  # noqa: B027 - it need not be overridden
         self, payload: torch.Tensor, links: Sequence[TransportBackend]

@@ -86,5 +86,5 @@ def _decode_tensor(name: str, shape: Any, data: str) -> torch.Tensor:
         raise ValueError(f"invalid shape {shape!r:.80}")
     raw = bytearray(base64.b64decode(data, validate=True))
     if not raw:  # view, not empty: memory is bounded by the data, whatever the shape says
-        return torch.empty(0, dtype=DTYPES[name]).view(shape)
+        return torch.empty(0, dtype=DTYPES[name], device="cpu").view(shape)
     return torch.frombuffer(raw, dtype=torch.uint8).view(DTYPES[name]).view(shape)

@@ -267,7 +267,7 @@ class Prelude(NamedTuple):
 
 def fresh_bytes(nbytes: int) -> torch.Tensor:
     """Return new memory for a payload."""
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True)

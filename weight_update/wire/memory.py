@@ -23,6 +23,12 @@ def await_stream(tensor: torch.Tensor) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
+def await_gpu(tensor: torch.Tensor) -> None:
+    """Wait for all work that any thread has queued on the GPU of ``tensor``, if it is on one."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
 def pin(memory: torch.Tensor, *, read_only: bool = False) -> None:
     """Pin the memory that a tensor lies in until it is freed, if this process uses a GPU.
 
@@ -35,7 +41,7 @@ def pin(memory: torch.Tensor, *, read_only: bool = False) -> None:
     address, nbytes = storage.data_ptr(), storage.nbytes()
     if nbytes < _WORTH_PINNING or address in _tried or memory.is_pinned():
         return
-    gpu, flags = _gpu_in_use(), _READ_ONLY if read_only else 0
+    gpu, flags = gpu_in_use(), _READ_ONLY if read_only else 0
     register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
     pinned_on = gpu if _call(gpu, register, address, nbytes, flags) else None
     _tried.add(address)
@@ -48,8 +54,12 @@ def _forget(address: int, pinned_on: int | None, owner: int) -> None:
         _call(pinned_on, torch.cuda.cudart().cudaHostUnregister, address)  # type: ignore[no-untyped-call]
 
 
-def _gpu_in_use() -> int:
-    """Return a GPU that this process uses already; CUDA takes memory of every GPU for which it is called."""
+def gpu_in_use() -> int:
+    """Return the first GPU that this process uses already, or else the current one.
+
+    CUDA, which must be initialized, takes memory of every GPU for which it is called. The current GPU of a
+    new thread is the first one.
+    """
     in_use = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
     return next(filter(in_use, range(torch.cuda.device_count())), torch.cuda.current_device())
 

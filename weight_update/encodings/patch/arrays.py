@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from weight_update.compression import Compression, NoCompression, decompressor_for, pack
-from weight_update.encodings.base import Lend
+from weight_update.encodings.base import CPU, Lend
 from weight_update.encodings.dense import copy_together
 from weight_update.errors import FormatError
 from weight_update.threads import in_threads, threads_for
@@ -40,10 +40,13 @@ def narrowest(largest: int) -> np.dtype[Any]:
 
 
 class ArrayWriter:
-    """A writer that collects arrays and writes them behind a head into one payload."""
+    """A writer that collects arrays and writes them behind a head into one payload.
 
-    def __init__(self, compression: Compression) -> None:
-        self._compression = compression
+    If ``device`` is a GPU, a compression that works on GPUs works on it.
+    """
+
+    def __init__(self, compression: Compression, device: torch.device = CPU) -> None:
+        self._compression, self._device = compression, device
         self._entries: list[bytes] = []
         self._bodies: list[list[torch.Tensor]] = []
 
@@ -57,7 +60,7 @@ class ArrayWriter:
 
     def put(self, data: torch.Tensor, width: int) -> None:
         """Add the bytes (1-D uint8) of integers of ``width``."""
-        codec, packed = pack(self._compression, _on_device(data, self._compression.device))
+        codec, packed = pack(self._compression, _on_device(data, self._compression.device, self._device))
         self._enter(width, codec, data.numel() // width, [packed])
 
     def join(self, arrays: Sequence[Array]) -> None:
@@ -78,7 +81,7 @@ class ArrayWriter:
         table = torch.frombuffer(bytearray(head + b"".join(self._entries)), dtype=torch.uint8)
         buffers, end = [table], table.numel()
         for body in self._bodies:
-            buffers += [torch.zeros(aligned(end, ALIGNMENT) - end, dtype=torch.uint8), *body]
+            buffers += [torch.zeros(aligned(end, ALIGNMENT) - end, dtype=torch.uint8, device="cpu"), *body]
             end = aligned(end, ALIGNMENT) + sum(one.numel() for one in body)
         payload = lend(end)[:end]
         _gather(buffers, payload.numpy())
@@ -104,11 +107,12 @@ def _gather(buffers: Sequence[torch.Tensor], out: Array) -> None:
 class ArrayReader:
     """A reader of the arrays of a payload, in order.
 
-    Their table of ``arrays`` entries begins at ``start``; FormatError is raised if it does not fit in.
+    Their table of ``arrays`` entries begins at ``start``; FormatError is raised if it does not fit in. If
+    ``device`` is a GPU, a compression that works on GPUs works on it.
     """
 
-    def __init__(self, payload: torch.Tensor, start: int, arrays: int) -> None:
-        self._payload = payload
+    def __init__(self, payload: torch.Tensor, start: int, arrays: int, device: torch.device = CPU) -> None:
+        self._payload, self._device = payload, device
         self._bytes = payload.numpy()
         self._at = start + arrays * ENTRY_BYTES
         if self._at > payload.numel():
@@ -136,7 +140,7 @@ class ArrayReader:
         codec = decompressor_for(name.rstrip(b"\0").decode("ascii", "replace"))
         if codec.device == "cuda" and not torch.cuda.is_available():
             raise FormatError(f"the patch is compressed with {codec.name}, and torch sees no CUDA device")
-        plain = codec.decompress(_on_device(data, codec.device), there * width)
+        plain = codec.decompress(_on_device(data, codec.device, self._device), there * width)
         return plain.cpu().numpy().view(UNSIGNED[width])
 
     def _next_bytes(self, stored: int) -> torch.Tensor:
@@ -154,6 +158,11 @@ class ArrayReader:
             raise FormatError("a patch has more arrays or bytes than its head announces")
 
 
-def _on_device(data: torch.Tensor, device: str) -> torch.Tensor:
-    """Return ``data`` on a device that a compression works on; ``"any"`` is where it is."""
-    return data if device in ("any", data.device.type) else data.to(device)
+def _on_device(data: torch.Tensor, kind: str, device: torch.device) -> torch.Tensor:
+    """Return ``data`` where a compression works on it: ``device`` if it is of this kind.
+
+    ``"any"`` is where the data is. Threads of this package have a current GPU that nobody chose.
+    """
+    if kind in ("any", data.device.type):
+        return data
+    return data.to(device if device.type == kind else kind)

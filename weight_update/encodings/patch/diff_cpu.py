@@ -191,7 +191,7 @@ class _Share:
 
     def __init__(self, groups: Sequence[Sequence[Tile]], dense_above: float, relative: bool) -> None:
         tiles = [tile for group in groups for tile in group]
-        scratch = torch.empty(max(tile.nbytes for tile in tiles), dtype=torch.uint8)
+        scratch = torch.empty(max(tile.nbytes for tile in tiles), dtype=torch.uint8, device="cpu")
         span = max(group[-1].start + group[-1].nbytes - group[0].start for group in groups)
         widths = {width for tile in tiles for width in tile.widths}
         self._buffers = {width: kernels.GapBuffer(width, span // width) for width in widths}

@@ -23,6 +23,7 @@ from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Segm
 from weight_update.encodings.patch.diff_cpu import DENSE_ABOVE, Scan, check_sizes
 from weight_update.encodings.patch.gaps_cuda import PART, DeviceGaps
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
+from weight_update.wire.memory import await_stream
 from weight_update.wire.schema import WeightSchema
 
 TILE = 32 << 20
@@ -54,7 +55,7 @@ class Queues:
 
     def store(self, source: torch.Tensor) -> torch.Tensor:
         """Return pinned memory that holds ``source``, as computed so far, after :meth:`finish`."""
-        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True, device="cpu")
         self._store.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._store):
             target.copy_(source, non_blocking=True)
@@ -65,7 +66,7 @@ class Queues:
         """Return pinned memory that holds ``tensor``, without waiting for computation that is queued now."""
         if not tensor.is_cuda:
             return tensor
-        target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         with torch.cuda.stream(self._store):
             target.copy_(tensor)
         return target
@@ -99,6 +100,7 @@ class CudaScanner:
         new, *olds = (torch.empty(size, dtype=torch.uint8, device=queues.device) for _ in range(count))
         self._new, self._olds = new, olds
         self._views = [tile.views(new) for tile in self._tiles]
+        await_stream(new)  # work on other tensors that had this memory before: scans may use another stream
 
     @torch.no_grad()
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:

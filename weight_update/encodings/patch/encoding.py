@@ -35,7 +35,7 @@ from weight_update.threads import exiting
 from weight_update.wire.memory import await_stream
 from weight_update.wire.schema import WeightSchema, matching
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 _FEW = 100_000
 """Changes below which the snapshot is written at once: starting a thread would take longer."""
 
@@ -163,7 +163,7 @@ class PatchTracker(Tracker[Scan]):
                     "choose another, such as compression='ans', with transport_device='cpu'"
                 )
         self._options, self._schema, self._tracked = options, schema, tracked
-        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._flat = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._scanner: Scanner | CudaScanner | None = None
         self._queues: Queues | None = None
         self._flush: Future[None] | None = None
@@ -181,8 +181,8 @@ class PatchTracker(Tracker[Scan]):
     def _start(self, gpu: torch.device | None) -> None:
         """Allocate the snapshot, and create the scanner for weights on ``gpu``, or on none."""
         kept, relative = self._options.snapshot_device, self._options.values == "relative"
-        device = gpu if kept == "cuda" else None
-        pinned = gpu is not None and device is None
+        device = gpu if kept == "cuda" else CPU
+        pinned = gpu is not None and device is CPU
         self._flat = torch.zeros(self._schema.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         if gpu is not None:
             self._queues = Queues(gpu)
@@ -202,8 +202,9 @@ class PatchTracker(Tracker[Scan]):
         return self._scanner.scan([_NOTHING if one is None else one for one in tensors], self._flat)
 
     def encode(self, difference: Scan, base: int, version: int, lend: Lend) -> torch.Tensor:
-        add = add_on_cpu if self._queues is None else add_on_device
-        return encode_patch(difference.changes, self._schema, base, version, self._options.options, lend, add)
+        add, device = (add_on_cpu, CPU) if self._queues is None else (add_on_device, self._queues.device)
+        changes, options = difference.changes, self._options.options
+        return encode_patch(changes, self._schema, base, version, options, lend, add, device)
 
     def bootstrap(self, version: int, lend: Lend) -> torch.Tensor:
         self._flushed()
@@ -212,7 +213,8 @@ class PatchTracker(Tracker[Scan]):
         ranges = [ByteRange(m.offset, self._flat[m.offset : m.offset + m.nbytes]) for m in metas if m.nbytes]
         ranges.sort(key=lambda one: one.start)
         changes = Changes(ranges=tuple(ranges)).to(CPU)
-        return encode_patch(changes, self._schema, version, version, self._options.options, lend)
+        device, options = CPU if self._queues is None else self._queues.device, self._options.options
+        return encode_patch(changes, self._schema, version, version, options, lend, device=device)
 
     def advance(self, difference: Scan) -> None:
         self._flushed()

@@ -132,14 +132,15 @@ def encode_patch(
     options: PatchOptions,
     lend: Lend,
     add: Callable[[ArrayWriter, Sparse, WeightSchema, PatchOptions], None] = add_on_cpu,
+    device: torch.device = CPU,
 ) -> torch.Tensor:
     """Write ``changes`` from ``base`` to ``version`` into one payload, 1-D uint8, exactly as long as needed.
 
     Changes are relative exactly if ``options.values`` is, and their positions are trusted. ``add`` is for
-    the device that they are on. Layout ``"coo"`` raises ValueError for a change that lies in no tensor of its
-    width.
+    the device that they are on. A compression that works on GPUs works on ``device`` if that is one. Layout
+    ``"coo"`` raises ValueError for a change that lies in no tensor of its width.
     """
-    out = ArrayWriter(options.compression)
+    out = ArrayWriter(options.compression, device)
     for part in changes.sparse:
         assert part.relative == (options.values == "relative")
         add(out, part, schema, options)
@@ -174,7 +175,7 @@ def decode_patch(payload: torch.Tensor, schema: WeightSchema, device: torch.devi
             raise FormatError(
                 f"a patch changes {items} of {schema.nbytes // width} elements of {width} bytes"
             )
-    reader = ArrayReader(payload, head.nbytes, head.arrays)
+    reader = ArrayReader(payload, head.nbytes, head.arrays, device)
     sparse = tuple(_decode_sparse(reader, *section, schema, head, device) for section in head.sections)
     ranges = _decode_ranges(reader, head.ranges, schema.nbytes)
     reader.finish()

@@ -106,7 +106,7 @@ class _EngineCalls(SGLangCalls):
         _require("begin_weight_update", self._engine.begin_weight_update())
 
     def load(self, order: str) -> None:
-        named = [(order, torch.empty(0))]
+        named = [(order, torch.empty(0, device="cpu"))]
         result = self._engine.update_weights_from_tensor(named, load_format=LOADER, flush_cache=False)
         _require("update_weights_from_tensor", result)
 

@@ -196,7 +196,7 @@ _PERFORM: Mapping[str, Callable[[nn.Module, Mapping[str, torch.Tensor]], dict[st
 def pack(change: WeightChange) -> torch.Tensor:
     """Return flat positions and their values as one tensor of bytes; an empty one if all elements changed."""
     if change.positions is None:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.cat([change.positions.view(torch.uint8), change.values.contiguous().view(torch.uint8)])
 
 

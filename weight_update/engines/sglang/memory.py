@@ -97,5 +97,5 @@ def _opened(path: str, flags: int) -> int:
 def _mapped(fd: int, nbytes: int, access: int = mmap.ACCESS_DEFAULT) -> torch.Tensor:
     """Return the first bytes of a file, mapped for as long as the tensor is used."""
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(mmap.mmap(fd, nbytes, access=access), dtype=torch.uint8)

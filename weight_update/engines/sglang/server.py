@@ -131,7 +131,7 @@ class _ServerCalls(SGLangCalls):
 
     def load(self, order: str) -> None:
         # One for each rank. SGLang's unpickler takes tensors, strings, lists and tuples.
-        content = base64.b64encode(pickle.dumps([(order, torch.empty(0))])).decode()
+        content = base64.b64encode(pickle.dumps([(order, torch.empty(0, device="cpu"))])).decode()
         body = {"serialized_named_tensors": [content] * self._ranks, "load_format": LOADER}
         self.post("update_weights_from_tensor", {**body, "flush_cache": False})
 

@@ -19,6 +19,7 @@ from weight_update.transports.distributed.checksum import Checksum
 from weight_update.transports.distributed.relay.payload_stream import STALLED, PayloadStream
 from weight_update.transports.distributed.store import StoreBase, disown, own
 from weight_update.transports.signed_stream import SignedStream
+from weight_update.wire.memory import gpu_in_use
 
 _log = logging.getLogger(__name__)
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -33,7 +34,7 @@ def require_nccl() -> None:
 
 
 class NcclStream(PayloadStream):
-    """A connection that sends each piece over the CUDA devices current at its two ends, which must differ.
+    """A connection that sends each piece over the CUDA devices that its two ends use, which must differ.
 
     Each piece costs a copy to the device and a copy from it beside the transfer. That pays where the network
     between GPUs is much faster than TCP. Messages stay on the TCP connection, as does the exchange of
@@ -56,7 +57,8 @@ class NcclStream(PayloadStream):
         self._store = own(_ExchangeStore(signed))  # the group refers to the C++ half only
         try:
             require_nccl()
-            self._device = torch.device("cuda", torch.cuda.current_device())
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            self._device = torch.device("cuda", gpu_in_use())
             with _errors_reach_the_caller():
                 self._nccl = own(_dist.ProcessGroupNCCL(self._store, rank, 2))
         except (ValueError, RuntimeError) as error:

@@ -163,5 +163,5 @@ def pieces_of(payload: torch.Tensor) -> list[torch.Tensor]:
 
 def discarded_pieces(nbytes: int) -> list[torch.Tensor]:
     """Return pieces for a payload that is received and dropped; all of them share one scratch memory."""
-    scratch = torch.empty(min(nbytes, PIECE), dtype=torch.uint8)
+    scratch = torch.empty(min(nbytes, PIECE), dtype=torch.uint8, device="cpu")
     return [scratch[: nbytes - start] for start in range(0, nbytes, PIECE)]
