@@ -98,6 +98,27 @@ def test_modules_by_model_id_that_are_not_given_as_weights_dict():
     collector.shutdown()
 
 
+@pytest.mark.parametrize("policy", [lambda data: data, None])
+def test_a_scheme_of_a_policy_without_weights(policy):
+    scheme = MemoryWeightSyncScheme()
+    with pytest.raises(
+        TypeError, match=r"'policy' of Collector is a .*; policies without parameters need no"
+    ):
+        Collector(
+            Env,
+            policy,
+            frames_per_batch=8,
+            total_frames=800,
+            weight_sync_schemes={"policy": scheme},
+            **OPTIONS,
+        )
+
+
+def test_a_scheme_for_threads_and_workers_that_are_processes():
+    with pytest.raises(WorkerError, match="in other processes need another scheme, such as SharedMemWeight"):
+        make(MultiSyncCollector, weight_sync_schemes={"policy": MemoryWeightSyncScheme()})
+
+
 def test_the_module_inside_the_policy():
     collector, policy = make(Collector), make_policy(1.0)
     with pytest.raises(
