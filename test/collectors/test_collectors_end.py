@@ -98,7 +98,7 @@ def test_modules_by_model_id_that_are_not_given_as_weights_dict():
     collector.shutdown()
 
 
-@pytest.mark.parametrize("policy", [lambda data: data, None])
+@pytest.mark.parametrize("policy", [lambda td: td.set("action", td["observation"]), None])
 def test_a_scheme_of_a_policy_without_weights(policy):
     scheme = MemoryWeightSyncScheme()
     with pytest.raises(
