@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from collectors.closing import ENDED
 from collectors.exits import await_all, await_any, describe_exit
 from collectors.substitute import Substitute
-from weight_update import SyncTimeoutError, WorkerError
+from weight_update import LifecycleError, SyncTimeoutError, WorkerError
 
 FRAMES_TIMEOUT = 1800.0
 """Default seconds that a worker has for a batch, which is PyTorch's limit for gloo."""
@@ -240,6 +241,8 @@ class BatchQueue(Substitute):
 class ControlPipe(Substitute):
     """A substitute for the pipe to a worker, whose errors say what happened to the worker.
 
+    After the shutdown of the collector, which closes the pipe, errors are LifecycleErrors.
+
     ``gone`` takes seconds to wait, and returns why the worker is gone, or None. ``drops`` says whether to
     drop orders to a worker that is gone.
     """
@@ -248,17 +251,20 @@ class ControlPipe(Substitute):
         super().__init__(pipe)
         self._gone, self._drops = gone, drops
 
-    def send(self, order: Any) -> None:
-        """Send an order; raise WorkerError if the worker is gone."""
+    def send(self, order: tuple[Any, str]) -> None:
+        """Send an order; raise WorkerError if the worker is gone, unless the order is to end."""
         try:
             self._original.send(order)
         except OSError as error:
-            if not self._drops:
+            if not self._drops and order[1] != "close":
                 raise self._error() from error
 
     def poll(self, timeout: float | None = 0.0) -> bool:
         """Return whether there is an answer; raise WorkerError if the worker is gone without one."""
-        found = bool(self._original.poll(timeout))
+        try:
+            found = bool(self._original.poll(timeout))
+        except OSError as error:
+            raise self._error() from error
         if not found and self._gone(0.0):
             raise self._error()
         return found
@@ -270,7 +276,9 @@ class ControlPipe(Substitute):
         except (EOFError, OSError) as error:
             raise self._error() from error
 
-    def _error(self) -> WorkerError:
+    def _error(self) -> WorkerError | LifecycleError:
+        if self._original.closed:
+            return LifecycleError(ENDED)
         return WorkerError(self._gone(_GONE_SECONDS) or "a worker has closed its connection")
 
 

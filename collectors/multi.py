@@ -33,6 +33,7 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncReport,
+    WeightStrategy,
     WeightSyncError,
     WeightSyncScheme,
     WorkerError,
@@ -282,7 +283,19 @@ class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):
 
 def _needs_first_weights(policy: Any, schemes: Mapping[str, WeightSyncScheme]) -> bool:
     """Return whether there are schemes, but none that sends a policy as a whole."""
-    return isinstance(policy, nn.Module) and bool(schemes) and "policy" not in real(schemes)
+    if not isinstance(policy, nn.Module) or not schemes:
+        return False
+    scheme = real(schemes).get("policy")
+    return scheme is None or not _sends_all(scheme.strategy, policy)
+
+
+def _sends_all(strategy: WeightStrategy, policy: nn.Module) -> bool:
+    """Return whether updates carry all parameters and buffers; a state_dict lacks non-persistent buffers."""
+    if strategy.select is not None:
+        return False
+    return strategy.extract_as == "tensordict" or not any(
+        module._non_persistent_buffers_set for module in policy.modules()
+    )
 
 
 def _captures(compile_policy: Any) -> bool:

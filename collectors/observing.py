@@ -10,11 +10,11 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from collectors.closing import ENDED
 from collectors.requests import real
 from collectors.versions import policy_scheme, versions_of
 from weight_update import LifecycleError, Observer, Observers, PolicyLag, SyncReport, WeightSyncScheme
 
-_ENDED = "this collector was shut down; make a new collector"
 _log = logging.getLogger(__name__)
 
 
@@ -49,7 +49,7 @@ class Observed:
     def _require_open(self) -> None:
         """Raise LifecycleError if this collector was shut down."""
         if self._has_ended:
-            raise LifecycleError(_ENDED)
+            raise LifecycleError(ENDED)
 
     def _end_observers(self) -> None:
         """Tell observers what is left to tell; to be called after the schemes were shut down."""
@@ -74,7 +74,7 @@ class Observed:
         except Exception as error:
             if not ended:
                 raise
-            raise LifecycleError(_ENDED) from error
+            raise LifecycleError(ENDED) from error
 
     def _tell_lag(self, batch: Any) -> None:
         """Tell observers of the policy lag of a batch, unless its frames have no versions."""

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from torch import nn
+
 from weight_update import (
     NoWeightSyncScheme,
     SyncReport,
+    UnsupportedSourceError,
     WeightSyncBackend,
     WeightSyncScheme,
     group_schemes,
@@ -40,6 +43,7 @@ class Request:
 
         Raises:
             TypeError: ``weights_dict`` is not a dict.
+            UnsupportedSourceError: modules by model id were not given as ``weights_dict``.
             ValueError: the arguments contradict each other.
         """
         given = {name: value for name, value in weights.items() if value is not None}
@@ -49,7 +53,9 @@ class Request:
             raise ValueError(f"give only one of {', '.join(given)}")
         weights_dict = given.pop("weights_dict", None)
         if weights_dict is None:
-            return cls({model_id or "policy": next(iter(given.values()), None)}, worker_ids)
+            source = next(iter(given.values()), None)
+            _require_one_model(source)
+            return cls({model_id or "policy": source}, worker_ids)
         if model_id is not None:
             raise ValueError("model_id and weights_dict cannot be given together")
         if not isinstance(weights_dict, Mapping):
@@ -60,6 +66,17 @@ class Request:
         if not weights_dict:
             raise ValueError("weights_dict is empty")
         return cls(dict(weights_dict), worker_ids, several=True)
+
+
+def _require_one_model(source: Any) -> None:
+    """Raise UnsupportedSourceError if the weights of one model are a dict of modules by name."""
+    named = [key for key in source if isinstance(key, str)] if isinstance(source, dict) else []
+    modules = [key for key in named if isinstance(source[key], nn.Module)]
+    if modules:
+        raise UnsupportedSourceError(
+            f"a dict of modules, {modules}, is not the weights of one model; give modules by model id as "
+            "weights_dict="
+        )
 
 
 def send(schemes: Schemes, request: Request) -> SyncReport | dict[str, SyncReport]:

@@ -253,6 +253,11 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             if self.cudagraphed_policy:
                 scheme.stable_addresses = True
             model = self.get_model(model_id)
+            if model_id == "policy" and real({model_id: scheme}) and not isinstance(model, nn.Module):
+                raise TypeError(
+                    f"'policy' of {type(self).__name__} is a {type(model).__name__}, not an nn.Module; "
+                    "policies without parameters need no scheme"
+                )
             source = self._source if model_id == "policy" else model
             self._add_receivers({model_id: receive_here(scheme, model_id, source, model)})
         super()._setup_weight_sync(weight_updater, weight_sync_schemes)

@@ -20,8 +20,10 @@ from weight_update import (
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    SchemaMismatchError,
     SharedMemWeightSyncScheme,
     SyncFailedError,
+    UnsupportedSourceError,
     WorkerError,
 )
 
@@ -64,7 +66,10 @@ def test_calls_after_the_shutdown_speak_of_the_collector(cls):
     kind = MemoryWeightSyncScheme if cls is Collector else SharedMemWeightSyncScheme
     collector = make(cls, weight_sync_schemes={"policy": kind()})
     collector.shutdown()
-    for call in (collector.update_policy_weights_, lambda: collector.add_observer(print)):
+    calls = [collector.update_policy_weights_, lambda: collector.add_observer(print)]
+    if cls is MultiSyncCollector:
+        calls += [collector.state_dict, collector.reset, lambda: collector.set_seed(1)]
+    for call in calls:
         with pytest.raises(LifecycleError, match="this collector was shut down; make a new collector"):
             call()
 
@@ -83,6 +88,43 @@ def test_weights_dict_that_is_no_dict():
     for given in (policy, [policy]):
         with pytest.raises(TypeError, match=re.escape(message)):
             collector.update_policy_weights_(weights_dict=given)
+    collector.shutdown()
+
+
+def test_modules_by_model_id_that_are_not_given_as_weights_dict():
+    collector, policy = make(Collector), make_policy(1.0)
+    with pytest.raises(UnsupportedSourceError, match=r"dict of modules, \['policy'\], .* as weights_dict="):
+        collector.update_policy_weights_({"policy": policy})
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("policy", [lambda td: td.set("action", td["observation"]), None])
+def test_a_scheme_of_a_policy_without_weights(policy):
+    scheme = MemoryWeightSyncScheme()
+    with pytest.raises(
+        TypeError, match=r"'policy' of Collector is a .*; policies without parameters need no"
+    ):
+        Collector(
+            Env,
+            policy,
+            frames_per_batch=8,
+            total_frames=800,
+            weight_sync_schemes={"policy": scheme},
+            **OPTIONS,
+        )
+
+
+def test_a_scheme_for_threads_and_workers_that_are_processes():
+    with pytest.raises(WorkerError, match="in other processes need another scheme, such as SharedMemWeight"):
+        make(MultiSyncCollector, weight_sync_schemes={"policy": MemoryWeightSyncScheme()})
+
+
+def test_the_module_inside_the_policy():
+    collector, policy = make(Collector), make_policy(1.0)
+    with pytest.raises(
+        SchemaMismatchError, match=r"contain module\., which .* TensorDictModule \(module\) add"
+    ):
+        collector.update_policy_weights_(policy.module)
     collector.shutdown()
 
 

@@ -40,6 +40,15 @@ def test_a_killed_worker_is_named_with_its_exit_code(cls, made):
 
 
 @pytest.mark.parametrize("cls", [MultiSyncCollector, slow(MultiAsyncCollector)])
+def test_a_worker_whose_connection_is_gone_does_not_keep_others_from_ending(cls):
+    collector = make(cls)
+    processes = [process._original for process in collector.procs]
+    collector.pipes[0]._original.close()  # as when the process was killed, and has not been reaped yet
+    collector.shutdown()
+    assert [process.is_alive() for process in processes] == [False, False]
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, slow(MultiAsyncCollector)])
 def test_waiting_for_a_stopped_worker_has_a_limit(cls):
     collector = make(cls, frames_timeout=1.5)
     try:

@@ -31,6 +31,7 @@ from weight_update import (
     NoWeightSyncScheme,
     SharedMemWeightSyncScheme,
     UnsupportedSourceError,
+    WeightStrategy,
 )
 
 
@@ -41,6 +42,38 @@ def two_workers(policy=None, cls=MultiSyncCollector, **options):
 def used(frames):
     """The weights that each worker computed the next batch with."""
     return [float(worker.unique()) for worker in next(frames)["action"]]
+
+
+class Shifted(nn.Module):
+    """The sum of a trained weight, a frozen weight and a buffer that is not persistent."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained = nn.Parameter(torch.ones(()))
+        self.frozen = nn.Parameter(torch.ones(()), requires_grad=False)
+        self.register_buffer("shift", torch.ones(()), persistent=False)
+
+    def forward(self, observation):
+        return self.trained + self.frozen + self.shift + 0 * observation
+
+
+@pytest.mark.parametrize(
+    ("strategy", "after"),
+    [
+        (WeightStrategy("state_dict", select="trainable"), 102.0),
+        pytest.param(WeightStrategy("tensordict", select=["module.frozen"]), 102.0, marks=pytest.mark.slow),
+        pytest.param(WeightStrategy("state_dict"), 201.0, marks=pytest.mark.slow),
+    ],
+)
+def test_workers_start_with_the_weights_that_updates_do_not_carry(strategy, after, made):
+    policy = TensorDictModule(Shifted(), in_keys=["observation"], out_keys=["action"])
+    collector = made(two_workers, policy, weight_sync_schemes={"policy": SharedMemWeightSyncScheme(strategy)})
+    frames = iter(collector)
+    assert used(frames) == [3.0, 3.0]
+    fill(policy, 100.0)
+    policy.module.shift.fill_(100.0)
+    collector.update_policy_weights_()
+    assert used(frames) == [after, after]
 
 
 @pytest.mark.parametrize(

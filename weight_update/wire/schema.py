@@ -316,8 +316,9 @@ def wrapper_hint(names: Mapping[str, Sequence[str]]) -> str:
         if extra:
             added = " and ".join(f"{one}." for one in sorted(extra))
             return (
-                f"; the names of {side} contain {added}, which torch.compile (_orig_mod) and "
-                "DistributedDataParallel (module) add: give the scheme the module that was wrapped"
+                f"; the names of {side} contain {added}, which torch.compile (_orig_mod), "
+                "DistributedDataParallel and TensorDictModule (module) add: give both sides the wrapper, or "
+                "both the module that was wrapped"
             )
     return ""
 
