@@ -154,6 +154,52 @@ def test_a_client_that_cannot_introduce_itself_says_so(answer: str) -> None:
         assert len(calls) < 20
 
 
+@pytest.mark.parametrize("method", EVERY)
+def test_a_call_that_is_cancelled_before_it_waits_does_not_wait(method: SyncMethod, tmp_path: Path) -> None:
+    withdrawn, ended = threading.Event(), threading.Event()
+
+    async def cancel(explorer: ExplorerClient) -> None:
+        call, called = explorer.blocking.channel.call, asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def late(name: str, *args: Any) -> Any:
+            if name == "explorer_syncs":
+                loop.call_soon_threadsafe(called.set)
+                assert withdrawn.wait(20)
+            reply = call(name, *args)
+            if name == "notify":
+                withdrawn.set()
+            elif name == "explorer_syncs" and "join" not in reply:
+                ended.set()
+            return reply
+
+        explorer.blocking.channel.call = late  # type: ignore[method-assign, assignment]
+        waiting = asyncio.create_task(explorer.sync_weight())
+        await called.wait()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    with connected(method, SyncStyle.FIXED, tmp_path, model_at(0), model_at(-1)) as (_, _, explorer):
+        explorer.step = 1
+        asyncio.run(cancel(explorer))
+        assert ended.wait(20), "it still waits"  # timeout= is 60 s
+        assert explorer.blocking.status()["explorers"][0] is RunningStatus.RUNNING
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_a_relative_directory_is_the_same_for_all(
+    method: SyncMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = Synchronizer(method, directory="run-7")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with where:
+        assert where.service is not None
+    assert (tmp_path / "run-7").is_dir()
+
+
 def test_a_call_that_is_cancelled_after_close_is_cancelled() -> None:
     async def cancel(where: Synchronizer) -> None:
         explorer = ExplorerClient(where, model_at(-1))
