@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sync_parts import Waiting, connected, model_at, wait_until
+import torch
+from sync_parts import Waiting, connected, exchange, model_at, synchronizer, wait_until
+from torch import nn
 
 from weight_update import (
     ExplorerClient,
     LifecycleError,
     LinkClosedError,
     RunningStatus,
+    SchemaMismatchError,
     Synchronizer,
     SyncMethod,
     SyncStyle,
@@ -152,6 +155,29 @@ def test_a_client_that_cannot_introduce_itself_says_so(answer: str) -> None:
         assert isinstance(error, TransportError)
         assert ("no room" if answer == "fails" else "forgets") in str(error)
         assert len(calls) < 20
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_a_trainer_that_is_made_anew_may_have_other_weights(method: SyncMethod, tmp_path: Path) -> None:
+    source, model = nn.Linear(3, 2), nn.Linear(3, 2)
+    with (
+        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        ExplorerClient(where, model_at(-1), id=7) as old,
+    ):
+        with TrainerClient(where, model_at(0)) as trainer:
+            old.step = 1
+            exchange(trainer, old)
+        with TrainerClient(where, source) as trainer, ExplorerClient(where, model) as explorer:
+            if method is not SyncMethod.NCCL:
+                trainer.blocking.sync_weight()  # else the explorer finds the weights of the trainer before
+            explorer.step, old.step = 1, 2
+            fitting, wrong = Waiting(explorer), Waiting(old)
+            for one in (fitting, wrong):
+                one.be_served_by(trainer)
+            assert "reason" not in fitting.result()
+            with pytest.raises(SchemaMismatchError, match="weight"):
+                wrong.result()
+        assert torch.equal(model.weight, source.weight)
 
 
 @pytest.mark.parametrize("method", EVERY)
