@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import pickle
 import stat
@@ -160,6 +161,12 @@ def test_bad_arguments(tmp_path: Path) -> None:
     for version in (None, "8", -2, 1.5):
         with pytest.raises(ValueError, match=f"version is an integer of at least -1, not {version!r}"):
             CheckpointStore(tmp_path).wait_newer(version, timeout=0.0)  # type: ignore[arg-type]
+    for timeout in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="timeout is a number of seconds from 0 on"):
+            CheckpointStore(tmp_path).wait_newer(-1, timeout)
+    for timeout in (None, "1"):
+        with pytest.raises(TypeError, match="timeout is a number of seconds"):
+            CheckpointStore(tmp_path).wait_newer(-1, timeout)  # type: ignore[arg-type]
     file = tmp_path / "weights.pt"
     file.touch()
     with pytest.raises(NotADirectoryError, match="give a directory, not a file"):
@@ -241,6 +248,18 @@ def test_wrong_bits_are_found_by_reading(tmp_path: Path, caplog: pytest.LogCaptu
     path = store.publish(1, weights(1), step=1)
     with store.reading(1) as tensors:
         assert same_bits(tensors, weights(1))
+
+
+def test_a_relative_path_stays_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = CheckpointStore("run-7")
+    store.publish(0, weights(0), step=0)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    store.publish(1, weights(1), step=1)
+    with store.reading(1) as tensors:
+        assert same_bits(tensors, weights(1))
+    assert versions(CheckpointStore(tmp_path / "run-7")) == [0, 1]
 
 
 def test_a_store_is_of_use_to_several_threads(tmp_path: Path) -> None:

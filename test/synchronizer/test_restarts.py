@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sync_parts import Waiting, connected, model_at, wait_until
+import torch
+from sync_parts import Waiting, connected, exchange, model_at, synchronizer, wait_until
+from torch import nn
 
 from weight_update import (
     ExplorerClient,
     LifecycleError,
     LinkClosedError,
     RunningStatus,
+    SchemaMismatchError,
     Synchronizer,
     SyncMethod,
     SyncStyle,
@@ -152,6 +155,75 @@ def test_a_client_that_cannot_introduce_itself_says_so(answer: str) -> None:
         assert isinstance(error, TransportError)
         assert ("no room" if answer == "fails" else "forgets") in str(error)
         assert len(calls) < 20
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_a_trainer_that_is_made_anew_may_have_other_weights(method: SyncMethod, tmp_path: Path) -> None:
+    source, model = nn.Linear(3, 2), nn.Linear(3, 2)
+    with (
+        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        ExplorerClient(where, model_at(-1), id=7) as old,
+    ):
+        with TrainerClient(where, model_at(0)) as trainer:
+            old.step = 1
+            exchange(trainer, old)
+        with TrainerClient(where, source) as trainer, ExplorerClient(where, model) as explorer:
+            if method is not SyncMethod.NCCL:
+                trainer.blocking.sync_weight()  # else the explorer finds the weights of the trainer before
+            explorer.step, old.step = 1, 2
+            fitting, wrong = Waiting(explorer), Waiting(old)
+            for one in (fitting, wrong):
+                one.be_served_by(trainer)
+            assert "reason" not in fitting.result()
+            with pytest.raises(SchemaMismatchError, match="weight"):
+                wrong.result()
+        assert torch.equal(model.weight, source.weight)
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_a_call_that_is_cancelled_before_it_waits_does_not_wait(method: SyncMethod, tmp_path: Path) -> None:
+    withdrawn, ended = threading.Event(), threading.Event()
+
+    async def cancel(explorer: ExplorerClient) -> None:
+        call, called = explorer.blocking.channel.call, asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def late(name: str, *args: Any) -> Any:
+            if name == "explorer_syncs" and not withdrawn.is_set():
+                loop.call_soon_threadsafe(called.set)
+                assert withdrawn.wait(20)
+            reply = call(name, *args)
+            if name == "notify":
+                withdrawn.set()
+            elif name == "explorer_syncs" and "join" not in reply:
+                ended.set()
+            return reply
+
+        explorer.blocking.channel.call = late  # type: ignore[method-assign, assignment]
+        waiting = asyncio.create_task(explorer.sync_weight())
+        await called.wait()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    with connected(method, SyncStyle.FIXED, tmp_path, model_at(0), model_at(-1)) as (_, _, explorer):
+        explorer.step = 1
+        asyncio.run(cancel(explorer))
+        assert ended.wait(20), "it still waits"  # timeout= is 60 s
+        assert explorer.blocking.status()["explorers"][0] is RunningStatus.RUNNING
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_a_relative_directory_is_the_same_for_all(
+    method: SyncMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = Synchronizer(method, directory="run-7")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with where:
+        assert where.service is not None
+    assert (tmp_path / "run-7").is_dir()
 
 
 def test_a_call_that_is_cancelled_after_close_is_cancelled() -> None:

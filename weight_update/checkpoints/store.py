@@ -54,14 +54,14 @@ class CheckpointStore:
             above 0.
 
     Attributes:
-        directory: path of the directory.
+        directory: absolute path of the directory.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str], keep: int = 2, *, lease_seconds: float = 60.0
     ) -> None:
         require_local_path(directory)
-        self.directory: Path = Path(directory)
+        self.directory: Path = Path(directory).absolute()  # a program may change its working directory
         if self.directory.exists() and not self.directory.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "give a directory, not a file", str(directory))
         self._lease_seconds = require_seconds("lease_seconds", lease_seconds)
@@ -173,7 +173,7 @@ class CheckpointStore:
 
         Args:
             version: a number from -1 on; -1 for any version.
-            timeout: seconds.
+            timeout: seconds; 0 looks once.
             ended: event that ends the wait as if the time were over; None for no such event.
 
         Returns:
@@ -181,9 +181,11 @@ class CheckpointStore:
 
         Raises:
             OSError: the directory cannot be read.
-            ValueError: ``version`` is no int from -1 on.
+            TypeError: ``timeout`` is no number.
+            ValueError: ``version`` is no int from -1 on, or ``timeout`` is below 0, infinite or NaN.
         """
         version = whole_number(version, "version", least=-1)
+        timeout = require_seconds("timeout", timeout, zero=True)
         ended = threading.Event() if ended is None else ended
         deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,8 @@ from weight_update.synchronizer.rpc import Channel, LocalChannel, Server, Socket
 from weight_update.synchronizer.synchronizer import Synchronizer
 
 Where = Synchronizer | Server | RayHost | str
+_GIVE_UP_SECONDS = 0.1
+"""Seconds after which the end of a wait is asked for again: the call may have begun to wait just then."""
 _P = TypeVar("_P", BlockingTrainer, BlockingExplorer)
 _T = TypeVar("_T")
 _C = TypeVar("_C", bound="_AsyncClient[Any]")
@@ -73,11 +76,21 @@ class _AsyncClient(Generic[_P]):
             LifecycleError: this side is closed, or another client took its place.
         """
         try:
-            return await self._run(self.blocking.sync_weight)
+            call = self._threads.submit(self.blocking.sync_weight)
+        except RuntimeError:  # closed: the call raises that, and does nothing else
+            return self.blocking.sync_weight()
+        try:
+            return await asyncio.wrap_future(call)
         except asyncio.CancelledError:
             with contextlib.suppress(RuntimeError):  # closed: there is no wait to end any more
-                self._threads.submit(self.blocking.give_up)
+                self._threads.submit(self._give_up, call)
             raise
+
+    def _give_up(self, call: futures.Future[Metrics]) -> None:
+        """End the wait of a call of ``sync_weight``, also if the call has not begun to wait yet."""
+        while not call.done():
+            self.blocking.give_up()
+            futures.wait([call], _GIVE_UP_SECONDS)
 
     async def notify(self, status: RunningStatus | str) -> None:
         """Set the status of this client in the synchronizer.

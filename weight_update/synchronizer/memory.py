@@ -18,7 +18,7 @@ from weight_update.errors import (
 from weight_update.report import SyncReport
 from weight_update.schemes.sender_side import close_all
 from weight_update.sender.handle import SendHandle
-from weight_update.strategy.strategy import WeightStrategy
+from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import StoringTrainer
 from weight_update.synchronizer.plan import SyncPlan, SyncStyle
@@ -27,6 +27,7 @@ from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, is_loopback, key_of, settle
 from weight_update.transports.shared_memory.unix_stream import deadline_of
+from weight_update.wire.schema import WeightSchema
 
 _log = logging.getLogger(__name__)
 _SYNCHRONIZER = 0
@@ -70,6 +71,8 @@ class MemoryService(Service):
         self._newest: HeldVersion | None = None
         self._subscriber: Subscriber | None = None  # of the trainer
         self._publisher: Publisher | None = None  # for explorers; there are weights then
+        self._published_from: Subscriber | None = None  # the link whose weights the publisher is known to fit
+        self._schema: WeightSchema | None = None  # of the publisher
         self._taking, self._delivering = threading.Lock(), threading.Lock()
         self._transfers: dict[ExplorerState, tuple[int, SendHandle]] = {}
 
@@ -115,12 +118,9 @@ class MemoryService(Service):
             if self._subscriber is None:
                 raise LinkClosedError("the synchronizer has no link to the trainer")
             self._newest = HeldVersion(version, step, self._subscriber.scheme.weights)
-            if self._publisher is None:
-                tell = self.observers.tell
-                made = Publisher(self._weights, self.address, self._strategy, self._timeout, tell=tell)
-                with self.changed:  # explorers that join it begin with this version
-                    self._record(made.endpoint, 0, version, step)
-                self._publisher = made
+            if self._published_from is not self._subscriber:
+                self._make_publisher(self._newest)
+                self._published_from = self._subscriber
             self._release_if_closed()
         with self.changed:
             self.machine.published(version, step)
@@ -130,6 +130,20 @@ class MemoryService(Service):
             with self._delivering:
                 self._send_to_waiting(spread=True)
         return {"version": version}
+
+    def _make_publisher(self, newest: HeldVersion) -> None:
+        """Make a publisher, unless the present one fits the weights of the trainer, perhaps a new one."""
+        schema = resolve_strategy(self._strategy).named(newest.weights).schema()
+        if self._publisher is not None and schema == self._schema:
+            return
+        tell, before = self.observers.tell, self._publisher
+        made = Publisher(self._weights, self.address, self._strategy, self._timeout, tell=tell)
+        with self.changed:  # explorers that join it begin with this version
+            self._record(made.endpoint, 0, newest.version, newest.step)
+        self._publisher, self._schema = made, schema
+        if before is not None:
+            _log.warning("the trainer has other weights than the one before; explorers connect again")
+            before.close()
 
     def _weights(self) -> Any:
         assert self._newest is not None

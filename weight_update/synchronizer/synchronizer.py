@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from weight_update.arguments import require_local_path, require_reachable, require_seconds
@@ -41,7 +42,8 @@ class Synchronizer:
         plan: a :class:`SyncPlan`; or a :class:`SyncMethod` (or its name), with the other fields of the plan
             as ``style``, ``sync_interval``, ``sync_offset`` and ``max_staleness``.
         directory: directory in which the number of the newest version is stored. CHECKPOINT needs a directory
-            that trainer and explorers share, and stores its files there.
+            that trainer and explorers share, and stores its files there. A relative path is relative to the
+            working directory of the process that creates the synchronizer, for all clients.
         strategy: MEMORY: the strategy with which the synchronizer sends weights to explorers; the same as the
             trainer's. See :class:`~weight_update.WeightStrategy`.
         lease: seconds without a message after which a client counts as gone: its process or machine has
@@ -76,7 +78,10 @@ class Synchronizer:
         if isinstance(plan, SyncPlan) and given:
             raise ValueError(f"give a SyncPlan or its fields, not both: {', '.join(given)}")
         self.plan: SyncPlan = plan if isinstance(plan, SyncPlan) else SyncPlan(SyncMethod(plan), **given)
-        self._directory = None if directory is None else os.fspath(directory)
+        if directory is not None:
+            require_local_path(directory)
+        # Clients in other processes have other working directories.
+        self._directory = None if directory is None else str(Path(directory).absolute())
         self._options: dict[str, Any] = {
             "lease": require_seconds("lease", lease),
             "transfer_timeout": require_seconds("transfer_timeout", transfer_timeout),
@@ -86,10 +91,8 @@ class Synchronizer:
             require_no_pipeline(self._options["strategy"])
         if self.plan.method is SyncMethod.CHECKPOINT and directory is None:
             raise ValueError("SyncMethod.CHECKPOINT needs directory=, one that trainer and explorers share")
-        if self._directory is not None:
-            require_local_path(self._directory)
         if self._directory is not None and os.path.isfile(self._directory):
-            raise ValueError(f"directory={self._directory!r} is a file; give a directory")
+            raise ValueError(f"directory={str(directory)!r} is a file; give a directory")
         self._service: Service | None = None
         self._servers: list[Server | RayHost] = []
         self._closed = False
