@@ -75,6 +75,8 @@ def test_a_closed_output_is_no_error(run_7: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "argv", ["weight-update", "inspect", str(run_7)])
     with pytest.raises(SystemExit) as ended:
         main()
+    for stream in (sys.stdout, sys.stderr):
+        stream.close()
     assert ended.value.code == 0
 
 
