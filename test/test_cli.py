@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from interpreters import run_python
 from marks import slow
 from test_observers_ready import report_of
 
+from weight_update.cli import main
 from weight_update.cli.commands import COMMANDS
+from weight_update.cli.output import show
 from weight_update.observers import PrometheusObserver
 
 
@@ -56,6 +60,24 @@ def test_python_m_weight_update(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert f"Error: Invalid value for PATH: {tmp_path} holds no checkpoints" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_characters_that_the_output_cannot_show_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii", write_through=True))
+    show({"path": "\u6f22\udcff"}, as_json=False)
+    assert written.getvalue().split() == [b"path", rb"\u6f22\udcff"]
+
+
+def test_a_closed_output_is_no_error(run_7: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in ("stdout", "stderr"):  # as Python sets them in "weight-update ... >&- 2>&-"
+        monkeypatch.setattr(sys, stream, None)
+    monkeypatch.setattr(sys, "argv", ["weight-update", "inspect", str(run_7)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    for stream in (sys.stdout, sys.stderr):
+        stream.close()
+    assert ended.value.code == 0
 
 
 @pytest.mark.parametrize("package", ["click", "rich", "prometheus_client"])

@@ -117,6 +117,12 @@ def test_inspect_prints_plain_lines_into_a_pipe(run_7: Path, tmp_path: Path) -> 
     assert call("inspect", frames).stdout.splitlines()[0].split() == ["result", "failed"]
 
 
+def test_a_name_with_control_characters_takes_one_line(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path).publish(0, {"a\nb\x1b[31mc\x07": torch.ones(1)}, step=0)
+    lines = call("inspect", tmp_path).stdout.splitlines()
+    assert lines[-1].split() == ["a\\nb\\x1b[31mc\\x07", "float32", "[1]", "4", "B"]
+
+
 def test_inspect_names_missing_and_left_over_files(run_7: Path) -> None:
     data_file(run_7, 12).unlink()
     (run_7 / f"000000000013-{'0' * 32}.safetensors.part").write_bytes(b"half")

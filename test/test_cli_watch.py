@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -202,6 +202,52 @@ def test_an_address_of_something_else(reply: bytes, reason: str, monkeypatch: py
         thread.join(30)
     assert result.exit_code == 1
     assert reason in result.output
+
+
+@pytest.mark.parametrize("sample", ['worker_up{worker="a"} 1', "version +Inf"])
+def test_metrics_that_are_not_ours_are_an_error_without_a_traceback(sample: str) -> None:
+    text = (
+        f"# TYPE weight_update_sent_bytes counter\nweight_update_sent_bytes_total 1\nweight_update_{sample}\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            client, _ = server.accept()
+            with client:
+                client.recv(1 << 16)
+                client.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + text.encode())
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        result = call("watch", f"http://127.0.0.1:{server.getsockname()[1]}/", "--once")
+        thread.join(30)
+    assert result.exit_code == 1
+    assert "cannot watch" in result.output
+
+
+def test_a_header_that_comes_byte_by_byte_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "TIMEOUT", 0.5)
+    done = threading.Event()
+
+    def serve() -> None:
+        client, _ = server.accept()
+        with client, suppress(OSError):
+            client.sendall(b"HTTP/1.0 200 OK\r\nX: ")
+            while not done.wait(0.1):  # each byte comes in time
+                client.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        stop = threading.Timer(20, done.set)
+        stop.start()
+        result = call("watch", f"http://127.0.0.1:{server.getsockname()[1]}/", "--once")
+        assert not done.is_set(), "it read on"
+        stop.cancel()
+        done.set()
+        thread.join(30)
+    assert result.exit_code == 1
+    assert "timed out" in result.output
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "0", "1e300"])

@@ -21,6 +21,9 @@ def main() -> None:
         if package not in _PACKAGES:
             raise
         sys.exit(f'weight-update needs the package {package}: pip install "weight-update[cli]"')
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # the caller closed it
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
     weight_update(prog_name="weight-update", obj=_seconds_so_far())
 
 

@@ -124,8 +124,18 @@ def _title(key: str) -> str:
 
 
 def _cell(key: str, value: Any) -> Text:
-    text = _text(key, value)
+    text = _shown(_text(key, value))
     return Text(text, style=_STYLES.get(text, ""))
+
+
+def _shown(text: str) -> str:
+    """Escape characters that end a line, control a terminal, or are not in the encoding of the output.
+
+    Names from files may hold any character.
+    """
+    visible = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    return visible.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _text(key: str, value: Any) -> str:

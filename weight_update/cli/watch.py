@@ -66,18 +66,18 @@ def _looks(url: str, every: float) -> Iterator[Document]:
     Raises:
         click.ClickException: the trainer cannot be reached, or is gone.
     """
-    before = None
+    before: Metrics | None = None
     while True:
-        now = _look(url, before)
-        yield document_of(now, before)
-        before = now
+        before, document = _look(url, before)
+        yield document
         time.sleep(every)
 
 
-def _look(url: str, before: Metrics | None) -> Metrics:
+def _look(url: str, before: Metrics | None) -> tuple[Metrics, Document]:
     try:
-        return fetch(url)
-    except (OSError, HTTPException, ValueError) as error:
+        now = fetch(url)
+        return now, document_of(now, before)
+    except (OSError, HTTPException, ValueError, OverflowError) as error:
         reason = _reason(error)
         if before is None:
             raise click.ClickException(f"cannot watch {url}: {reason}. {_CURE}") from error
