@@ -256,27 +256,31 @@ def test_one_file_that_cannot_be_removed_does_not_stop_the_clean_up(
     assert caplog.text.count("could not be removed yet") == 2, "once for each"
 
 
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """Return a directory that other users reach; they do not reach those of pytest."""
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
-def test_another_user_may_clean_up_what_is_his_in_a_sticky_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tmp_path.chmod(0o1777)
-    CheckpointStore(".").publish(0, weights(0), step=0)
-    for path in tmp_path.iterdir():
+def test_another_user_may_clean_up_what_is_his_in_a_sticky_directory(open_path: Path) -> None:
+    open_path.chmod(0o1777)
+    CheckpointStore(open_path).publish(0, weights(0), step=0)
+    for path in open_path.iterdir():
         path.chmod(0o600)
-    theirs = tmp_path / f"{0:012}-{0:032x}.{1:032x}.lease"
+    theirs = open_path / f"{0:012}-{0:032x}.{1:032x}.lease"
     theirs.touch(0o600)
 
     def publish() -> None:
         os.setgid(65534)
         os.setuid(65534)
-        store = CheckpointStore(".", keep=1)
+        store = CheckpointStore(open_path, keep=1)
         for version in range(1, 4):
             store.publish(version, weights(version), step=version)
 
     assert in_child(publish) == 0
-    assert [path.name for path in sorted(tmp_path.glob("*.json"))] == [f"{0:012}.json", f"{3:012}.json"]
+    assert [path.name for path in sorted(open_path.glob("*.json"))] == [f"{0:012}.json", f"{3:012}.json"]
     assert theirs.exists()
 
 
