@@ -256,27 +256,32 @@ def test_one_file_that_cannot_be_removed_does_not_stop_the_clean_up(
     assert caplog.text.count("could not be removed yet") == 2, "once for each"
 
 
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """Return a directory that other users reach; they do not reach those of pytest."""
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
-def test_another_user_may_clean_up_what_is_his_in_a_sticky_directory() -> None:
-    with tempfile.TemporaryDirectory() as name:  # others may not search the directories above tmp_path
-        directory = Path(name)
-        directory.chmod(0o1777)
-        CheckpointStore(directory).publish(0, weights(0), step=0)
-        for path in directory.iterdir():
-            path.chmod(0o600)
-        theirs = directory / f"{0:012}-{0:032x}.{1:032x}.lease"
-        theirs.touch(0o600)
+def test_another_user_may_clean_up_what_is_his_in_a_sticky_directory(open_path: Path) -> None:
+    open_path.chmod(0o1777)
+    CheckpointStore(open_path).publish(0, weights(0), step=0)
+    for path in open_path.iterdir():
+        path.chmod(0o600)
+    theirs = open_path / f"{0:012}-{0:032x}.{1:032x}.lease"
+    theirs.touch(0o600)
 
-        def publish() -> None:
-            os.setgid(65534)
-            os.setuid(65534)
-            store = CheckpointStore(directory, keep=1)
-            for version in range(1, 4):
-                store.publish(version, weights(version), step=version)
+    def publish() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        store = CheckpointStore(open_path, keep=1)
+        for version in range(1, 4):
+            store.publish(version, weights(version), step=version)
 
-        assert in_child(publish) == 0
-        assert [path.name for path in sorted(directory.glob("*.json"))] == [f"{0:012}.json", f"{3:012}.json"]
-        assert theirs.exists()
+    assert in_child(publish) == 0
+    assert [path.name for path in sorted(open_path.glob("*.json"))] == [f"{0:012}.json", f"{3:012}.json"]
+    assert theirs.exists()
 
 
 @pytest.mark.parametrize(

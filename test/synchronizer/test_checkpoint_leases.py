@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint_parts import data_files, in_child, same_bits, versions, visible, weights
 from marks import slow
 
+from weight_update.checkpoints import lease
 from weight_update.synchronizer import CheckpointStore
 
 SHORT = 0.6  # seconds after which a lease counts as dead in these tests
@@ -172,3 +175,34 @@ def test_readers_in_other_processes_beside_a_fast_writer(tmp_path: Path) -> None
         for reader in readers:
             reader.kill()
             reader.join(30)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_reader_that_may_not_write_is_told_why_it_has_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    store = CheckpointStore(tmp_path)
+    store.publish(0, weights(0), step=0)
+
+    def refuse(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    with (
+        pytest.raises(OSError, match="readers, too, need to write to the directory") as found,
+        store.reading(0),
+    ):
+        pass
+    assert found.value.errno == number
+
+
+def test_without_a_thread_no_lease_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = CheckpointStore(tmp_path)
+    store.publish(0, weights(0), step=0)
+    monkeypatch.setattr(lease, "start_thread", refuse)
+    with pytest.raises(RuntimeError, match="thread"), store.reading(0):
+        pass
+    assert not list(tmp_path.glob("*.lease"))

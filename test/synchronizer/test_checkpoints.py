@@ -232,6 +232,18 @@ def test_a_version_that_cannot_be_read_for_a_moment_is_read_later(
     assert store.latest().version == 0, "its files have not changed"
 
 
+def test_a_broken_version_is_skipped_though_its_data_cannot_be_looked_at(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.publish(0, weights(0), step=0)
+    store.publish(1, weights(1), step=1)
+    (tmp_path / "000000000001.json").write_text("{}")
+    loop = tmp_path / f"000000000001-{'0' * 32}.safetensors"
+    loop.symlink_to(loop)
+    found = store.latest()
+    assert found is not None
+    assert found.version == 0
+
+
 def test_wrong_bits_are_found_by_reading(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(tmp_path)
     store.publish(0, weights(0), step=0)

@@ -127,6 +127,8 @@ def row(**changes: object) -> dict[str, object]:
         file_of(row(shape=[5]), b"1234"),
         file_of(row(shape=[-2, -2]), b"1234"),
         file_of(row(shape=["4"]), b"1234"),
+        file_of(row(shape=["4", 1 << 62]), b"1234"),  # as a product, a text of that length
+        file_of(row(shape=[10**30, "4"]), b"1234"),
         file_of(row(shape=[1 << 40, 1 << 40, 0], data_offsets=[0, 0]), b""),
         file_of(row(dtype="F4"), b"1234"),
         file_of(row(data_offsets=[1, 5]), b"12345"),

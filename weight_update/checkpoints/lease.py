@@ -12,6 +12,7 @@ and there a version would vanish under its readers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import stat
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weight_update.checkpoints.io import open_regular
+from weight_update.errors import undo_on_error
 from weight_update.threads import start_thread
 
 LEASE = ".lease"
@@ -43,9 +45,18 @@ class Lease:
 
     def __init__(self, directory: Path, stem: str, silence: float) -> None:
         self._path = directory / f"{stem}.{uuid.uuid4().hex}{LEASE}"
-        self._path.touch(exist_ok=False)
+        try:
+            self._path.touch(exist_ok=False)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            why = (
+                f"{os.strerror(error.errno)}; readers, too, need to write to the directory, for their leases"
+            )
+            raise OSError(error.errno, why, str(directory)) from None
         self._ended, self._pid = threading.Event(), os.getpid()
-        start_thread(stem, _renew, self._path, self._ended, silence / _RENEWALS)
+        with undo_on_error(self.end):
+            start_thread(stem, _renew, self._path, self._ended, silence / _RENEWALS)
 
     def end(self) -> None:
         """End the use of the file. It may be called again, and does nothing in a forked process."""

@@ -177,7 +177,7 @@ class ManifestIndex:
         marks = []
         for path in sorted(self.directory.glob(f"{version:0{_DIGITS}}[-.]*")):
             if _MANIFEST.fullmatch(path.name) or path.suffix == ".safetensors":
-                with contextlib.suppress(FileNotFoundError):  # it was removed just now
+                with contextlib.suppress(OSError):  # it was removed just now, or cannot be looked at
                     stat = path.stat()
                     marks.append((path.name, stat.st_ino, stat.st_mtime_ns, stat.st_size))
         return marks

@@ -148,7 +148,9 @@ def _tensor(data: torch.Tensor, row: Mapping[str, Any], other: str | None) -> to
     first, last = row["data_offsets"]
     shape = row["shape"] if other is None else row["shape"][:-1]
     dtype = _DTYPES[row["dtype"]] if other is None else DTYPES[other]
-    if math.prod(shape) * dtype.itemsize != last - first or any(size < 0 for size in shape):
+    if any(type(size) is not int or size < 0 for size in shape):  # first: prod() would repeat a text
+        raise ValueError(f"a shape of {shape!r:.100}")
+    if math.prod(shape) * dtype.itemsize != last - first:
         raise ValueError(f"{last - first} bytes for {dtype} of shape {shape}")
     if math.prod(size or 1 for size in shape) >= 1 << 63:  # torch counts the elements with an int64
         raise ValueError(f"a shape of {shape}")
