@@ -150,11 +150,12 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
 
     def _ask_to_end(self) -> None:
         dist.distributed_c10d._get_default_store().set(STOP, "1")
+        # A worker that is about to send a batch must be able to send it. Batches that have come are dropped.
         while not self._arrived.empty():
             self._pending.discard(self._arrived.get()[0])
         for idx in range(len(self._batches)):
             if self._nodes.alive(idx):
-                self._ask(idx)  # a worker that is about to send a batch must be able to send it
+                self._ask(idx)
 
 
 def _unseen() -> None:

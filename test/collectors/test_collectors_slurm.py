@@ -1,4 +1,4 @@
-"""Collectors whose workers are jobs of submitit, which are processes of this machine if it has no Slurm."""
+"""Collectors whose workers are jobs of submitit, here as processes of this machine instead of Slurm's."""
 
 import sys
 

@@ -22,7 +22,7 @@ from weight_update.sender.joining import WorkerAlive, require_workers
 from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
 from weight_update.sharded.follower import Follower
-from weight_update.strategy.named_weights import Convert
+from weight_update.strategy.conversion import Convert
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,10 +15,11 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 
 from weight_update.arguments import require_instance
 from weight_update.encodings import Encoding
-from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError, WeightSyncError
+from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError
+from weight_update.strategy.conversion import Convert, collect, convert_checked
 from weight_update.text import plural
 from weight_update.wire.fixed import FixedTensors
-from weight_update.wire.memory import has_memory, memory_identity
+from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import (
     WeightSchema,
     differences,
@@ -35,9 +35,6 @@ Select = Literal["trainable"] | Sequence[str] | Callable[[str, torch.Tensor], bo
 EXTRA = "_extra_state"
 EXTRA_IN_TENSORDICT = "__extra_state__"
 """The key of a module's own extra state in a TensorDict; TorchRL's name."""
-
-Convert = Callable[[Iterator[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]]
-"""Function from weights to weights in another format, one after the other as they are asked for."""
 
 Gather = Callable[[Mapping[str, torch.Tensor]], Generator[tuple[str, torch.Tensor]]]
 """Function that gathers tensors of which this process holds parts, one after the other."""
@@ -88,7 +85,7 @@ class NamedWeights:
         counted = () if self.convert is None else self.tensors.items()
         before = {name: one._version for name, one in counted if not one.is_inference()}
         try:
-            yield from whole if self.convert is None else _checked(self.convert, whole)
+            yield from whole if self.convert is None else convert_checked(self.convert, whole)
         finally:
             whole.close()
         written = [name for name, count in before.items() if count != self.tensors[name]._version]
@@ -106,19 +103,7 @@ class NamedWeights:
         """
         if self.convert is None and self.gather is None:
             return self
-        tensors: dict[str, torch.Tensor] = {}
-        given: dict[Any, tuple[str, int]] = {}  # by address: the first name, and the writes that were counted
-        for name, tensor in self.items():
-            tensors[name] = tensor
-            if tensor.is_inference() or not tensor.numel() or not has_memory(tensor):
-                continue
-            first, count = given.setdefault((tensor.device, tensor.data_ptr()), (name, tensor._version))
-            if count != tensor._version:
-                raise ConversionError(
-                    f"convert gave the memory of {first!r} again as {name!r}, with other values: it must "
-                    "make a new tensor for each weight"
-                )
-        return NamedWeights(tensors, self.extra)
+        return NamedWeights(collect(self.items()), self.extra)
 
     def schema(self) -> WeightSchema:
         """Return the schema of :meth:`items`, without keeping tensors that a conversion makes."""
@@ -300,52 +285,6 @@ def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set
         for prefix, part in named_parts(source):
             found.update(prefix + key for key in part._non_persistent_buffers_set)
     return found
-
-
-def _checked(
-    convert: Convert, source: Iterator[tuple[str, torch.Tensor]]
-) -> Generator[tuple[str, torch.Tensor]]:
-    taken: str | None = None
-    name: str | None = None
-    made: Any = None
-    seen: set[str] = set()
-
-    def take(item: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
-        nonlocal taken
-        taken = item[0]
-        return item
-
-    try:
-        made = convert(map(take, source))
-        if not isinstance(made, Iterable):
-            raise UnsupportedSourceError(
-                f"convert gave a {type(made).__name__}, not an iterable of names and tensors; is it a "
-                "function that makes a converter, and has to be called first?"
-            )
-        for item in made:
-            if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
-                hint = "; of a dict, return the items()" if isinstance(made, Mapping) else ""
-                raise UnsupportedSourceError(
-                    f"convert gives {item!r:.60} ({type(item).__name__}), where pairs of a name and a tensor "
-                    f"are wanted{hint}"
-                )
-            name, value = item
-            if name in seen:
-                raise UnsupportedSourceError(f"convert gives {name!r} twice")
-            if not isinstance(value, torch.Tensor):
-                raise UnsupportedSourceError(
-                    f"convert gives a {type(value).__name__} as {name!r}, not a tensor"
-                )
-            seen.add(name)
-            del item
-            yield name, value
-            del value
-    except Exception as error:
-        if not isinstance(error, WeightSyncError) and sys.version_info >= (3, 11):  # others name the weight
-            call = "" if made is not None else ", which takes one iterator of (name, tensor) pairs"
-            last = f"the last weight that it took is {taken!r}, the last that it gave {name!r}"
-            error.add_note(f"raised while convert= ran{call}; {last}")
-        raise
 
 
 def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:

@@ -14,10 +14,10 @@ from weight_update.arguments import require_instance
 from weight_update.encodings import Encoding, encoding_from_config, resolve_encoding
 from weight_update.errors import LifecycleError, UnsupportedSourceError, undo_on_error
 from weight_update.strategy.binding import Binding
+from weight_update.strategy.conversion import Convert
 from weight_update.strategy.named_weights import (
     EXTRA,
     EXTRA_IN_TENSORDICT,
-    Convert,
     ExtractAs,
     NamedWeights,
     Select,

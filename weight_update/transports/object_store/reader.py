@@ -118,8 +118,8 @@ class ObjectStoreReader(TransportBackend):
                 raise
             if self._trouble is None and not isinstance(error, FileNotFoundError):
                 _log.warning("the weights are not updated now: %s", error)
-            if self._trouble is None or not isinstance(error, SyncTimeoutError):  # else the cause before
-                self._trouble = error
+            if self._trouble is None or not isinstance(error, SyncTimeoutError):
+                self._trouble = error  # a read that was only late does not hide the cause before
             self._look_after(min(2 * self._pause, _LONGEST_PAUSE))
             begun, self._begun = self._begun, None
             return None if begun is None else WeightChunk(Kind.ABORT, {"version": begun})

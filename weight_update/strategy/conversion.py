@@ -1,0 +1,87 @@
+"""Running ``convert=``, the user's function from weights to weights in another format."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from weight_update.errors import ConversionError, UnsupportedSourceError, WeightSyncError
+from weight_update.wire.memory import has_memory
+
+Convert = Callable[[Iterator[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]]
+"""Function from weights to weights in another format, one after the other as they are asked for."""
+
+
+def convert_checked(
+    convert: Convert, source: Iterator[tuple[str, torch.Tensor]]
+) -> Generator[tuple[str, torch.Tensor]]:
+    """Yield the results of ``convert``, each only when it is asked for.
+
+    Raises:
+        UnsupportedSourceError: ``convert`` gave a name twice, or no pairs of a name and a tensor.
+    """
+    taken: str | None = None
+    name: str | None = None
+    made: Any = None
+    seen: set[str] = set()
+
+    def take(item: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+        nonlocal taken
+        taken = item[0]
+        return item
+
+    try:
+        made = convert(map(take, source))
+        if not isinstance(made, Iterable):
+            raise UnsupportedSourceError(
+                f"convert gave a {type(made).__name__}, not an iterable of names and tensors; is it a "
+                "function that makes a converter, and has to be called first?"
+            )
+        for item in made:
+            if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
+                hint = "; of a dict, return the items()" if isinstance(made, Mapping) else ""
+                raise UnsupportedSourceError(
+                    f"convert gives {item!r:.60} ({type(item).__name__}), where pairs of a name and a tensor "
+                    f"are wanted{hint}"
+                )
+            name, value = item
+            if name in seen:
+                raise UnsupportedSourceError(f"convert gives {name!r} twice")
+            if not isinstance(value, torch.Tensor):
+                raise UnsupportedSourceError(
+                    f"convert gives a {type(value).__name__} as {name!r}, not a tensor"
+                )
+            seen.add(name)
+            del item
+            yield name, value
+            del value
+    except Exception as error:
+        if not isinstance(error, WeightSyncError) and sys.version_info >= (3, 11):  # others name the weight
+            call = "" if made is not None else ", which takes one iterator of (name, tensor) pairs"
+            last = f"the last weight that it took is {taken!r}, the last that it gave {name!r}"
+            error.add_note(f"raised while convert= ran{call}; {last}")
+        raise
+
+
+def collect(items: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return converted weights by name.
+
+    Raises:
+        ConversionError: a buffer was refilled for another weight, by writes that PyTorch counts.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    given: dict[tuple[torch.device, int], tuple[str, int]] = {}  # by address: first name and number of writes
+    for name, tensor in items:
+        tensors[name] = tensor
+        if tensor.is_inference() or not tensor.numel() or not has_memory(tensor):
+            continue
+        first, writes = given.setdefault((tensor.device, tensor.data_ptr()), (name, tensor._version))
+        if writes != tensor._version:
+            raise ConversionError(
+                f"convert gave the memory of {first!r} again as {name!r}, with other values: it must make a "
+                "new tensor for each weight"
+            )
+    return tensors
