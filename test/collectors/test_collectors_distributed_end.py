@@ -243,6 +243,7 @@ PROGRAM = """
     [
         ("DistributedSyncCollector", "raise KeyError('on purpose')", 1),
         slow("DistributedCollector", "os.kill(os.getpid(), signal.SIGKILL)", -9),
+        slow("DistributedSyncCollector", "os.kill(os.getpid(), signal.SIGKILL)", -9),
     ],
 )
 def test_an_interpreter_ends_without_shutdown(cls, end, code, tmp_path):
