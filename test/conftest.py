@@ -46,6 +46,7 @@ SMOKE = {
     "test_no_thread_is_left",
     # Of TransportContract:
     "test_order_is_kept",
+    "test_a_last_word_can_be_read",
     "test_payload_arrives_whole[65]",
     "test_rubbish_is_refused[damaged header-receiver]",
     "test_disconnect_and_join_again[sender]",

@@ -1,6 +1,8 @@
 """Workers that leave as soon as they have an update do not make that update fail."""
 
+import copy
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import pytest
@@ -54,3 +56,21 @@ def test_having_applied_outlives_the_worker() -> None:
 
 def wait_until_gone(sender: MemoryWeightSyncScheme) -> None:
     wait_until(lambda: sender.worker_versions[0] is None)
+
+
+def test_connect_does_not_miss_a_worker_that_took_the_weights() -> None:
+    """However late it looks: the worker was gone before another one came."""
+    with MemoryWeightSyncScheme(timeout=10.0) as sender, ThreadPoolExecutor(1) as pool:
+        sender.init_on_sender(model=nn.Linear(2, 2), num_workers=2)
+        first, second = copy.copy(sender), copy.copy(sender)
+        for idx, receiver in enumerate((first, second)):
+            receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=idx)
+        connecting = pool.submit(sender.connect)
+        first.connect()
+        first.shutdown()
+        wait_until_gone(sender)
+        with second:
+            second.connect()
+            connecting.result()
+            with pytest.raises(SyncFailedError, match="worker 0: it left"):
+                sender.send()

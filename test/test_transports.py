@@ -34,6 +34,7 @@ from weight_update.transports import (
     RayTransport,
     RPCTransport,
     SharedMemTransport,
+    multiprocess,
 )
 from weight_update.transports.distributed.rendezvous import Announcement, SenderStore
 from weight_update.transports.distributed.transport import DistributedListener
@@ -156,9 +157,31 @@ def test_a_worker_tries_again_while_its_hello_is_not_read(
     assert capfd.readouterr().err == ""
 
 
-def speak_and_end(*queues: multiprocessing.Queue) -> None:
-    MPTransport(*queues, end="receiver").send_chunk(number(7))
-    time.sleep(0.3)  # a queue writes in a thread of its own
+def speak_and_end(weight_queue: multiprocessing.Queue, ack_queue: Any) -> None:
+    """Send a message and end while the queue's thread has not written it yet."""
+    write = ack_queue._send_bytes
+
+    def write_late(item: bytes) -> None:
+        time.sleep(0.5)
+        write(item)
+
+    ack_queue._send_bytes = write_late
+    MPTransport(weight_queue, ack_queue, end="receiver").send_chunk(number(7))
+
+
+def speak_without_a_reader(nbytes: int, *queues: multiprocessing.Queue) -> None:
+    multiprocess._FLUSH_SECONDS = 0.3
+    MPTransport(*queues, end="receiver").send_chunk(hello_of_a_large_model(nbytes))
+
+
+def test_a_worker_ends_though_nobody_reads_its_last_word() -> None:
+    queues, nbytes = (multiprocessing.Queue(), multiprocessing.Queue()), 3 << 20  # more than a pipe takes
+    worker = multiprocessing.get_context("fork").Process(
+        target=speak_without_a_reader, args=(nbytes, *queues)
+    )
+    worker.start()
+    worker.join(20.0)
+    assert worker.exitcode == 0
 
 
 class TestSharedMemTransport(TransportContract):

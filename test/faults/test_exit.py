@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
+from background import one_thread
+from faults_kinds import quick_over
 from faults_tools import eventually
 from interpreters import run_python
+from torch import nn
 
 from weight_update import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     SharedMemWeightSyncScheme,
+    WeightSyncScheme,
 )
 
 PROGRAM = """
@@ -208,3 +214,31 @@ def test_exit_waits_for_threads_that_the_end_of_a_scheme_ends(program: str) -> N
 def test_no_pool_of_threads_is_needed_after_the_main_thread(program: str) -> None:
     done = run_python("-c", program)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+class SlowToAnswer:
+    """A context with workers of its own, which delays the answer to an update that is already visible."""
+
+    _weight_sync_schemes: ClassVar = {"another model": None}
+
+    def update_policy_weights_(self, **weights: object) -> None:
+        time.sleep(0.3)
+
+
+def receive_once(scheme: WeightSyncScheme) -> None:
+    context = SlowToAnswer()
+    scheme.init_on_receiver(model=nn.Linear(4, 4), worker_idx=0, context=context)
+    scheme.connect()
+    scheme.receive(timeout=20.0)
+
+
+@quick_over("shared_mem", "queues")
+def test_a_worker_that_ends_right_after_an_update_has_confirmed_it(kind: type[WeightSyncScheme]) -> None:
+    with one_thread(), kind(timeout=20.0) as scheme:
+        scheme.init_on_sender(model=nn.Linear(4, 4), num_workers=1)
+        worker = multiprocessing.get_context("fork").Process(target=receive_once, args=(scheme,))
+        worker.start()
+        scheme.connect()
+        assert scheme.send().apply_seconds[0] >= 0.3
+        worker.join(20.0)
+        assert worker.exitcode == 0

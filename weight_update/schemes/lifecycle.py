@@ -107,7 +107,7 @@ class SchemeLifecycle(ABC):
         ends right after an update would never tell the sender that it applied it.
         """
         self._finalizer = weakref.finalize(owner, close, *parts)
-        Finalize(owner, self._finalizer, exitpriority=1)
+        Finalize(owner, self._finalizer, exitpriority=11)  # queues end at 10
 
     def _require_open(self) -> None:
         """Raise LifecycleError if this scheme was shut down."""

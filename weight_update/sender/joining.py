@@ -207,19 +207,19 @@ def _waits_in_vain(worker: WorkerState) -> bool:
     return worker.joined and not coming and worker.version is None and worker.error is None
 
 
-def initial(table: WorkerTable) -> list[WorkerState]:
-    """Return the workers that ``init_on_sender`` was told of."""
-    return [worker for worker in table if not worker.late]
+def expected(table: WorkerTable) -> list[WorkerState]:
+    """Return the workers that ``init_on_sender`` was told of, but not those that took weights and ended."""
+    return [worker for worker in table if not worker.late and (worker.joined or not worker.arrived)]
 
 
 def absent(table: WorkerTable) -> list[WorkerState]:
-    """Return the initial workers that have neither joined nor an error."""
-    return [worker for worker in initial(table) if not worker.joined and worker.error is None]
+    """Return the expected workers that have neither joined nor an error."""
+    return [worker for worker in expected(table) if not worker.joined and worker.error is None]
 
 
 def without_weights(table: WorkerTable) -> list[WorkerState]:
-    """Return the initial workers that have neither weights nor an error."""
-    return [one for one in initial(table) if one.error is None and (not one.joined or one.version is None)]
+    """Return the expected workers that have neither weights nor an error."""
+    return [one for one in expected(table) if one.error is None and (not one.joined or one.version is None)]
 
 
 def wait_for_none(
@@ -245,12 +245,12 @@ _WATCHED = "? Their processes live; if they need longer to start, raise connect_
 
 
 def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str]) -> None:
-    """Raise the error of :meth:`Sender.connect` if initial workers have no weights.
+    """Raise the error of :meth:`Sender.connect` if expected workers have no weights.
 
     ``refusals`` are reasons for which join requests were refused.
     """
     with table.lock:
-        failures = {worker.idx: error for worker in initial(table) if (error := worker.error) is not None}
+        failures = {worker.idx: error for worker in expected(table) if (error := worker.error) is not None}
         overdue = [worker.idx for worker in without_weights(table)]
         late = [worker for worker in table if worker.late]
         others = [worker.idx for worker in late if worker.joined]

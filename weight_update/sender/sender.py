@@ -142,6 +142,7 @@ class Sender(Outcomes):
                 failed = worker.has is None and bool(worker.failures)
                 worker.leaving = failed if worker.joined else worker.lost is not None
                 worker.lost, worker.failures = None, {}
+                worker.arrived &= worker.joined
                 worker.alive, worker.restarted = None if worker.late else alive, False
         deadline = time.monotonic() + timeout
         if self._strategy.max_in_flight is not None:

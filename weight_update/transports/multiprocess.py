@@ -7,9 +7,12 @@ import fcntl
 import os
 import queue
 import socket
+import threading
 import time
 import uuid
+import weakref
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from typing import Any, Literal
 
 import torch
@@ -38,6 +41,7 @@ _BACKLOG = 128
 _PICKLED_BYTES = 1 << 12  # more than pickling adds to a message
 _READ_BYTES = 1 << 16
 _TRIES, _RETRY_SECONDS = 10, 0.02
+_FLUSH_SECONDS = 5.0
 
 
 class ReaderLock:
@@ -139,10 +143,11 @@ class MPTransport(TransportBackend):
         self._directory = directory
         self._slots = SlotTable()
         self._other: WatchedProcess | None = None  # at the other end
+        self._feeder: threading.Thread | None = None  # writes what the queue was given to its pipe
         self._closed = False
         for side in (weight_queue, ack_queue):
             if side is not None:
-                side.cancel_join_thread()  # a dead reader must not keep this process from exiting
+                side.cancel_join_thread()  # it would wait for a dead reader for ever; see _flush_at_exit
 
     @property
     def _refused(self) -> bool:
@@ -273,6 +278,17 @@ class MPTransport(TransportBackend):
         except BaseException:
             self._finish_put()
             raise
+        self._flush_at_exit()
+
+    def _flush_at_exit(self) -> None:
+        """Have this process wait at its end until the queue's thread has written all items to the pipe.
+
+        A worker that ends right after an update has then confirmed it. Without a reader, the wait is short.
+        """
+        thread = getattr(self._outbox, "_thread", None)
+        if thread is not self._feeder and thread is not None:
+            self._feeder = thread
+            Finalize(thread, _join, [weakref.ref(thread)], exitpriority=-5)  # after the queue told it to end
 
     def _finish_put(self) -> None:
         """Finish a ``put()`` that a signal handler interrupted.
@@ -321,6 +337,12 @@ class MPTransport(TransportBackend):
     def _other_is_dead(self) -> bool:
         other = self._other
         return other is not None and other.ended
+
+
+def _join(feeder: weakref.ref[threading.Thread]) -> None:
+    thread = feeder()
+    if thread is not None:
+        thread.join(_FLUSH_SECONDS)
 
 
 def _pid_namespace() -> str:
