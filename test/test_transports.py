@@ -170,12 +170,13 @@ def speak_and_end(weight_queue: multiprocessing.Queue, ack_queue: Any) -> None:
 
 
 def speak_without_a_reader(nbytes: int, *queues: multiprocessing.Queue) -> None:
-    multiprocess._FLUSH_SECONDS = 0.3
-    MPTransport(*queues, end="receiver").send_chunk(hello_of_a_large_model(nbytes))
+    multiprocess._FLUSH_SECONDS = 1.0
+    for outbox in queues:
+        MPTransport(None, outbox, end="receiver").send_chunk(hello_of_a_large_model(nbytes))
 
 
-def test_a_worker_ends_though_nobody_reads_its_last_word() -> None:
-    queues, nbytes = (multiprocessing.Queue(), multiprocessing.Queue()), 3 << 20  # more than a pipe takes
+def test_a_process_ends_though_nobody_reads_its_last_words() -> None:
+    queues, nbytes = [multiprocessing.Queue() for _ in range(30)], 3 << 20  # more than a pipe takes
     worker = multiprocessing.get_context("fork").Process(
         target=speak_without_a_reader, args=(nbytes, *queues)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import queue
 import socket
@@ -342,7 +343,13 @@ class MPTransport(TransportBackend):
 def _join(feeder: weakref.ref[threading.Thread]) -> None:
     thread = feeder()
     if thread is not None:
-        thread.join(_FLUSH_SECONDS)
+        thread.join(max(_flushed_by() - time.monotonic(), 0.0))
+
+
+@functools.cache
+def _flushed_by() -> float:
+    """Return when this process, which ends, waits no longer for its queues, however many there are."""
+    return time.monotonic() + _FLUSH_SECONDS
 
 
 def _pid_namespace() -> str:
