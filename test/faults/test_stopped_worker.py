@@ -23,7 +23,7 @@ from faults_tools import (
 
 from weight_update import GroupSyncFailedError, SyncFailedError, group_schemes, send_together
 
-LIMIT = 1.0
+LIMIT = 2.0
 
 
 def newest(worker) -> float:
@@ -41,7 +41,7 @@ def test_named_within_the_timeout_and_current_after_it_goes_on(kind, procs: Proc
         start = time.monotonic()
         with pytest.raises(SyncFailedError, match="worker 1") as caught:
             scheme.send(fill(model, version))
-        assert time.monotonic() - start < LIMIT + 1.0
+        assert time.monotonic() - start < 2 * LIMIT
         assert set(caught.value.failures) == {1}
         assert [workers[idx].call(version_of) for idx in (0, 2)] == [version, version]
     workers[1].signal(signal.SIGCONT)

@@ -138,7 +138,7 @@ def test_a_dripping_listener_costs_no_more_than_the_timeout(ends) -> None:
 
     def drip() -> None:
         for byte in Challenge(TOKEN, "here").greeting:
-            time.sleep(0.05)
+            time.sleep(0.25)
             try:
                 listener.send(bytes([byte]), None)
             except LinkClosedError:
@@ -147,7 +147,7 @@ def test_a_dripping_listener_costs_no_more_than_the_timeout(ends) -> None:
     in_background(drip)
     with pytest.raises(SyncTimeoutError):
         prove_token(caller, TOKEN, "here", ending)
-    assert time.monotonic() < ending + 1.0
+    assert time.monotonic() < ending + 5.0
 
 
 @pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n", bytes(100)])

@@ -177,7 +177,7 @@ def test_waiting_for_a_newer_version(tmp_path: Path) -> None:
     writer, reader = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
     began = time.monotonic()
     assert reader.wait_newer(-1, timeout=0.2) is None
-    assert 0.2 <= time.monotonic() - began < 2
+    assert 0.2 <= time.monotonic() - began < 10
     later = threading.Timer(0.3, writer.publish, args=(0, weights(0)), kwargs={"step": 4})
     later.start()
     found = reader.wait_newer(-1, timeout=30)
