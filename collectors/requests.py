@@ -11,6 +11,7 @@ from typing import Any, get_args
 from torch import nn
 
 from weight_update import (
+    LifecycleError,
     NoWeightSyncScheme,
     SyncReport,
     UnsupportedSourceError,
@@ -118,6 +119,17 @@ def require_ours(schemes: Mapping[str, Any]) -> None:
             raise TypeError(f"the scheme of {model_id!r} is a class; give an instance: {scheme.__name__}()")
         if not isinstance(scheme, WeightSyncScheme):
             raise _foreign(model_id, scheme)
+
+
+def require_unused(schemes: Mapping[str, Any]) -> None:
+    """Raise LifecycleError for a scheme that another collector uses or used, else as :func:`require_ours`."""
+    require_ours(schemes)
+    for model_id, scheme in schemes.items():
+        if scheme.last_report is not None:
+            raise LifecycleError(
+                f"the scheme of {model_id!r} was connected before ({scheme!r}); give each collector a "
+                "scheme of its own"
+            )
 
 
 def _foreign(model_id: str, scheme: Any) -> TypeError:

@@ -10,7 +10,7 @@ from typing import Any
 
 from collectors.closing import close_all
 from collectors.observing import Observed
-from collectors.requests import Request, group_once, require_ours, send
+from collectors.requests import Request, group_once, require_ours, require_unused, send
 from weight_update import LifecycleError, SyncReport, WeightSyncScheme
 
 
@@ -103,7 +103,7 @@ class WithWorkers(Updating):
     def _adopt(self, schemes: Mapping[str, WeightSyncScheme]) -> None:
         """Check and group the schemes that send to the workers."""
         self._receivers = {}
-        require_ours(schemes)
+        require_unused(schemes)
         group_once(schemes.values())
         _live.add(self)
 

@@ -280,6 +280,18 @@ def test_schemes_that_are_no_dict_of_instances(cls, schemes, message):
         )
 
 
+def test_a_scheme_of_another_collector_is_refused_and_goes_on(made):
+    scheme = SharedMemWeightSyncScheme()
+    collector = made(two_workers, make_policy(), weight_sync_schemes={"policy": scheme})
+    with pytest.raises(LifecycleError, match=r"version 0>\); give each collector a scheme of its own"):
+        two_workers(make_policy(), weight_sync_schemes={"policy": scheme})
+    report = collector.update_policy_weights_(weights_of(3.0))
+    assert report.apply_seconds.keys() == {0, 1}
+    collector.shutdown()
+    with pytest.raises(LifecycleError, match=r"shut down>\); give each collector a scheme of its own"):
+        two_workers(make_policy(), weight_sync_schemes={"policy": scheme})
+
+
 def test_a_scheme_of_another_sender_is_only_connected():
     """A single collector that is itself a worker's trainer: its owner cares for the receivers."""
     scheme = MemoryWeightSyncScheme()
