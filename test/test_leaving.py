@@ -1,16 +1,20 @@
 """Workers that leave as soon as they have an update do not make that update fail."""
 
+import contextlib
 import copy
+import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from pairs import connect_pair
 from torch import nn
 
-from weight_update import MemoryWeightSyncScheme, SyncFailedError
+from weight_update import MemoryWeightSyncScheme, SyncFailedError, SyncTimeoutError, WeightChunk
 from weight_update.testing.processes import wait_until
+from weight_update.wire.frames import Kind
 
 
 class Cascade:
@@ -74,3 +78,47 @@ def test_connect_does_not_miss_a_worker_that_took_the_weights() -> None:
             connecting.result()
             with pytest.raises(SyncFailedError, match="worker 0: it left"):
                 sender.send()
+
+
+@contextlib.contextmanager
+def worker_that_ends(on_applied: Callable[[WeightChunk], WeightChunk | None]) -> Iterator[Any]:
+    """A sender whose worker has connected and ended before the sender reads that it applied the weights."""
+    with MemoryWeightSyncScheme(timeout=10.0) as sender, ThreadPoolExecutor(1) as pool:
+        sender.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        link, ended, receiver = sender._sender.table[0].link, threading.Event(), copy.copy(sender)
+        read = link.recv_chunk
+
+        def read_late(*arguments: Any) -> WeightChunk | None:
+            chunk = read(*arguments)
+            if chunk is None or chunk.kind is not Kind.APPLIED:
+                return chunk
+            assert ended.wait(10.0)
+            return on_applied(chunk)
+
+        def work() -> None:
+            receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+            receiver.connect()
+            ended.set()
+
+        link.recv_chunk = read_late
+        sender.worker_alive = lambda _: not ended.is_set()
+        worker = pool.submit(work)
+        yield sender
+        worker.result()
+        receiver.shutdown()
+
+
+def test_the_end_of_its_process_does_not_come_before_its_answer() -> None:
+    def wait(chunk: WeightChunk) -> WeightChunk:
+        time.sleep(0.5)  # connect() asks worker_alive in between
+        return chunk
+
+    with worker_that_ends(wait) as sender:
+        sender.connect()
+        assert sender.worker_versions == {0: 0}
+
+
+def test_connect_names_a_process_that_ended_unreported() -> None:
+    reason = r"did not apply .* within 1 s; the processes of \[0\] have ended \(scheme.worker_alive\)"
+    with worker_that_ends(lambda chunk: None) as sender, pytest.raises(SyncTimeoutError, match=reason):
+        sender.connect(timeout=1.0)
