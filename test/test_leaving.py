@@ -1,4 +1,4 @@
-"""Workers that leave as soon as they have an update do not make that update fail."""
+"""Ends that leave as soon as an update is applied, or sent, do not make that update fail."""
 
 import contextlib
 import copy
@@ -12,7 +12,18 @@ import pytest
 from pairs import connect_pair
 from torch import nn
 
-from weight_update import MemoryWeightSyncScheme, SyncFailedError, SyncTimeoutError, WeightChunk
+from weight_update import (
+    BucketEncoding,
+    DistributedWeightSyncScheme,
+    LinkClosedError,
+    MemoryWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    SyncTimeoutError,
+    WeightChunk,
+    WeightStrategy,
+    WeightSyncScheme,
+)
 from weight_update.testing.processes import wait_until
 from weight_update.wire.frames import Kind
 
@@ -122,3 +133,27 @@ def test_connect_names_a_process_that_ended_unreported() -> None:
     reason = r"did not apply .* within 1 s; the processes of \[0\] have ended \(scheme.worker_alive\)"
     with worker_that_ends(lambda chunk: None) as sender, pytest.raises(SyncTimeoutError, match=reason):
         sender.connect(timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    "kind", [MemoryWeightSyncScheme, SharedMemWeightSyncScheme, DistributedWeightSyncScheme]
+)
+@pytest.mark.parametrize("encoding", ["dense", BucketEncoding(bucket_size=256)], ids=["dense", "buckets"])
+def test_a_busy_worker_gets_what_the_sender_sent_before_its_end(
+    kind: type[WeightSyncScheme], encoding: Any
+) -> None:
+    source, model = nn.Linear(32, 32), nn.Linear(32, 32)
+    strategy = WeightStrategy(encoding=encoding)
+    with kind(timeout=10.0, strategy=strategy) as sender, connect_pair(sender, source, model) as receiver:
+        with receiver._receiver._updates.busy:  # as on a machine that has no time for this worker
+            sender.send_async(nn.Linear(32, 32).requires_grad_(False).apply(fill_with_seven))
+            sender.shutdown()
+        assert receiver.receive(timeout=10.0) is not None
+        assert all(bool((one.detach() == 7.0).all()) for one in model.parameters())
+        with pytest.raises(LinkClosedError, match="the sender was shut down"):
+            receiver.receive(timeout=10.0)
+
+
+def fill_with_seven(model: nn.Module) -> None:
+    for one in model.parameters():
+        one.fill_(7.0)

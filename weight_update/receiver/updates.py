@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
@@ -146,7 +147,9 @@ class UpdateHandler:
         return error
 
     def _answer(self, kind: Kind, header: Mapping[str, Any]) -> None:
-        self._link.send_chunk(WeightChunk(kind, header), self._timeout)
+        """Answer the sender. If that has left, the rest of what it sent is read first, and then the end."""
+        with contextlib.suppress(LinkClosedError):
+            self._link.send_chunk(WeightChunk(kind, header), self._timeout)
 
     # -- updates -----------------------------------------------------------------------------------
 
