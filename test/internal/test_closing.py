@@ -175,3 +175,12 @@ def test_shutdown_at_the_end_of_connect_is_not_lost(monkeypatch: pytest.MonkeyPa
             connecting.result(10.0)
         wait_until(lambda: sender.worker_versions == {0: None})
         assert not receiver.synchronized_on_receiver
+
+
+def test_a_goodbye_in_answer_to_a_join_request_ends_connect() -> None:
+    with MemoryWeightSyncScheme(timeout=20.0) as sender, ThreadPoolExecutor(1) as pool:
+        receiver = receiver_of(sender)
+        connecting = pool.submit(receiver.connect)
+        sender._sender.table[0].link.send_chunk(WeightChunk(Kind.GOODBYE, {}))
+        with pytest.raises(LinkClosedError, match="the sender was shut down"):
+            connecting.result(10.0)

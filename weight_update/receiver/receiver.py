@@ -192,6 +192,9 @@ class Receiver:
             raise SyncTimeoutError(
                 f"worker {self.worker}: the sender did not answer in time; has it called connect()?"
             )
+        if chunk.kind is Kind.GOODBYE:
+            self._greeted = False  # there is no sender
+            raise LinkClosedError("the sender was shut down")
         if chunk.kind is Kind.REFUSED:
             self.refused = True
             reason, problems = chunk.header["reason"], tuple(map(str, chunk.header["problems"]))
