@@ -33,8 +33,11 @@ class Cascade:
 
     _weight_sync_schemes: ClassVar = {"another model": None}
 
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
     def update_policy_weights_(self, **weights: object) -> None:
-        time.sleep(0.2)
+        time.sleep(self.seconds)
 
 
 class Connected:
@@ -45,14 +48,16 @@ class Connected:
         self.receiver = connect_pair(self.sender, nn.Linear(2, 2), nn.Linear(2, 2), context=context)
 
 
-def test_answer_goes_before_goodbye() -> None:
-    context = Cascade()
+@pytest.mark.parametrize("seconds", [0.2, 1.5])
+def test_answer_goes_before_goodbye(seconds: float) -> None:
+    context = Cascade(0.0)
     pair = Connected(context)
+    context.seconds = seconds
     with pair.sender:
         handle = pair.sender.send_async()
         assert pair.receiver.receive(timeout=10.0) is not None
         pair.receiver.shutdown()
-        assert handle.wait().apply_seconds[0] >= 0.2
+        assert handle.wait().apply_seconds[0] >= seconds
 
 
 def test_having_applied_outlives_the_worker() -> None:

@@ -44,6 +44,7 @@ class UpdateHandler:
     Attributes:
         applied: number of updates that were applied.
         busy: lock that is held while a frame is handled and answered.
+        answering: whether an update is in force whose answer is not sent yet.
         news: condition that is notified when an update was applied.
         leftovers: memory of the last update that is still to be released.
     """
@@ -52,6 +53,7 @@ class UpdateHandler:
         self.staging = Staging(options)
         self.applied = 0
         self.busy = threading.RLock()
+        self.answering = False
         self.news = threading.Condition()
         self._link, self._gate, self._worker = options.link, options.gate, options.worker
         self._timeout, self._closing, self._options = options.timeout, closing, options
@@ -190,6 +192,7 @@ class UpdateHandler:
 
     def _in_force(self) -> None:
         self.applied += 1
+        self.answering = True
         if (observer := self._options.observer) is not None:  # any thread may set it to None
             observer.switched()
 
@@ -202,6 +205,7 @@ class UpdateHandler:
         self.leftovers, update.used_up = update.used_up, []  # first: the sender may be gone
         seconds = {"apply_seconds": time.perf_counter() - update.arrived, "stall_seconds": update.stall}
         self._answer(Kind.APPLIED, {"version": update.version, **seconds})
+        self.answering = False
         update.storage.settle()
 
     # -- memory ------------------------------------------------------------------------------------
