@@ -47,6 +47,7 @@ SMOKE = {
     # Of TransportContract:
     "test_order_is_kept",
     "test_a_last_word_can_be_read",
+    "test_a_last_word_to_the_receiver_can_be_read",
     "test_payload_arrives_whole[65]",
     "test_rubbish_is_refused[damaged header-receiver]",
     "test_disconnect_and_join_again[sender]",

@@ -1,16 +1,31 @@
-"""Workers that leave as soon as they have an update do not make that update fail."""
+"""Ends that leave as soon as an update is applied, or sent, do not make that update fail."""
 
+import contextlib
 import copy
+import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from pairs import connect_pair
 from torch import nn
 
-from weight_update import MemoryWeightSyncScheme, SyncFailedError
+from weight_update import (
+    BucketEncoding,
+    DistributedWeightSyncScheme,
+    LinkClosedError,
+    MemoryWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    SyncTimeoutError,
+    WeightChunk,
+    WeightStrategy,
+    WeightSyncScheme,
+)
 from weight_update.testing.processes import wait_until
+from weight_update.wire.frames import Kind
 
 
 class Cascade:
@@ -18,8 +33,11 @@ class Cascade:
 
     _weight_sync_schemes: ClassVar = {"another model": None}
 
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
     def update_policy_weights_(self, **weights: object) -> None:
-        time.sleep(0.2)
+        time.sleep(self.seconds)
 
 
 class Connected:
@@ -30,14 +48,16 @@ class Connected:
         self.receiver = connect_pair(self.sender, nn.Linear(2, 2), nn.Linear(2, 2), context=context)
 
 
-def test_answer_goes_before_goodbye() -> None:
-    context = Cascade()
+@pytest.mark.parametrize("seconds", [0.2, 1.5])
+def test_answer_goes_before_goodbye(seconds: float) -> None:
+    context = Cascade(0.0)
     pair = Connected(context)
+    context.seconds = seconds
     with pair.sender:
         handle = pair.sender.send_async()
         assert pair.receiver.receive(timeout=10.0) is not None
         pair.receiver.shutdown()
-        assert handle.wait().apply_seconds[0] >= 0.2
+        assert handle.wait().apply_seconds[0] >= seconds
 
 
 def test_having_applied_outlives_the_worker() -> None:
@@ -74,3 +94,71 @@ def test_connect_does_not_miss_a_worker_that_took_the_weights() -> None:
             connecting.result()
             with pytest.raises(SyncFailedError, match="worker 0: it left"):
                 sender.send()
+
+
+@contextlib.contextmanager
+def worker_that_ends(on_applied: Callable[[WeightChunk], WeightChunk | None]) -> Iterator[Any]:
+    """A sender whose worker has connected and ended before the sender reads that it applied the weights."""
+    with MemoryWeightSyncScheme(timeout=10.0) as sender, ThreadPoolExecutor(1) as pool:
+        sender.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        link, ended, receiver = sender._sender.table[0].link, threading.Event(), copy.copy(sender)
+        read = link.recv_chunk
+
+        def read_late(*arguments: Any) -> WeightChunk | None:
+            chunk = read(*arguments)
+            if chunk is None or chunk.kind is not Kind.APPLIED:
+                return chunk
+            assert ended.wait(10.0)
+            return on_applied(chunk)
+
+        def work() -> None:
+            receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+            receiver.connect()
+            ended.set()
+
+        link.recv_chunk = read_late
+        sender.worker_alive = lambda _: not ended.is_set()
+        worker = pool.submit(work)
+        yield sender
+        worker.result()
+        receiver.shutdown()
+
+
+def test_the_end_of_its_process_does_not_come_before_its_answer() -> None:
+    def wait(chunk: WeightChunk) -> WeightChunk:
+        time.sleep(0.5)  # connect() asks worker_alive in between
+        return chunk
+
+    with worker_that_ends(wait) as sender:
+        sender.connect()
+        assert sender.worker_versions == {0: 0}
+
+
+def test_connect_names_a_process_that_ended_unreported() -> None:
+    reason = r"did not apply .* within 1 s; the processes of \[0\] have ended \(scheme.worker_alive\)"
+    with worker_that_ends(lambda chunk: None) as sender, pytest.raises(SyncTimeoutError, match=reason):
+        sender.connect(timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    "kind", [MemoryWeightSyncScheme, SharedMemWeightSyncScheme, DistributedWeightSyncScheme]
+)
+@pytest.mark.parametrize("encoding", ["dense", BucketEncoding(bucket_size=256)], ids=["dense", "buckets"])
+def test_a_busy_worker_gets_what_the_sender_sent_before_its_end(
+    kind: type[WeightSyncScheme], encoding: Any
+) -> None:
+    source, model = nn.Linear(32, 32), nn.Linear(32, 32)
+    strategy = WeightStrategy(encoding=encoding)
+    with kind(timeout=10.0, strategy=strategy) as sender, connect_pair(sender, source, model) as receiver:
+        with receiver._receiver._updates.busy:  # as on a machine that has no time for this worker
+            sender.send_async(nn.Linear(32, 32).requires_grad_(False).apply(fill_with_seven))
+            sender.shutdown()
+        assert receiver.receive(timeout=10.0) is not None
+        assert all(bool((one.detach() == 7.0).all()) for one in model.parameters())
+        with pytest.raises(LinkClosedError, match="the sender was shut down"):
+            receiver.receive(timeout=10.0)
+
+
+def fill_with_seven(model: nn.Module) -> None:
+    for one in model.parameters():
+        one.fill_(7.0)

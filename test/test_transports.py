@@ -25,6 +25,7 @@ from weight_update.testing.chunks import (
     in_background,
     must_receive,
     number,
+    update_of,
 )
 from weight_update.testing.processes import wait_until
 from weight_update.transports import (
@@ -38,6 +39,7 @@ from weight_update.transports import (
 )
 from weight_update.transports.distributed.rendezvous import Announcement, SenderStore
 from weight_update.transports.distributed.transport import DistributedListener
+from weight_update.transports.shared_memory.slots import slot_of
 from weight_update.transports.shared_memory.transport import SharedMemListener
 from weight_update.transports.shared_memory.unix_stream import SocketStream
 from weight_update.wire.frames import Kind, WeightChunk
@@ -69,6 +71,54 @@ class TestMPTransport(TransportContract):
         with pytest.raises(LinkClosedError):
             sender.recv_chunk(10.0)
         sender.close()
+
+    def test_a_last_word_to_the_receiver_can_be_read(self) -> None:
+        queues = multiprocessing.Queue(), multiprocessing.Queue()
+        with contextlib.closing(MPTransport(*queues, end="receiver")) as receiver:
+            child = multiprocessing.get_context("fork").Process(target=send_and_end, args=queues)
+            child.start()
+            receiver.watch(child.pid)
+            child.join()
+            assert must_receive(receiver).header == {"version": 7}
+            with pytest.raises(LinkClosedError):
+                receiver.recv_chunk(10.0)
+
+
+def send_and_end(*queues: multiprocessing.Queue) -> None:
+    MPTransport(*queues).send_chunk(number(7))
+
+
+def send_too_early(sender: MPTransport) -> None:
+    """Send an update and release its memory, as if the worker had no time to open it."""
+    chunk = update_of(sender, 100_000)
+    sender.send_chunk(chunk)
+    slot_of(chunk.payload).close()
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["reads", "joins again"])
+def test_a_worker_that_is_late_for_the_last_update_learns_of_the_end(joins: bool) -> None:
+    queues = multiprocessing.Queue(), multiprocessing.Queue()
+    sender = MPTransport(*queues)
+    send_too_early(sender)
+    sender.send_chunk(WeightChunk(Kind.GOODBYE, {}))
+    with contextlib.closing(MPTransport(*queues, end="receiver")) as receiver:
+        if not joins:
+            assert must_receive(receiver).kind is Kind.GOODBYE
+            return
+        time.sleep(0.3)  # a queue writes in a thread of its own
+        with pytest.raises(LinkClosedError, match="the sender was shut down"):
+            receiver.restart()
+
+
+def test_an_update_that_is_gone_takes_no_later_one_along() -> None:
+    queues = multiprocessing.Queue(), multiprocessing.Queue()
+    sender = MPTransport(*queues)
+    with contextlib.closing(MPTransport(*queues, end="receiver")) as receiver:
+        send_too_early(sender)
+        sender.send_chunk(number(2))
+        with pytest.raises(LinkClosedError, match="slot"):
+            receiver.recv_chunk(10.0)
+        assert must_receive(receiver).header == {"version": 2}
 
 
 @pytest.mark.parametrize(("end", "name"), [("sender", "sender"), ("receiver", "worker")])

@@ -7,12 +7,14 @@ import gc
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from torch import nn
 
 from weight_update import (
+    LifecycleError,
     LinkClosedError,
     MemoryWeightSyncScheme,
     RPCTransport,
@@ -22,6 +24,7 @@ from weight_update import (
     TransportBackend,
     WeightSyncScheme,
 )
+from weight_update.receiver.receiver import Receiver
 from weight_update.schemes import rpc_notices
 from weight_update.schemes.base import End
 from weight_update.testing.processes import wait_until
@@ -124,3 +127,60 @@ def test_workers_that_a_sender_leaves_are_not_sent_to_it_again() -> None:
     scheme.shutdown()
     assert announced
     assert not any(announced)
+
+
+def receiver_of(sender: WeightSyncScheme) -> WeightSyncScheme:
+    sender.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+    receiver = copy.copy(sender)
+    receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+    return receiver
+
+
+@pytest.mark.parametrize("kind", [MemoryWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_shutdown_ends_connect_of_a_worker(
+    kind: type[WeightSyncScheme], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = threading.Event()
+    attempt = Receiver._attempt
+
+    def try_to_join(receiver: Receiver, timeout: float) -> None:
+        waits.set()
+        attempt(receiver, timeout)
+
+    monkeypatch.setattr(Receiver, "_attempt", try_to_join)
+    with kind(timeout=20.0, connect_timeout=20.0) as sender, ThreadPoolExecutor(1) as pool:
+        receiver = receiver_of(sender)
+        connecting = pool.submit(receiver.connect)
+        assert waits.wait(10.0)
+        receiver.shutdown()
+        with pytest.raises(LinkClosedError, match="closed"):
+            connecting.result(10.0)
+        with pytest.raises(LifecycleError, match="was shut down"):
+            receiver.connect()
+
+
+def test_shutdown_at_the_end_of_connect_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Receiver.start
+    with SharedMemWeightSyncScheme(timeout=20.0) as sender, ThreadPoolExecutor(1) as pool:
+        receiver = receiver_of(sender)
+
+        def start_and_shut_down(self: Receiver) -> None:
+            start(self)
+            receiver.shutdown()
+
+        monkeypatch.setattr(Receiver, "start", start_and_shut_down)
+        connecting = pool.submit(receiver.connect)
+        sender.connect()
+        with pytest.raises(LifecycleError, match="was shut down"):
+            connecting.result(10.0)
+        wait_until(lambda: sender.worker_versions == {0: None})
+        assert not receiver.synchronized_on_receiver
+
+
+def test_a_goodbye_in_answer_to_a_join_request_ends_connect() -> None:
+    with MemoryWeightSyncScheme(timeout=20.0) as sender, ThreadPoolExecutor(1) as pool:
+        receiver = receiver_of(sender)
+        connecting = pool.submit(receiver.connect)
+        sender._sender.table[0].link.send_chunk(WeightChunk(Kind.GOODBYE, {}))
+        with pytest.raises(LinkClosedError, match="the sender was shut down"):
+            connecting.result(10.0)

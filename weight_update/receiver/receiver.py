@@ -192,6 +192,9 @@ class Receiver:
             raise SyncTimeoutError(
                 f"worker {self.worker}: the sender did not answer in time; has it called connect()?"
             )
+        if chunk.kind is Kind.GOODBYE:
+            self._greeted = False  # there is no sender
+            raise LinkClosedError("the sender was shut down")
         if chunk.kind is Kind.REFUSED:
             self.refused = True
             reason, problems = chunk.header["reason"], tuple(map(str, chunk.header["problems"]))
@@ -225,11 +228,18 @@ class Receiver:
             rest.callback(self._end_thread)
             rest.callback(self.link.close)
             # The sender is told what was applied, then goodbye.
-            if self._updates.busy.acquire(timeout=_GOODBYE_SECONDS):
+            if self._acquire_busy():
                 rest.callback(self._updates.busy.release)
                 rest.callback(self.staging.forget)
                 rest.callback(self._say_goodbye)
                 self._updates.leave_payloads(given_up=lambda: in_thread)
+
+    def _acquire_busy(self) -> bool:
+        """Wait for the thread to answer; return False if it does something else that takes long."""
+        busy = self._updates.busy
+        if busy.acquire(timeout=_GOODBYE_SECONDS):
+            return True
+        return self._updates.answering and busy.acquire(timeout=self.options.timeout)
 
     def __del__(self) -> None:
         if self._thread is None or self._closing.is_set() or os.getpid() != self._pid:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
@@ -43,6 +44,7 @@ class UpdateHandler:
     Attributes:
         applied: number of updates that were applied.
         busy: lock that is held while a frame is handled and answered.
+        answering: whether an update is in force whose answer is not sent yet.
         news: condition that is notified when an update was applied.
         leftovers: memory of the last update that is still to be released.
     """
@@ -51,6 +53,7 @@ class UpdateHandler:
         self.staging = Staging(options)
         self.applied = 0
         self.busy = threading.RLock()
+        self.answering = False
         self.news = threading.Condition()
         self._link, self._gate, self._worker = options.link, options.gate, options.worker
         self._timeout, self._closing, self._options = options.timeout, closing, options
@@ -146,7 +149,9 @@ class UpdateHandler:
         return error
 
     def _answer(self, kind: Kind, header: Mapping[str, Any]) -> None:
-        self._link.send_chunk(WeightChunk(kind, header), self._timeout)
+        """Answer the sender. If that has left, the rest of what it sent is read first, and then the end."""
+        with contextlib.suppress(LinkClosedError):
+            self._link.send_chunk(WeightChunk(kind, header), self._timeout)
 
     # -- updates -----------------------------------------------------------------------------------
 
@@ -187,6 +192,7 @@ class UpdateHandler:
 
     def _in_force(self) -> None:
         self.applied += 1
+        self.answering = True
         if (observer := self._options.observer) is not None:  # any thread may set it to None
             observer.switched()
 
@@ -199,6 +205,7 @@ class UpdateHandler:
         self.leftovers, update.used_up = update.used_up, []  # first: the sender may be gone
         seconds = {"apply_seconds": time.perf_counter() - update.arrived, "stall_seconds": update.stall}
         self._answer(Kind.APPLIED, {"version": update.version, **seconds})
+        self.answering = False
         update.storage.settle()
 
     # -- memory ------------------------------------------------------------------------------------

@@ -389,8 +389,10 @@ class WeightSyncScheme(SchemeUpdates):
         if (idx := self.worker_idx) is None:
             raise ValueError("a receiver needs worker_idx, in init_on_receiver() or connect()")
         deadline = time.monotonic() + limit
+        self._close_at_end(self, close_all, self._link)  # from now on, shutdown() ends this call
         self._find_sender(limit)
         link, self._link = self._link or self._transport_of(idx, "receiver"), None
+        self._close_at_end(self, link.close)
         options = self._receiver_options = ReceiverOptions(
             link=link,
             strategy=self.strategy,
@@ -411,7 +413,6 @@ class WeightSyncScheme(SchemeUpdates):
             else:
                 receiver.staging.unguard()
                 self._link = link  # it is usable
-                self._close_at_end(self, link.close)
             raise
         receiver.start()
         self._receiver = receiver

@@ -105,9 +105,15 @@ class SchemeLifecycle(ABC):
 
         Processes that multiprocessing started run its own exit functions only. Without them, a worker that
         ends right after an update would never tell the sender that it applied it.
+
+        This takes the place of an earlier call. If :meth:`shutdown` was called since, call ``close(*parts)``
+        and raise LifecycleError.
         """
-        self._finalizer = weakref.finalize(owner, close, *parts)
+        before, self._finalizer = self._finalizer, weakref.finalize(owner, close, *parts)
         Finalize(owner, self._finalizer, exitpriority=11)  # queues end at 10
+        if before is not None and before.detach() is None:
+            self._finalizer()
+        self._require_open()
 
     def _require_open(self) -> None:
         """Raise LifecycleError if this scheme was shut down."""
@@ -228,8 +234,12 @@ class SchemeLifecycle(ABC):
         """
         self._connected = False
         if self._owner == os.getpid():
-            close = self._observers.close if self._finalizer is None else self._finalizer
-            close()
+            close = self._finalizer
+            while close is not None and close.alive:
+                close()
+                close = self._finalizer  # connect() in another thread may have replaced it
+            if close is None:
+                self._observers.close()
 
     def __enter__(self: _S) -> _S:
         return self

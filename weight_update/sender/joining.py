@@ -230,6 +230,8 @@ def wait_for_none(
         with table.lock:
             while (lacking := missing(table)) and time.monotonic() < limit:
                 for worker in lacking:
+                    if worker.joined:
+                        continue  # its link reports its end, after the answers that it sent before
                     if worker.alive is not None and not worker.alive(worker.idx):
                         worker.lost = LinkClosedError(
                             "its process died before it connected; its output has the reason"
@@ -241,6 +243,7 @@ def wait_for_none(
 
 
 _UNWATCHED = "? Set scheme.worker_alive to their processes to learn at once of one that dies."
+_UNREPORTED = "(scheme.worker_alive), and the transport did not report it"
 _WATCHED = "? Their processes live; if they need longer to start, raise connect_timeout=."
 
 
@@ -268,9 +271,11 @@ def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str])
         lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
         raise SyncFailedError(f"workers could not connect:{lines}{refused}", failures)
     if overdue and all(table[idx].joined for idx in overdue):
+        ended = [idx for idx in overdue if table[idx].has_ended]
+        cause = f"the processes of {ended} have ended {_UNREPORTED}; start them again"
         raise SyncTimeoutError(
             f"workers {overdue} joined, but did not apply the first weights within "
-            f"{format_seconds(timeout)}; if they need longer, raise connect_timeout="
+            f"{format_seconds(timeout)}; {cause if ended else 'if they need longer, raise connect_timeout='}"
         )
     if overdue:
         joined = f" (others did: {others}; do the indices match?)" if others else ""

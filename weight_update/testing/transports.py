@@ -175,6 +175,18 @@ class TransportContract(TransportFailureTests):
         assert last == {"version": 7}, "another chunk came than the one that was sent before close()"
         must_be_closed(sender, self.limit, "the receiver's close()")
 
+    def test_a_last_word_to_the_receiver_can_be_read(self, ends: Ends) -> None:
+        """The same at the other end: a busy worker gets the update that was sent before the sender ended."""
+        sender, receiver = ends
+        sender.send_chunk(number(7), self.limit)
+        sender.close()
+        with contextlib.suppress(LinkClosedError):
+            for _ in range(3):
+                receiver.send_chunk(number(1), self.limit)
+        last = must_receive(receiver, self.limit).header
+        assert last == {"version": 7}, "another chunk came than the one that was sent before close()"
+        must_be_closed(receiver, self.limit, "the sender's close()")
+
     @pytest.mark.parametrize("closing", [0, 1], ids=["sender", "receiver"])
     def test_both_ends_learn_of_close(self, ends: Ends, closing: int) -> None:
         """After ``close`` both ends raise LinkClosedError; a second ``close`` does nothing."""

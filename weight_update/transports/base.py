@@ -167,8 +167,8 @@ class TransportBackend(ABC):
             timeout: seconds; None waits as long as the other end lives.
 
         Raises:
-            LinkClosedError: the other end is gone. ``recv_chunk`` of a sender's end still returns chunks that
-                the other end had sent before, and then raises too.
+            LinkClosedError: the other end is gone. ``recv_chunk`` still returns chunks that the other end had
+                sent before, and then raises too.
             SyncTimeoutError: ``timeout`` ran out. The transport then ends the link: both ends raise
                 LinkClosedError from now on, the other one after the chunks that were sent before.
         """

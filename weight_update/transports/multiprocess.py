@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections import deque
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import Any, Literal
@@ -145,6 +146,7 @@ class MPTransport(TransportBackend):
         self._slots = SlotTable()
         self._other: WatchedProcess | None = None  # at the other end
         self._feeder: threading.Thread | None = None  # writes what the queue was given to its pipe
+        self._unread = deque[_Item]()
         self._closed = False
         for side in (weight_queue, ack_queue):
             if side is not None:
@@ -192,7 +194,7 @@ class MPTransport(TransportBackend):
             left = 0.0 if ended else seconds_left(deadline)
             item = self._get(_CHECK_SECONDS if left is None else min(left, _CHECK_SECONDS))
             if item is not None:
-                return self._read(item)
+                return self._read_or_goodbye(item)
             if ended:
                 if self._end == "sender":
                     self._other = None  # another worker may take its place; a sender has no successor
@@ -225,15 +227,15 @@ class MPTransport(TransportBackend):
 
         Raises:
             JoinRefusedError: another process uses these queues.
+            LinkClosedError: the sender has said goodbye.
         """
         if not self._took_over:  # later, a thread of this process may hold a lock
             if self._name is not None:
                 self._reader_lock = ReaderLock(self._name)
             self._take_over_queues()
             self._took_over = True
-        with contextlib.suppress(LinkClosedError, FormatError):
-            while self._get(0.0) is not None:
-                pass
+        if self._find_goodbye(0.0)[0] is not None:
+            raise LinkClosedError("the sender was shut down")
 
     def _take_over_queues(self) -> None:
         """Release the locks that a dead worker held, and drop its unread messages."""
@@ -308,6 +310,8 @@ class MPTransport(TransportBackend):
     def _get(self, timeout: float) -> _Item | None:
         if self._inbox is None:
             raise TransportError("this end has no queue to receive on")
+        if self._unread:
+            return self._unread.popleft()
         try:
             item: _Item | None = self._inbox.get(timeout=timeout)
         except queue.Empty:
@@ -319,6 +323,26 @@ class MPTransport(TransportBackend):
                 raise LinkClosedError("the worker disconnected")
             raise LinkClosedError("the sender disconnected this worker; it has to join again")
         return item
+
+    def _read_or_goodbye(self, item: _Item) -> WeightChunk:
+        """Return the chunk; if its payload is gone because the sender has left, return its goodbye."""
+        try:
+            return self._read(item)
+        except LinkClosedError:  # the worker would join again
+            goodbye, self._unread = self._find_goodbye(_CHECK_SECONDS)
+            if goodbye is None:
+                raise
+            return goodbye
+
+    def _find_goodbye(self, timeout: float) -> tuple[WeightChunk | None, deque[_Item]]:
+        """Return the sender's goodbye, if it is in the queue, and the messages before it."""
+        found = deque[_Item]()
+        with contextlib.suppress(LinkClosedError, FormatError):
+            while (item := self._get(timeout)) is not None:
+                if Prelude.decode(item[0][:PRELUDE_BYTES]).kind is Kind.GOODBYE:
+                    return self._read(item), found
+                found.append(item)
+        return None, found
 
     def _read(self, item: _Item) -> WeightChunk:
         head, where = item

@@ -49,8 +49,8 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
     The receiver's end opens a connection by :meth:`connect`. The sender's end is given each connection by a
     :class:`~weight_update.JoinListener`, or finds it by :meth:`accept`. A connection that fails is dropped.
     The sender's end then waits for the next one, while the receiver's end raises until ``restart``. One
-    exception: a sender's end whose ``send_chunk`` found the worker gone keeps the connection, because the
-    worker's last chunks may still be there to be read.
+    exception: an end whose ``send_chunk`` found the other end gone keeps the connection, because the last
+    chunks of that end may still be there to be read.
 
     A HELLO that waits for its answer is not sent again: the answer may be under way and larger than a
     socket's buffer, and then each end would wait for the other to read.
@@ -71,6 +71,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         self._hello: WeightChunk | None = None  # first chunk of the connection, until it is received
         self._asked: Mapping[str, Any] | None = None  # header of the HELLO that waits for its answer
         self._refused = False  # by the last chunk
+        self._broken = False  # whether send_chunk found that the other end is gone
         self._closed = False
 
     @property
@@ -114,6 +115,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             ended = connection if self._closed else self._connection  # the worker notices at once
             if not self._closed:
                 self._hello, self._asked = hello, None  # first: recv_chunk does not take the lock
+                self._broken = False
                 self._connection = connection
                 self._changed.notify_all()
         if ended is not None:
@@ -124,9 +126,9 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         if self._closed:
             raise LinkClosedError("this end was closed")
         self._require_receiver("restart")
-        if self._refused:
+        if self._refused or self._broken:  # a listener that refuses a worker closes its end
             self._refused = False
-            self._drop(self._connection)  # a listener that refuses a worker closes its end
+            self._drop(self._connection)
         if self._connection is None:
             try:
                 connection = self.connect(timeout)
@@ -150,8 +152,9 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         try:
             connection.send(chunk, timeout)
         except (OSError, EOFError) as error:
-            if self._joins or isinstance(error, TimeoutError | BlockingIOError):
+            if isinstance(error, TimeoutError | BlockingIOError):
                 self._drop(connection)
+            self._broken = True
             raise self._error_of(error) from error.__cause__
 
     def recv_chunk(
