@@ -146,6 +146,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     # -- data --------------------------------------------------------------------------------------
 
     def _sync_iterator(self) -> Iterator[TensorDictBase | None]:
+        self._require_open()
         while self._goes_on():
             self._update_after(None)
             pending = {self._ask(idx): idx for idx in range(len(self.remote_collectors))}
@@ -158,6 +159,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             self.shutdown(shutdown_ray=False)
 
     def _async_iterator(self) -> Iterator[TensorDictBase | None]:
+        self._require_open()
         pending = {self._ask(idx): idx for idx in range(len(self.remote_collectors))}
         while self._goes_on():
             idx, batch = self._next_of(pending)

@@ -113,6 +113,8 @@ def test_every_way_to_update() -> None:
         collector.shutdown()
     with pytest.raises(LifecycleError, match="shut down"):
         collector.update_policy_weights_()
+    with pytest.raises(LifecycleError, match="this collector was shut down"):
+        next(iter(collector))
 
 
 def test_actors_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
