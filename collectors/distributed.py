@@ -51,8 +51,8 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
         weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
         weight_updater: see :class:`~collectors.remote.Remote`.
         total_frames: number of frames; -1 for no end.
-        tcp_port: port of the group's rendezvous; None for the environment's ``TCP_PORT``, or for a free one
-            with ``launcher="mp"``.
+        tcp_port: port of the group's rendezvous; None for the environment's ``TCP_PORT``, or else for a
+            free one with ``launcher="mp"`` and for 10003 with the others.
         max_weight_update_interval: largest number of batches for which a worker gets no new version; -1 for
             no limit.
 

@@ -49,6 +49,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             ``data="object_store"``. They are shut down with the collector.
         weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
         weight_updater: see :class:`~collectors.remote.Remote`.
+        total_frames: number of frames; -1 for no end.
         frames_timeout: seconds that the collector waits for batches, as for
             :class:`~collectors.MultiCollector`. Actors may take this time to start, but at least 1,800 s.
 
@@ -145,6 +146,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     # -- data --------------------------------------------------------------------------------------
 
     def _sync_iterator(self) -> Iterator[TensorDictBase | None]:
+        self._require_open()
         while self._goes_on():
             self._update_after(None)
             pending = {self._ask(idx): idx for idx in range(len(self.remote_collectors))}
@@ -157,6 +159,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             self.shutdown(shutdown_ray=False)
 
     def _async_iterator(self) -> Iterator[TensorDictBase | None]:
+        self._require_open()
         pending = {self._ask(idx): idx for idx in range(len(self.remote_collectors))}
         while self._goes_on():
             idx, batch = self._next_of(pending)
@@ -171,7 +174,8 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             self.shutdown(shutdown_ray=False)
 
     def _goes_on(self) -> bool:
-        return bool(self.collected_frames < self.total_frames) and not self._stop_event.is_set()
+        unfinished = self.total_frames < 0 or self.collected_frames < self.total_frames
+        return bool(unfinished) and not self._stop_event.is_set()
 
     def _update_after(self, worker_ids: int | None) -> None:
         if not self.update_after_each_batch and self.max_weight_update_interval < 0:

@@ -32,8 +32,8 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
     Args:
         weight_sync_schemes: schemes by model id; None for a :class:`~weight_update.RPCWeightSyncScheme` if
             the policy has weights. They are shut down with the collector.
-        tcp_port: port of the rendezvous; None for the environment's ``TCP_PORT``, or for a free one with
-            ``launcher="mp"``.
+        tcp_port: port of the rendezvous; None for the environment's ``TCP_PORT``, or else for a free one with
+            ``launcher="mp"`` and for 10003 with the others.
 
     Raises:
         WorkerError: workers could not start. Also raised while iterating, when a worker fails or ends.

@@ -69,6 +69,37 @@ def test_characters_that_the_output_cannot_show_are_escaped(monkeypatch: pytest.
     assert written.getvalue().split() == [b"path", rb"\u6f22\udcff"]
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_terminal(document: dict[str, Any], columns: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the words of each line that a terminal of this width shows."""
+    for name, value in {"COLUMNS": str(columns), "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    show(document, as_json=False)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+    assert max(map(len, lines)) <= columns
+    return [" ".join(line.split()) for line in lines]
+
+
+def test_a_table_with_too_many_columns_for_the_terminal_becomes_lists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = "/" + "x" * 100
+    rows = [
+        {"worker": one, "state": "joined", "version": 7, "apply_ms": None, "problem": path} for one in (0, 1)
+    ]
+    document = {"path": path, "workers": rows}
+    assert "worker state version apply ms problem" in on_terminal(document, 80, monkeypatch)
+    lines = on_terminal(document, 30, monkeypatch)
+    assert lines.count("state joined") == lines.count("version 7") == lines.count("apply ms -") == 2
+    assert "".join(lines).count("x") == 3 * 100  # nothing is cut
+
+
 def test_a_closed_output_is_no_error(run_7: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for stream in ("stdout", "stderr"):  # as Python sets them in "weight-update ... >&- 2>&-"
         monkeypatch.setattr(sys, stream, None)

@@ -31,7 +31,7 @@ def snippets(page: str) -> list[str]:
         slow("engines.rst", 1),
         slow("engine_transformers.rst", 1),
         slow("synchronizer.rst", 2),
-        ("transports.rst", 3),
+        ("transports.rst", 4),
     ],
 )
 def test_the_snippets_of_the_page_run_one_after_the_other(page: str, at_least: int, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def make(policy: Any, actors: int = 2, **options: Any) -> RayCollector:
 
 def test_every_way_to_update() -> None:
     policy = make_policy(1.0)
-    collector, told = make(policy), []
+    collector, told = make(policy, total_frames=-1), []
     collector.add_observer(told.append)
     scheme = collector._weight_sync_schemes["policy"]
     assert isinstance(scheme, RayWeightSyncScheme)
@@ -113,6 +113,8 @@ def test_every_way_to_update() -> None:
         collector.shutdown()
     with pytest.raises(LifecycleError, match="shut down"):
         collector.update_policy_weights_()
+    with pytest.raises(LifecycleError, match="this collector was shut down"):
+        next(iter(collector))
 
 
 def test_actors_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +146,7 @@ def test_an_actor_that_raises_while_it_starts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_dead_actor_is_named(sync: bool, made: Any) -> None:
-    collector = made(make, make_policy(), sync=sync, total_frames=1_000_000)
+    collector = made(make, make_policy(), sync=sync, total_frames=-1)
     collector.update_policy_weights_()
     frames = iter(collector)
     next(frames)

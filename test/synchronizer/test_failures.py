@@ -436,8 +436,32 @@ def test_a_second_trainer_takes_the_place_of_the_first() -> None:
         TrainerClient(where, model_at(9)) as new,
     ):
         assert new.blocking.sync_weight()["version"] == 0
-        with pytest.raises(LifecycleError, match="place"):
+        with pytest.raises(LifecycleError, match=r"^another trainer has replaced this one"):
             old.blocking.need_sync()
+
+
+def test_a_second_explorer_with_one_id_takes_the_place_of_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        Synchronizer(SyncMethod.MEMORY) as where,
+        TrainerClient(where, model_at(5)) as trainer,
+        ExplorerClient(where, model_at(0), id=3) as old,
+        ExplorerClient(where, model_at(0), id=3) as new,
+    ):
+        trainer.blocking.sync_weight()
+        assert new.blocking.sync_weight()["version"] == 0
+        with pytest.raises(LifecycleError, match=r"^another explorer with id 3 has replaced this one"):
+            old.blocking.sync_weight()
+    assert "explorer 3 was replaced by a new client with its id" in caplog.messages
+
+
+@pytest.mark.parametrize("style", SyncStyle)
+def test_an_explorer_without_a_trainer_is_told_so(style: SyncStyle) -> None:
+    staleness = 1 if style is SyncStyle.FULLY_ASYNC else None
+    with (
+        Synchronizer("memory", style, sync_interval=1, max_staleness=staleness) as where,
+        ExplorerClient(where, model_at(0), timeout=0.1) as explorer,
+    ):
+        assert "the trainer has not come" in explorer.blocking.sync_weight()["reason"]
 
 
 @pytest.mark.parametrize("role", quick_for(["trainer", "explorer"], "explorer"))

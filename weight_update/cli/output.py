@@ -1,7 +1,8 @@
 """Output of all commands: one document, shown as tables or as JSON.
 
 A document is a dict with text keys. A list of dicts is a table with a row for each dict. All other values
-are facts. On a terminal, tables have colors and fit the width. Elsewhere a row is one line of plain text.
+are facts. On a terminal, tables have colors and fit the width. A table with too many columns for the width
+becomes lists of names and values. Elsewhere a row is one line of plain text.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ Document = Mapping[str, Any]
 
 _UNFOLDED = 1_000_000
 """Columns within which no line is folded."""
+_LEGIBLE = 5
+"""Characters that a column of a table is wide, unless its words are shorter; narrower ones cannot be read."""
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "damaged": "bold red", "skipped": "dim"}
 _STYLES |= {"joined": "green", "late": "yellow", "lost": "bold red", "failed": "bold red"}
 
@@ -57,7 +60,7 @@ def screen(*, as_json: bool, live: bool) -> Iterator[Callable[[Document], None]]
         yield lambda document: click.echo(json.dumps(document))
     elif live and sys.stdout.isatty() and not console.is_dumb_terminal:
         with Live(console=console, auto_refresh=False) as display:
-            yield lambda document: display.update(Group(*_tables(document)), refresh=True)
+            yield lambda document: display.update(Group(*_tables(document, console.width)), refresh=True)
     else:
         yield _draw
 
@@ -72,9 +75,10 @@ def progress() -> Progress:
 def _draw(document: Document) -> None:
     """Print tables to stdout: without colors, rules, folds and trailing blanks unless it is a terminal."""
     if sys.stdout.isatty():
-        Console(file=sys.stdout, highlight=False).print(*_tables(document))
+        console = Console(file=sys.stdout, highlight=False)
+        console.print(*_tables(document, console.width))
         return
-    for place, part in enumerate(_tables(document)):
+    for place, part in enumerate(_tables(document, _UNFOLDED)):
         part.box = None
         console = Console(file=io.StringIO(), width=_UNFOLDED, color_system=None, force_terminal=False)
         with console.capture() as captured:
@@ -83,11 +87,11 @@ def _draw(document: Document) -> None:
         click.echo("\n".join([""] * (place > 0) + lines))
 
 
-def _tables(document: Document) -> list[Table]:
+def _tables(document: Document, width: int) -> list[Table]:
     parts: list[Table] = []
     for is_table, group in itertools.groupby(document.items(), key=lambda item: _is_table(item[1])):
         if is_table:
-            parts += [_table(_title(key), rows) for key, rows in group if rows]
+            parts += [_table(_title(key), rows, width) for key, rows in group if rows]
         else:
             parts.append(_grid(group))
     return parts
@@ -98,7 +102,7 @@ def _is_table(value: Any) -> bool:
 
 
 def _grid(facts: Iterable[tuple[str, Any]]) -> Table:
-    grid = Table.grid(padding=(0, 2))
+    grid = _pairs()
     for key, value in facts:
         if key == "good":
             grid.add_row("result", _cell(key, "ok" if value else "failed"))
@@ -107,8 +111,18 @@ def _grid(facts: Iterable[tuple[str, Any]]) -> Table:
     return grid
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
+def _pairs() -> Table:
+    """Return a table for names and values, in which long values are folded."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column(overflow="fold")
+    return grid
+
+
+def _table(title: str, rows: Sequence[Row], width: int) -> Table:
     keys = list(dict.fromkeys(key for row in rows for key in row))
+    if not _fits(keys, rows, width):
+        return _list(title, rows)
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for key in keys:
         numbers = all(isinstance(row.get(key), int | float | None) for row in rows)
@@ -117,6 +131,30 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
         *cells, last = (_cell(key, row.get(key)) for key in keys)
         table.add_row(*cells, "" if row.get(keys[-1]) is None else last)
     return table
+
+
+def _fits(keys: Sequence[str], rows: Sequence[Row], width: int) -> bool:
+    """Return whether a table with these columns can be read in ``width`` characters."""
+    needed = 3 * len(keys) - 2  # between columns
+    for key in keys:
+        words = [
+            word
+            for text in (_title(key), *(_text(key, row.get(key)) for row in rows))
+            for word in text.split()
+        ]
+        needed += min(max(map(len, words), default=0), _LEGIBLE)
+    return needed <= width
+
+
+def _list(title: str, rows: Sequence[Row]) -> Table:
+    """Return rows as lists of names and values, with an empty line between two rows."""
+    grid = _pairs()
+    grid.title, grid.title_justify, grid.title_style = title, "left", "bold"
+    for row in rows:
+        grid.add_row()
+        for key, value in row.items():
+            grid.add_row(_title(key), _cell(key, value))
+    return grid
 
 
 def _title(key: str) -> str:

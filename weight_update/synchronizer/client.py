@@ -195,7 +195,7 @@ class ClientBase:
         if "closed" in reply:
             raise LinkClosedError(reply["closed"])
         if "refused" in reply:
-            raise LifecycleError(f"{name}: {reply['refused']}")
+            raise LifecycleError(reply["refused"])
         if "error" in reply:
             raise TransportError(f"{name} failed in the synchronizer: {reply['error']}")
         return reply if known else None

@@ -180,8 +180,10 @@ class Service(SessionManager, ABC):
         return not has_ended(explorer)
 
     def _lag(self, explorer: ExplorerState) -> str:
-        """Return, for FIXED, how far the trainer is from the step that an explorer waits for."""
+        """Return whether a trainer has come and, for FIXED, how far it is from the step that is awaited."""
         trainer, fixed = self.machine.trainer, self.plan.style is SyncStyle.FIXED
+        if trainer is None and not fixed:
+            return ": the trainer has not come"
         if not fixed or (trainer is not None and trainer.step >= explorer.wanted):
             return ""
         at = "has not come" if trainer is None else f"is at step {trainer.step}"

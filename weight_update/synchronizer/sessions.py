@@ -69,7 +69,7 @@ class SessionTable:
         self.closed: bool = False
         self._changed, self._on_lapsed = changed, on_lapsed
         self.sessions: dict[str, Session] = {}
-        self._replaced: set[str] = set()
+        self._replaced: dict[str, str] = {}  # why the calls of a session are refused, by its name
         self._watching = False
 
     def add(self, name: str, member: MemberState) -> None:
@@ -93,18 +93,23 @@ class SessionTable:
         if self.closed:
             raise Closed("the synchronizer was closed")
         if name in self._replaced:
-            raise Refused(
-                "another client has replaced this one: of several trainers, or several explorers with one "
-                "id, only the newest may stay"
-            )
+            raise Refused(self._replaced[name])
 
     def replace(self, member: MemberState | None) -> None:
         """Remove the session of ``member``, whose place a new client takes. Its later calls are refused."""
         for name, session in list(self.sessions.items()):
             if session.member is member:
                 del self.sessions[name]
-                self._replaced.add(name)
-                _log.warning("a client was replaced by another client with the same role and id")
+                if isinstance(member, ExplorerState):
+                    self._replaced[name] = (
+                        f"another explorer with id {member.id} has replaced this one; each needs its own id"
+                    )
+                    _log.warning("explorer %d was replaced by a new client with its id", member.id)
+                else:
+                    self._replaced[name] = (
+                        "another trainer has replaced this one; a synchronizer has one trainer"
+                    )
+                    _log.warning("the trainer was replaced by a new client")
 
     def linked(self, key: str) -> list[ExplorerState]:
         """Return the explorers that are connected to a publisher."""
