@@ -260,7 +260,7 @@ def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str])
         reasons = [*refusals, *(f"worker {worker.idx}: {worker.lost}" for worker in late if worker.lost)]
     refused = "".join(f"\n  {reason}" for reason in dict.fromkeys(reasons))
     if refused:
-        refused = f"\njoin requests were refused meanwhile:{refused}"
+        refused = f"\nmeanwhile, connections failed or were refused:{refused}"
     mismatches = [error for error in failures.values() if isinstance(error, SchemaMismatchError)]
     if mismatches:
         problems = tuple(line for error in mismatches for line in error.problems)
