@@ -299,6 +299,7 @@ class WorkerTable:
         with self.lock:
             self._states = {idx: one for idx, one in self._states.items() if one is not worker}
             self._removed[worker.idx] = worker
+            self.changed.notify_all()
 
     def known(self, workers: Iterable[int]) -> list[WorkerState]:
         """Return the workers of these indices; late joiners that were forgotten are left out."""
