@@ -159,6 +159,38 @@ def test_a_busy_worker_gets_what_the_sender_sent_before_its_end(
             receiver.receive(timeout=10.0)
 
 
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, DistributedWeightSyncScheme])
+def test_send_waits_for_a_worker_that_is_being_welcomed(kind: type[WeightSyncScheme]) -> None:
+    source, welcomed, go_on = nn.Linear(2, 2), threading.Event(), threading.Event()
+    with (
+        kind(timeout=10.0) as sender,
+        connect_pair(sender, source, nn.Linear(2, 2)),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        admission = sender._sender.admission
+        assign = admission._assign
+
+        def assign_late(*arguments: Any) -> Any:
+            welcomed.set()
+            assert go_on.wait(10.0)
+            return assign(*arguments)
+
+        admission._assign = assign_late
+        with copy.copy(sender) as successor:
+            successor.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+            joining = pool.submit(successor.connect)
+            assert welcomed.wait(10.0)
+            handle = sender.send_async()
+            assert not handle.done()
+            assert handle.failures() == {}
+            with pytest.raises(SyncFailedError, match="has not applied it yet"):
+                handle.wait(timeout=0.0)
+            go_on.set()
+            assert handle.wait().apply_seconds.keys() == {0}
+            joining.result(10.0)
+            assert successor.version == handle.version
+
+
 def fill_with_seven(model: nn.Module) -> None:
     for one in model.parameters():
         one.fill_(7.0)

@@ -214,7 +214,7 @@ class Outcomes:
             for worker in self.table.known(workers):
                 if version in worker.failures:
                     found[worker.idx] = worker.failures[version]
-                elif not worker.joined and worker.reached < version and worker.missed:
+                elif not (worker.joined or worker.joining) and worker.reached < version and worker.missed:
                     found[worker.idx] = worker.lost or LinkClosedError(_ABSENT)
             return found
 
@@ -415,7 +415,7 @@ def reason_of(worker: WorkerState, version: int, timeout: float) -> Exception:
     """Return the reason why a worker does not have ``version`` after so many seconds."""
     if (error := worker.failure(version)) is not None:
         return error
-    if not worker.joined:
+    if not (worker.joined or worker.joining):
         return worker.lost or LinkClosedError(_ABSENT)
     if not worker.awaited:
         return worker.joining_error or LinkClosedError(

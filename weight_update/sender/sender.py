@@ -372,7 +372,7 @@ class Sender(Outcomes):
             for group in self._groups.all():
                 group.close()
             for worker in self.table:
-                worker.joined = False
+                worker.joined = worker.joining = False
                 worker.set_update("applied", None)
                 worker.set_update("inflight", None)
                 worker.group = None
