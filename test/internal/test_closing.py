@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import (
@@ -29,6 +30,7 @@ from weight_update.schemes import rpc_notices
 from weight_update.schemes.base import End
 from weight_update.testing.processes import wait_until
 from weight_update.transports.memory import MemoryTransport
+from weight_update.transports.shared_memory.transport import SlotStream
 from weight_update.wire.frames import Kind, WeightChunk
 
 
@@ -184,3 +186,26 @@ def test_a_goodbye_in_answer_to_a_join_request_ends_connect() -> None:
         sender._sender.table[0].link.send_chunk(WeightChunk(Kind.GOODBYE, {}))
         with pytest.raises(LinkClosedError, match="the sender was shut down"):
             connecting.result(10.0)
+
+
+def test_shutdown_while_a_payload_is_opened_logs_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, receive = threading.Event(), SlotStream._receive_payload
+
+    def receive_late(stream: SlotStream, nbytes: int) -> Any:
+        begun.set()
+        wait_until(lambda: not stream._slots._slots)  # close() forgets the slots that are open
+        return receive(stream, nbytes)
+
+    model = nn.Linear(2, 2)
+    with SharedMemWeightSyncScheme(timeout=20.0) as sender:
+        receiver = connect_pair(sender, nn.Linear(2, 2), model)
+        for _ in range(4):  # all slots were handed over
+            sender.send()
+        monkeypatch.setattr(SlotStream, "_receive_payload", receive_late)
+        sender.send_async()
+        assert begun.wait(10.0)
+        receiver.shutdown()
+        wait_until(lambda: sender.worker_versions == {0: None})
+    assert caplog.messages == []
