@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from weight_update import (
     RPCWeightSyncScheme,
     SharedMemTransport,
     SharedMemWeightSyncScheme,
+    SyncFailedError,
     TransportBackend,
     WeightSyncScheme,
 )
@@ -129,6 +131,34 @@ def test_workers_that_a_sender_leaves_are_not_sent_to_it_again() -> None:
     scheme.shutdown()
     assert announced
     assert not any(announced)
+
+
+def test_a_signal_handler_ends_the_sender_during_send() -> None:
+    running: list[list[str]] = []
+
+    def end(*_: object) -> None:
+        scheme.shutdown()
+        running.append([one.name for one in threading.enumerate() if "-worker-" in one.name])
+
+    def interrupt() -> None:
+        wait_until(lambda: any(worker.inflight for worker in scheme._sender.table))
+        wait_until(lambda: any(scheme._sender.reader._attended.values()))
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, end)
+    scheme = SharedMemWeightSyncScheme(timeout=20.0)
+    receivers = connect_two(scheme)
+    try:
+        with receivers[0].hold(), receivers[1].hold(), ThreadPoolExecutor(1) as pool:
+            interrupting = pool.submit(interrupt)
+            with pytest.raises(SyncFailedError):
+                scheme.send()
+            interrupting.result()
+        assert running == [[]]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        for receiver in receivers:
+            receiver.shutdown()
 
 
 def receiver_of(sender: WeightSyncScheme) -> WeightSyncScheme:

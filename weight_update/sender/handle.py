@@ -314,6 +314,10 @@ class AnswerReader:
                     _resume(paused, worker, arrivals)
         _resume_all(paused)  # the caller may wait longer, for workers of other links
 
+    def stop(self) -> None:
+        """Let the threads of workers read again, if a signal handler interrupted :meth:`read`."""
+        _resume_all(self._attended.get(threading.get_ident(), {}))
+
     def _is(self, worker: WorkerState, done: _WorkerTest) -> bool:
         with self._table.lock:
             return done(worker)

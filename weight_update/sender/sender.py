@@ -343,7 +343,8 @@ class Sender(Outcomes):
             rest.callback(self._close_links)
             rest.callback(self._delivery.close)
             rest.callback(self._say_goodbye)
-            self._recall()
+            rest.callback(self._recall)
+            self.reader.stop()
 
     def _recall(self) -> None:
         """Wait until workers have copied their weights out of memory that ends with this process."""
