@@ -60,6 +60,18 @@ def test_answer_goes_before_goodbye(seconds: float) -> None:
         assert handle.wait().apply_seconds[0] >= seconds
 
 
+def test_an_update_whose_answer_was_an_error_is_not_waited_for() -> None:
+    """shutdown() waits long for an answer that is due, but not for another attempt to join."""
+    context = Cascade(0.0)
+    pair = Connected(context)
+    context.seconds = -1.0  # time.sleep() raises
+    with pair.sender, pair.receiver:
+        with pytest.raises(SyncFailedError, match="sleep length must be non-negative"):
+            pair.sender.send()
+        with pair.receiver._receiver._updates.busy:  # it was answered
+            assert not pair.receiver._receiver._updates.answering
+
+
 def test_having_applied_outlives_the_worker() -> None:
     pair = Connected()
     with pair.sender:
