@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
 import sys
 import termios
 import time
@@ -230,6 +231,19 @@ def test_half_an_item_in_a_queue_does_not_hold_up_its_reader() -> None:
         chunk = receiver.recv_chunk(10.0)
         assert chunk is not None
         assert chunk.kind is Kind.REFUSED
+
+
+def test_a_worker_that_ended_before_its_join_request_was_read() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    queues = multiprocessing.Queue(), multiprocessing.Queue()
+    sender, receiver = MPTransport(*queues), MPTransport(*queues, end="receiver")
+    with contextlib.closing(sender), contextlib.closing(receiver):
+        receiver.send_chunk(hello(pid=ended.pid))
+        must_receive(sender)
+        with pytest.raises(LinkClosedError, match="the other process is gone"):
+            sender.recv_chunk(2.0)
+        assert sender.recv_chunk(0.0) is None  # it waits for another worker
 
 
 def speak_and_end(weight_queue: multiprocessing.Queue, ack_queue: Any) -> None:

@@ -147,6 +147,7 @@ class MPTransport(TransportBackend):
         self._directory = directory
         self._slots = SlotTable()
         self._other: WatchedProcess | None = None  # at the other end
+        self._gone = False  # whether it had ended before it could be watched
         self._feeder: threading.Thread | None = None  # writes what the queue was given to its pipe
         self._unread = deque[_Item]()
         self._partial = bytearray()  # of the next item in the pipe of the queue
@@ -162,9 +163,13 @@ class MPTransport(TransportBackend):
 
     def watch(self, pid: int) -> None:
         """Watch the process at the other end, to notice its death."""
-        self._other = None
-        with contextlib.suppress(OSError, AttributeError):
+        self._other, self._gone = None, False
+        try:
             self._other = WatchedProcess(pid)
+        except ProcessLookupError:
+            self._gone = self._end == "sender"  # a receiver may be in another pid namespace
+        except (OSError, AttributeError):
+            pass  # this system does not tell
 
     def allocate(self, nbytes: int) -> Buffer:
         return SharedBuffer(nbytes, self._directory)
@@ -200,7 +205,10 @@ class MPTransport(TransportBackend):
                 return self._read_or_goodbye(item)
             if ended:
                 if self._end == "sender":
-                    self._other = None  # another worker may take its place; a sender has no successor
+                    self._other, self._gone = (
+                        None,
+                        False,
+                    )  # another worker may come; a sender has no successor
                 raise LinkClosedError("the other process is gone")
             if left is not None and left <= _CHECK_SECONDS:
                 return None
@@ -217,7 +225,7 @@ class MPTransport(TransportBackend):
         return self._slots.pinned(payload)
 
     def disconnect(self) -> None:
-        self._other = None
+        self._other, self._gone = None, False
         with contextlib.suppress(LinkClosedError):
             self._put(None)
 
@@ -394,7 +402,7 @@ class MPTransport(TransportBackend):
 
     def _other_is_dead(self) -> bool:
         other = self._other
-        return other is not None and other.ended
+        return self._gone or (other is not None and other.ended)
 
 
 def _prefix_size(item: bytearray) -> int:
