@@ -1,10 +1,12 @@
 """Late joiners, over every scheme that admits them."""
 
+import contextlib
 import copy
 import gc
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,10 +19,14 @@ from weight_update import (
     MultiProcessWeightSyncScheme,
     PatchEncoding,
     SharedMemWeightSyncScheme,
+    SyncTimeoutError,
     WeightStrategy,
     WeightSyncScheme,
 )
+from weight_update.schemes.sender_side import SenderSide
+from weight_update.sender.delivery import AnswerThreads
 from weight_update.sender.sender import Sender
+from weight_update.sender.workers import WorkerState
 from weight_update.testing import LateJoinerContract, mlp
 from weight_update.testing.cases import Assemble
 from weight_update.testing.late_joiners import KilledLateJoinerTests
@@ -58,6 +64,56 @@ class TestMemory(LateJoinerContract):
     @pytest.mark.slow
     def test_indices_that_do_not_match(self, assemble: Assemble) -> None:
         super().test_indices_that_do_not_match(assemble)
+
+
+@pytest.mark.parametrize("serving", [True, False], ids=["serving", "before connect"])
+def test_a_thread_comes_back_before_the_sender_has_forgotten_it(
+    serving: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget = AnswerThreads._forget
+
+    def forget_late(threads: AnswerThreads, worker: WorkerState) -> bool:
+        time.sleep(0.2)
+        return forget(threads, worker)
+
+    monkeypatch.setattr(AnswerThreads, "_forget", forget_late)
+    with MemoryWeightSyncScheme(timeout=10.0) as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=0)
+        if serving:
+            scheme.connect()
+        else:
+            with late_joiner(scheme) as receiver, pytest.raises(SyncTimeoutError, match="has it called conn"):
+                receiver.connect(timeout=0.1)
+            threading.Timer(0.3, scheme.connect).start()
+        for _ in range(2):
+            with late_joiner(scheme) as receiver:
+                receiver.connect()
+                assert scheme.send().apply_seconds.keys() == {3}
+
+
+def test_one_of_two_threads_becomes_a_late_joiner(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, admit = threading.Barrier(2), SenderSide.admit
+
+    def admit_both(side: SenderSide, *arguments: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+        return admit(side, *arguments)
+
+    monkeypatch.setattr(SenderSide, "admit", admit_both)
+    with MemoryWeightSyncScheme(timeout=10.0) as scheme, ThreadPoolExecutor(2) as pool:
+        scheme.init_on_sender(model=mlp(1), num_workers=0)
+        scheme.connect()
+        with late_joiner(scheme) as one, late_joiner(scheme) as other:
+            errors = [pool.submit(receiver.connect, timeout=5.0).exception for receiver in (one, other)]
+            (error,) = filter(None, [get(10.0) for get in errors])
+            assert "another receiver is worker 3" in str(error)
+            assert scheme.send().apply_seconds.keys() == {3}
+
+
+def late_joiner(scheme: WeightSyncScheme) -> WeightSyncScheme:
+    receiver = copy.copy(scheme)
+    receiver.init_on_receiver(model=mlp(2), worker_idx=3)
+    return receiver
 
 
 def test_queues_must_exist_before_the_process() -> None:

@@ -60,6 +60,18 @@ def test_answer_goes_before_goodbye(seconds: float) -> None:
         assert handle.wait().apply_seconds[0] >= seconds
 
 
+def test_an_update_whose_answer_was_an_error_is_not_waited_for() -> None:
+    """shutdown() waits long for an answer that is due, but not for another attempt to join."""
+    context = Cascade(0.0)
+    pair = Connected(context)
+    context.seconds = -1.0  # time.sleep() raises
+    with pair.sender, pair.receiver:
+        with pytest.raises(SyncFailedError, match="sleep length must be non-negative"):
+            pair.sender.send()
+        with pair.receiver._receiver._updates.busy:  # it was answered
+            assert not pair.receiver._receiver._updates.answering
+
+
 def test_having_applied_outlives_the_worker() -> None:
     pair = Connected()
     with pair.sender:
@@ -157,6 +169,38 @@ def test_a_busy_worker_gets_what_the_sender_sent_before_its_end(
         assert all(bool((one.detach() == 7.0).all()) for one in model.parameters())
         with pytest.raises(LinkClosedError, match="the sender was shut down"):
             receiver.receive(timeout=10.0)
+
+
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, DistributedWeightSyncScheme])
+def test_send_waits_for_a_worker_that_is_being_welcomed(kind: type[WeightSyncScheme]) -> None:
+    source, welcomed, go_on = nn.Linear(2, 2), threading.Event(), threading.Event()
+    with (
+        kind(timeout=10.0) as sender,
+        connect_pair(sender, source, nn.Linear(2, 2)),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        admission = sender._sender.admission
+        assign = admission._assign
+
+        def assign_late(*arguments: Any) -> Any:
+            welcomed.set()
+            assert go_on.wait(10.0)
+            return assign(*arguments)
+
+        admission._assign = assign_late
+        with copy.copy(sender) as successor:
+            successor.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+            joining = pool.submit(successor.connect)
+            assert welcomed.wait(10.0)
+            handle = sender.send_async()
+            assert not handle.done()
+            assert handle.failures() == {}
+            with pytest.raises(SyncFailedError, match="has not applied it yet"):
+                handle.wait(timeout=0.0)
+            go_on.set()
+            assert handle.wait().apply_seconds.keys() == {0}
+            joining.result(10.0)
+            assert successor.version == handle.version
 
 
 def fill_with_seven(model: nn.Module) -> None:

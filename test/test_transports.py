@@ -3,12 +3,16 @@
 import contextlib
 import fcntl
 import multiprocessing
+import os
+import pickle
 import socket
+import subprocess
 import sys
 import termios
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -205,6 +209,41 @@ def test_a_worker_tries_again_while_its_hello_is_not_read(
     for end in (sender, worker):
         end.close()
     assert capfd.readouterr().err == ""
+
+
+def test_half_an_item_in_a_queue_does_not_hold_up_its_reader() -> None:
+    """As of a sender that was killed, or stopped, while it wrote a long message."""
+    queues = multiprocessing.Queue(), multiprocessing.Queue()
+    head = WeightChunk(Kind.REFUSED, {"reason": "x" * 9000, "problems": []}).encode_head(checksum=False)
+    item = pickle.dumps((head, None))
+    raw, pipe = len(item).to_bytes(4, "big") + item, queues[0]._writer.fileno()
+    queues[0]._sem.acquire()
+    with contextlib.closing(MPTransport(*queues, end="receiver")) as receiver, ThreadPoolExecutor(1) as pool:
+        for part in raw[:2], raw[2:5000]:
+            os.write(pipe, part)
+            reading = pool.submit(receiver.recv_chunk, 0.1)
+            try:
+                assert reading.result(5.0) is None
+            except BaseException:
+                os.write(pipe, raw[2:] if part == raw[:2] else raw[5000:])  # the thread waits for it
+                raise
+        os.write(pipe, raw[5000:])
+        chunk = receiver.recv_chunk(10.0)
+        assert chunk is not None
+        assert chunk.kind is Kind.REFUSED
+
+
+def test_a_worker_that_ended_before_its_join_request_was_read() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    queues = multiprocessing.Queue(), multiprocessing.Queue()
+    sender, receiver = MPTransport(*queues), MPTransport(*queues, end="receiver")
+    with contextlib.closing(sender), contextlib.closing(receiver):
+        receiver.send_chunk(hello(pid=ended.pid))
+        must_receive(sender)
+        with pytest.raises(LinkClosedError, match="the other process is gone"):
+            sender.recv_chunk(2.0)
+        assert sender.recv_chunk(0.0) is None  # it waits for another worker
 
 
 def speak_and_end(weight_queue: multiprocessing.Queue, ack_queue: Any) -> None:

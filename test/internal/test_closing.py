@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import (
@@ -21,6 +23,7 @@ from weight_update import (
     RPCWeightSyncScheme,
     SharedMemTransport,
     SharedMemWeightSyncScheme,
+    SyncFailedError,
     TransportBackend,
     WeightSyncScheme,
 )
@@ -29,6 +32,7 @@ from weight_update.schemes import rpc_notices
 from weight_update.schemes.base import End
 from weight_update.testing.processes import wait_until
 from weight_update.transports.memory import MemoryTransport
+from weight_update.transports.shared_memory.transport import SlotStream
 from weight_update.wire.frames import Kind, WeightChunk
 
 
@@ -129,6 +133,34 @@ def test_workers_that_a_sender_leaves_are_not_sent_to_it_again() -> None:
     assert not any(announced)
 
 
+def test_a_signal_handler_ends_the_sender_during_send() -> None:
+    running: list[list[str]] = []
+
+    def end(*_: object) -> None:
+        scheme.shutdown()
+        running.append([one.name for one in threading.enumerate() if "-worker-" in one.name])
+
+    def interrupt() -> None:
+        wait_until(lambda: any(worker.inflight for worker in scheme._sender.table))
+        wait_until(lambda: any(scheme._sender.reader._attended.values()))
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, end)
+    scheme = SharedMemWeightSyncScheme(timeout=20.0)
+    receivers = connect_two(scheme)
+    try:
+        with receivers[0].hold(), receivers[1].hold(), ThreadPoolExecutor(1) as pool:
+            interrupting = pool.submit(interrupt)
+            with pytest.raises(SyncFailedError):
+                scheme.send()
+            interrupting.result()
+        assert running == [[]]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        for receiver in receivers:
+            receiver.shutdown()
+
+
 def receiver_of(sender: WeightSyncScheme) -> WeightSyncScheme:
     sender.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
     receiver = copy.copy(sender)
@@ -184,3 +216,26 @@ def test_a_goodbye_in_answer_to_a_join_request_ends_connect() -> None:
         sender._sender.table[0].link.send_chunk(WeightChunk(Kind.GOODBYE, {}))
         with pytest.raises(LinkClosedError, match="the sender was shut down"):
             connecting.result(10.0)
+
+
+def test_shutdown_while_a_payload_is_opened_logs_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, receive = threading.Event(), SlotStream._receive_payload
+
+    def receive_late(stream: SlotStream, nbytes: int) -> Any:
+        begun.set()
+        wait_until(lambda: not stream._slots._slots)  # close() forgets the slots that are open
+        return receive(stream, nbytes)
+
+    model = nn.Linear(2, 2)
+    with SharedMemWeightSyncScheme(timeout=20.0) as sender:
+        receiver = connect_pair(sender, nn.Linear(2, 2), model)
+        for _ in range(4):  # all slots were handed over
+            sender.send()
+        monkeypatch.setattr(SlotStream, "_receive_payload", receive_late)
+        sender.send_async()
+        assert begun.wait(10.0)
+        receiver.shutdown()
+        wait_until(lambda: sender.worker_versions == {0: None})
+    assert caplog.messages == []

@@ -306,7 +306,7 @@ class Receiver:
             _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
             return True
         if isinstance(error, TransportError | FormatError | TimeoutError):
-            if isinstance(error, FormatError):
+            if isinstance(error, FormatError) and not self._closing.is_set():
                 _log.warning(
                     "worker %d joins again, because it received an invalid frame: %s", self.worker, error
                 )

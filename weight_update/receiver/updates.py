@@ -136,6 +136,8 @@ class UpdateHandler:
             if not _is_of_the_update(reason):
                 raise
             return self._refuse(version, as_memory_error(_as_exception(reason)))
+        finally:
+            self.answering = False
         return None
 
     def _refuse(self, version: int, error: Exception) -> Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -25,22 +26,26 @@ class _Listener:
         self._taken: set[int] = set()
         self._admit = admit
         self.refusals = Refusals(_log)  # none: the receiver's own thread gets the error
-        self._closed = False
+        self._closed, self._lock = False, threading.Lock()
 
     def link(self, worker_idx: int) -> MemoryTransport:
         """Return the receiver's end of a worker's link, a closed one after the sender was shut down.
 
         Raise JoinRefusedError if the worker cannot be admitted, or another receiver has its link.
         """
-        if self._closed:
+        with self._lock:  # several receivers may ask at once
+            return self._link(worker_idx)
+
+    def _link(self, worker_idx: int) -> MemoryTransport:
+        link = self.links.get(worker_idx)
+        if not self._closed and (link is None or (link.closed and worker_idx not in self._initial)):
+            self._admit(worker_idx)
+            self._taken.discard(worker_idx)
+            link = self.links.get(worker_idx)
+        if self._closed or link is None:
             mine, theirs = MemoryTransport.pair()
             mine.close()
             return theirs
-        known = self.links.get(worker_idx)
-        if known is None or (known.closed and worker_idx not in self._initial):
-            self._admit(worker_idx)
-            self._taken.discard(worker_idx)
-        link = self.links[worker_idx]
         if worker_idx in self._taken and not link.closed:
             raise JoinRefusedError(
                 f"another receiver is worker {worker_idx}: give each receiver an index of its own, or shut "

@@ -260,9 +260,10 @@ class AnswerThreads:
 
     def join(self) -> None:
         """Wait until all threads have ended. Their links are closed."""
+        deadline = time.monotonic() + _END_SECONDS
         for worker in self._table:
             if worker.thread is not None and worker.thread is not threading.current_thread():
-                worker.thread.join(_END_SECONDS)
+                worker.thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _run(self, worker: WorkerState) -> None:
         ended = False

@@ -214,7 +214,7 @@ class Outcomes:
             for worker in self.table.known(workers):
                 if version in worker.failures:
                     found[worker.idx] = worker.failures[version]
-                elif not worker.joined and worker.reached < version and worker.missed:
+                elif not (worker.joined or worker.joining) and worker.reached < version and worker.missed:
                     found[worker.idx] = worker.lost or LinkClosedError(_ABSENT)
             return found
 
@@ -313,6 +313,10 @@ class AnswerReader:
                     del waited_for[descriptor]
                     _resume(paused, worker, arrivals)
         _resume_all(paused)  # the caller may wait longer, for workers of other links
+
+    def stop(self) -> None:
+        """Let the threads of workers read again, if a signal handler interrupted :meth:`read`."""
+        _resume_all(self._attended.get(threading.get_ident(), {}))
 
     def _is(self, worker: WorkerState, done: _WorkerTest) -> bool:
         with self._table.lock:
@@ -415,7 +419,7 @@ def reason_of(worker: WorkerState, version: int, timeout: float) -> Exception:
     """Return the reason why a worker does not have ``version`` after so many seconds."""
     if (error := worker.failure(version)) is not None:
         return error
-    if not worker.joined:
+    if not (worker.joined or worker.joining):
         return worker.lost or LinkClosedError(_ABSENT)
     if not worker.awaited:
         return worker.joining_error or LinkClosedError(

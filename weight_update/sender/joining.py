@@ -141,7 +141,7 @@ class Admission:
             return
         with self._table.lock:
             worker.mark_disconnected()
-            worker.lost = None
+            worker.joining, worker.lost = True, None
         try:
             group = self._assign(worker, worker.schema.for_receiver(theirs))
         except (TransportError, FormatError, TimeoutError, NotEnoughMemoryError):
@@ -155,7 +155,7 @@ class Admission:
             chunk = WeightChunk(Kind.WELCOME, {**welcome, **group.welcome()})
             worker.link.send_chunk(chunk, self._delivery.timeout)
             with self._table.lock:
-                worker.joined, worker.lost, worker.pid = True, None, header["pid"]
+                worker.joined, worker.joining, worker.lost, worker.pid = True, False, None, header["pid"]
                 worker.left = worker.leaving = worker.replaced = False
                 worker.absence_told = worker.arrived = False
                 worker.failures.clear()  # they were of another process, or of an earlier connection
@@ -197,7 +197,8 @@ class Admission:
             with worker.sending:
                 worker.link.send_chunk(refused, self._delivery.timeout)
         with self._table.lock:
-            worker.joined, worker.leaving, worker.lost = False, False, without_frames(error)
+            worker.joined = worker.joining = worker.leaving = False
+            worker.lost = without_frames(error)
             self._table.changed.notify_all()
 
 

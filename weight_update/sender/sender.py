@@ -109,6 +109,7 @@ class Sender(Outcomes):
         Raise JoinRefusedError after :meth:`close`.
         """
         with self.table.lock:
+            self._await_departure(idx)
             if self.table.closed:
                 raise JoinRefusedError("the sender was shut down")
             if idx not in self.table:
@@ -123,6 +124,15 @@ class Sender(Outcomes):
             if self.serving:
                 self._answers.start(worker)
             return worker.link
+
+    def _await_departure(self, idx: int) -> None:
+        """Wait until the worker before a late joiner is forgotten, if its link admits no second one."""
+        worker = next((one for one in self.table if one.idx == idx), None)
+        if worker is None or worker.link.capabilities.allows_rejoin:
+            return
+        if worker.thread is None:  # nothing was read from it yet
+            self.table.remove(worker)
+        self.table.changed.wait_for(lambda: idx not in self.table or self.table.closed, self.timeout)
 
     def connect(
         self, weights: Mapping[int, NamedWeights], timeout: float, alive: Callable[[int], bool] | None = None
@@ -333,7 +343,8 @@ class Sender(Outcomes):
             rest.callback(self._close_links)
             rest.callback(self._delivery.close)
             rest.callback(self._say_goodbye)
-            self._recall()
+            rest.callback(self._recall)
+            self.reader.stop()
 
     def _recall(self) -> None:
         """Wait until workers have copied their weights out of memory that ends with this process."""
@@ -362,7 +373,7 @@ class Sender(Outcomes):
             for group in self._groups.all():
                 group.close()
             for worker in self.table:
-                worker.joined = False
+                worker.joined = worker.joining = False
                 worker.set_update("applied", None)
                 worker.set_update("inflight", None)
                 worker.group = None

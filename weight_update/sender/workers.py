@@ -24,10 +24,7 @@ from weight_update.wire.frames import Step
 from weight_update.wire.schema import WeightSchema
 
 NOBODY = -1
-"""Index under which a sender that starts without workers keeps weights for those that join later.
-
-Its entry in the table is one of a late joiner that never comes.
-"""
+"""Index of a late joiner that never comes: a sender of no workers keeps weights for it, and so for others."""
 
 _CHECK_SECONDS = 0.05
 _BUSY_SECONDS = 0.25  # after which a worker that has not answered an update is waited for no longer
@@ -94,6 +91,7 @@ class WorkerState:
         arrived: whether it has applied weights since it joined.
         failures: errors of the last few versions that it did not apply, by version.
         late: whether it is a late joiner; nobody waits for it once it has left.
+        joining: whether it is being welcomed, and is sent the newest weights in a moment.
         left: whether it said goodbye.
         leaving: whether an earlier ``connect()`` has raised its error, so that its end is no other error.
         lost: error by which its link ended.
@@ -115,6 +113,7 @@ class WorkerState:
     schema: WeightSchema = field(repr=False)
     tracked: frozenset[str] | None = field(default=None, repr=False)
     late: bool = False
+    joining: bool = False
     left: bool = False
     leaving: bool = False
     joined: bool = False
@@ -186,12 +185,12 @@ class WorkerState:
 
     @property
     def awaited(self) -> bool:
-        """Whether the worker is connected, and an update is on its way or about to be sent.
+        """Whether an update is on its way to the worker or about to be sent.
 
         A version in a pipeline is not kept for workers that join meanwhile.
         """
         idle = self.inflight is None and self.window is None and self.lacks is None and not self.writing
-        return self.joined and not idle
+        return self.joining or (self.joined and not idle)
 
     def failure(self, version: int) -> Exception | None:
         """Return why the worker has neither ``version`` nor a newer one, and will not get one by itself."""
@@ -243,7 +242,7 @@ class WorkerState:
             for update in (self.applied, self.inflight):
                 for slot in update.slots if update is not None else ():
                     slot.abandoned = True
-        self.joined, self.has, self.staged = False, None, None
+        self.joined, self.joining, self.has, self.staged = False, False, None, None
         self.set_update("inflight", None)
         self.set_update("applied", None)
 
@@ -299,6 +298,7 @@ class WorkerTable:
         with self.lock:
             self._states = {idx: one for idx, one in self._states.items() if one is not worker}
             self._removed[worker.idx] = worker
+            self.changed.notify_all()
 
     def known(self, workers: Iterable[int]) -> list[WorkerState]:
         """Return the workers of these indices; late joiners that were forgotten are left out."""

@@ -14,6 +14,7 @@ import uuid
 import weakref
 from collections import deque
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from typing import Any, Literal
 
@@ -44,6 +45,7 @@ _PICKLED_BYTES = 1 << 12  # more than pickling adds to a message
 _READ_BYTES = 1 << 16
 _TRIES, _RETRY_SECONDS = 10, 0.02
 _FLUSH_SECONDS = 5.0
+_LONG = b"\xff" * 4  # prefix of an item of 2 GiB or more, before eight bytes with its size
 
 
 class ReaderLock:
@@ -145,8 +147,10 @@ class MPTransport(TransportBackend):
         self._directory = directory
         self._slots = SlotTable()
         self._other: WatchedProcess | None = None  # at the other end
+        self._gone = False  # whether it had ended before it could be watched
         self._feeder: threading.Thread | None = None  # writes what the queue was given to its pipe
         self._unread = deque[_Item]()
+        self._partial = bytearray()  # of the next item in the pipe of the queue
         self._closed = False
         for side in (weight_queue, ack_queue):
             if side is not None:
@@ -159,9 +163,13 @@ class MPTransport(TransportBackend):
 
     def watch(self, pid: int) -> None:
         """Watch the process at the other end, to notice its death."""
-        self._other = None
-        with contextlib.suppress(OSError, AttributeError):
+        self._other, self._gone = None, False
+        try:
             self._other = WatchedProcess(pid)
+        except ProcessLookupError:
+            self._gone = self._end == "sender"  # a receiver may be in another pid namespace
+        except (OSError, AttributeError):
+            pass  # this system does not tell
 
     def allocate(self, nbytes: int) -> Buffer:
         return SharedBuffer(nbytes, self._directory)
@@ -197,7 +205,10 @@ class MPTransport(TransportBackend):
                 return self._read_or_goodbye(item)
             if ended:
                 if self._end == "sender":
-                    self._other = None  # another worker may take its place; a sender has no successor
+                    self._other, self._gone = (
+                        None,
+                        False,
+                    )  # another worker may come; a sender has no successor
                 raise LinkClosedError("the other process is gone")
             if left is not None and left <= _CHECK_SECONDS:
                 return None
@@ -214,7 +225,7 @@ class MPTransport(TransportBackend):
         return self._slots.pinned(payload)
 
     def disconnect(self) -> None:
-        self._other = None
+        self._other, self._gone = None, False
         with contextlib.suppress(LinkClosedError):
             self._put(None)
 
@@ -313,7 +324,7 @@ class MPTransport(TransportBackend):
         if self._unread:
             return self._unread.popleft()
         try:
-            item: _Item | None = self._inbox.get(timeout=timeout)
+            item = self._next_item(timeout)
         except queue.Empty:
             return None
         except (OSError, ValueError, EOFError):
@@ -322,6 +333,36 @@ class MPTransport(TransportBackend):
             if self._end == "sender":
                 raise LinkClosedError("the worker disconnected")
             raise LinkClosedError("the sender disconnected this worker; it has to join again")
+        return item
+
+    def _next_item(self, timeout: float) -> _Item | None:
+        """Return the next item as ``get()`` of the queue does; raise queue.Empty if it is not whole in time.
+
+        ``get()`` would wait for ever for the rest of an item whose writer was killed, or stopped, in between.
+        """
+        inbox = self._inbox
+        item: _Item | None
+        if not hasattr(inbox, "_reader"):  # another kind of queue
+            item = inbox.get(timeout=timeout)
+            return item
+        if inbox._closed:
+            raise EOFError
+        deadline = time.monotonic() + timeout
+        if not inbox._rlock.acquire(timeout=timeout):
+            raise queue.Empty
+        try:
+            while lacking := _item_size(self._partial) - len(self._partial):
+                if not inbox._reader.poll(max(deadline - time.monotonic(), 0.0)):
+                    raise queue.Empty
+                part = os.read(inbox._reader.fileno(), lacking)
+                if not part:
+                    raise EOFError
+                self._partial += part
+            whole, self._partial = self._partial, bytearray()
+            inbox._sem.release()
+        finally:
+            inbox._rlock.release()
+        item = ForkingPickler.loads(memoryview(whole)[_prefix_size(whole) :])
         return item
 
     def _read_or_goodbye(self, item: _Item) -> WeightChunk:
@@ -361,7 +402,20 @@ class MPTransport(TransportBackend):
 
     def _other_is_dead(self) -> bool:
         other = self._other
-        return other is not None and other.ended
+        return self._gone or (other is not None and other.ended)
+
+
+def _prefix_size(item: bytearray) -> int:
+    """Return the number of bytes before a pickled item that tell its size, as Connection.send_bytes does."""
+    return 12 if item[:4] == _LONG else 4
+
+
+def _item_size(item: bytearray) -> int:
+    """Return the size of an item with its prefix, or of the prefix as long as that is not whole."""
+    prefix = _prefix_size(item)
+    if len(item) < prefix:
+        return prefix
+    return prefix + int.from_bytes(item[4:12] if prefix == 12 else item[:4], "big")
 
 
 def _join(feeder: weakref.ref[threading.Thread]) -> None:
