@@ -14,7 +14,6 @@ import uuid
 import weakref
 from collections import deque
 from dataclasses import replace
-from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ import torch
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
 from weight_update.transports.base import Allocate, Buffer, Capabilities, TransportBackend
+from weight_update.transports.queue_reader import QueueReader
 from weight_update.transports.shared_memory.slots import (
     SharedBuffer,
     SlotTable,
@@ -45,7 +45,6 @@ _PICKLED_BYTES = 1 << 12  # more than pickling adds to a message
 _READ_BYTES = 1 << 16
 _TRIES, _RETRY_SECONDS = 10, 0.02
 _FLUSH_SECONDS = 5.0
-_LONG = b"\xff" * 4  # prefix of an item of 2 GiB or more, before eight bytes with its size
 
 
 class ReaderLock:
@@ -143,6 +142,7 @@ class MPTransport(TransportBackend):
         self._outbox, self._inbox = weight_queue, ack_queue
         if end == "receiver":
             self._outbox, self._inbox = ack_queue, weight_queue
+        self._reader = QueueReader(self._inbox)
         self._timeout = timeout
         self._directory = directory
         self._slots = SlotTable()
@@ -150,7 +150,6 @@ class MPTransport(TransportBackend):
         self._gone = False  # whether it had ended before it could be watched
         self._feeder: threading.Thread | None = None  # writes what the queue was given to its pipe
         self._unread = deque[_Item]()
-        self._partial = bytearray()  # of the next item in the pipe of the queue
         self._closed = False
         for side in (weight_queue, ack_queue):
             if side is not None:
@@ -205,10 +204,7 @@ class MPTransport(TransportBackend):
                 return self._read_or_goodbye(item)
             if ended:
                 if self._end == "sender":
-                    self._other, self._gone = (
-                        None,
-                        False,
-                    )  # another worker may come; a sender has no successor
+                    self._other, self._gone = None, False  # another worker may come
                 raise LinkClosedError("the other process is gone")
             if left is not None and left <= _CHECK_SECONDS:
                 return None
@@ -216,6 +212,7 @@ class MPTransport(TransportBackend):
     def receive_weights(self, timeout: float | None = None, **options: Any) -> Any | None:
         if self._undecided:
             self._end, self._outbox, self._inbox = "receiver", self._inbox, self._outbox
+            self._reader = QueueReader(self._inbox)
         return super().receive_weights(timeout, **options)
 
     def release(self, payload: torch.Tensor) -> None:
@@ -324,7 +321,7 @@ class MPTransport(TransportBackend):
         if self._unread:
             return self._unread.popleft()
         try:
-            item = self._next_item(timeout)
+            item: _Item | None = self._reader.get(timeout)
         except queue.Empty:
             return None
         except (OSError, ValueError, EOFError):
@@ -333,36 +330,6 @@ class MPTransport(TransportBackend):
             if self._end == "sender":
                 raise LinkClosedError("the worker disconnected")
             raise LinkClosedError("the sender disconnected this worker; it has to join again")
-        return item
-
-    def _next_item(self, timeout: float) -> _Item | None:
-        """Return the next item as ``get()`` of the queue does; raise queue.Empty if it is not whole in time.
-
-        ``get()`` would wait for ever for the rest of an item whose writer was killed, or stopped, in between.
-        """
-        inbox = self._inbox
-        item: _Item | None
-        if not hasattr(inbox, "_reader"):  # another kind of queue
-            item = inbox.get(timeout=timeout)
-            return item
-        if inbox._closed:
-            raise EOFError
-        deadline = time.monotonic() + timeout
-        if not inbox._rlock.acquire(timeout=timeout):
-            raise queue.Empty
-        try:
-            while lacking := _item_size(self._partial) - len(self._partial):
-                if not inbox._reader.poll(max(deadline - time.monotonic(), 0.0)):
-                    raise queue.Empty
-                part = os.read(inbox._reader.fileno(), lacking)
-                if not part:
-                    raise EOFError
-                self._partial += part
-            whole, self._partial = self._partial, bytearray()
-            inbox._sem.release()
-        finally:
-            inbox._rlock.release()
-        item = ForkingPickler.loads(memoryview(whole)[_prefix_size(whole) :])
         return item
 
     def _read_or_goodbye(self, item: _Item) -> WeightChunk:
@@ -403,19 +370,6 @@ class MPTransport(TransportBackend):
     def _other_is_dead(self) -> bool:
         other = self._other
         return self._gone or (other is not None and other.ended)
-
-
-def _prefix_size(item: bytearray) -> int:
-    """Return the number of bytes before a pickled item that tell its size, as Connection.send_bytes does."""
-    return 12 if item[:4] == _LONG else 4
-
-
-def _item_size(item: bytearray) -> int:
-    """Return the size of an item with its prefix, or of the prefix as long as that is not whole."""
-    prefix = _prefix_size(item)
-    if len(item) < prefix:
-        return prefix
-    return prefix + int.from_bytes(item[4:12] if prefix == 12 else item[:4], "big")
 
 
 def _join(feeder: weakref.ref[threading.Thread]) -> None:

@@ -1,0 +1,70 @@
+"""Reading from a multiprocessing queue whose writer may be killed or stopped in the middle of an item."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+_LONG = b"\xff" * 4  # prefix of an item of 2 GiB or more, before eight bytes with its size
+
+
+class QueueReader:
+    """Reads the items of a queue; the only reader of the queue in this process.
+
+    ``get()`` of the queue waits for the rest of an item without a limit of time.
+
+    Args:
+        source: queue of ``multiprocessing``, or another one, whose own ``get()`` is called.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._partial = bytearray()  # what was read of the next item
+
+    def get(self, timeout: float) -> Any:
+        """Return the next item.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            queue.Empty: no whole item came within ``timeout``.
+            OSError, ValueError, EOFError: the queue was closed.
+        """
+        source = self._source
+        if not hasattr(source, "_reader"):
+            return source.get(timeout=timeout)
+        if source._closed:
+            raise EOFError
+        deadline = time.monotonic() + timeout
+        if not source._rlock.acquire(timeout=timeout):
+            raise queue.Empty
+        try:
+            while lacking := _item_size(self._partial) - len(self._partial):
+                if not source._reader.poll(max(deadline - time.monotonic(), 0.0)):
+                    raise queue.Empty
+                part = os.read(source._reader.fileno(), lacking)
+                if not part:
+                    raise EOFError
+                self._partial += part
+            whole, self._partial = self._partial, bytearray()
+            source._sem.release()
+        finally:
+            source._rlock.release()
+        return ForkingPickler.loads(memoryview(whole)[_prefix_size(whole) :])
+
+
+def _prefix_size(item: bytearray) -> int:
+    """Return the number of bytes that tell the size of a pickled item, as ``Connection.send_bytes`` does."""
+    return 12 if item[:4] == _LONG else 4
+
+
+def _item_size(item: bytearray) -> int:
+    """Return the size of an item with its prefix, or of the prefix as long as that is not whole."""
+    prefix = _prefix_size(item)
+    if len(item) < prefix:
+        return prefix
+    return prefix + int.from_bytes(item[4:12] if prefix == 12 else item[:4], "big")
