@@ -216,8 +216,8 @@ def test_a_state_has_the_weights_of_one_version(scheme, made):
     policy.register_state_dict_post_hook(lambda *args: time.sleep(0.05))
     schemes = None if scheme is None else {"policy": scheme()}
     collector = made(Collector, Env, policy, frames_per_batch=5, weight_sync_schemes=schemes, **OPTIONS)
-    with updates(collector, make_policy()) as sent:
-        while len(sent) < 10:
+    with updates(collector, make_policy()):
+        for _ in range(10):
             state = collector.state_dict()
             values = torch.cat([*state["policy_state_dict"].values()]).unique().tolist()
             assert values == [state["policy_version"]]
