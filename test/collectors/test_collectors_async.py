@@ -113,12 +113,13 @@ def test_the_batches_after_a_restored_state_are_of_its_version(made):
 
 
 def test_an_iteration_that_begins_anew_has_no_step_twice(made):
-    collector, seen = collect(made, Counted, workers=2), set()
-    for _ in range(3):
+    collector, seen = collect(made, Slow, workers=2), set()
+    for _ in range(2):
         frames = iter(collector)
-        for _ in range(3):
-            require_new(frames, 1, seen)
-            time.sleep(0.1)  # both workers have finished their next batches
+        require_new(frames, 1, seen)
+        time.sleep(0.5)  # both workers have finished their next batches
+        require_new(frames, 3, seen)
+        time.sleep(0.5)
 
 
 def test_a_state_is_saved_while_workers_fill_a_replay_buffer(made):
