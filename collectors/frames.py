@@ -22,6 +22,7 @@ FRAMES_TIMEOUT = 1800.0
 _EXIT_SECONDS, _GONE_SECONDS, _READ_SECONDS = 5.0, 1.0, 1.0
 _COLLECT = ("continue", "continue_random")  # orders of TorchRL
 _AT_ANY_TIME = ("close", "pause", "restart", "run_free")
+_WHILE_PAUSED = ("cascade_execute", "close", "get_distant_attr", "restart")
 _log = logging.getLogger(__name__)
 
 
@@ -295,9 +296,20 @@ class ControlPipe(Substitute):
         super().__init__(pipe)
         self._gone, self._drops = gone, drops
         self._ask, self._settle = ask, settle
+        self._paused = False
 
     def send(self, order: tuple[Any, str]) -> None:
-        """Send an order; raise WorkerError if the worker is gone, unless the order is to end."""
+        """Send an order.
+
+        Raises:
+            WorkerError: the worker is gone, and the order is not to end.
+            LifecycleError: the worker is paused, and would end with an error.
+        """
+        if self._paused and order[1] not in _WHILE_PAUSED:
+            raise LifecycleError(f"workers are paused and cannot do {order[1]!r}; call it after the pause")
+        if self._paused and order[1] == "close":
+            self.send((None, "restart"))  # a paused worker would take it for an error
+        self._paused = order[1] == "pause" or (self._paused and order[1] not in ("close", "restart"))
         if order[1] in _COLLECT:
             self._ask()
         elif order[1] not in _AT_ANY_TIME and not self._original.closed:
@@ -305,7 +317,7 @@ class ControlPipe(Substitute):
         try:
             self._original.send(order)
         except OSError as error:
-            if not self._drops and order[1] != "close":
+            if not self._drops and order[1] not in ("close", "restart"):
                 raise self._error() from error
 
     def poll(self, timeout: float | None = 0.0) -> bool:

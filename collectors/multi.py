@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -221,6 +221,17 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             yield from super().iterator()
         except WorkersLateError as error:
             raise error.args[0] from None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Pause workers that collect freely, as in TorchRL; they go on after an error in the block, too."""
+        pausing = super().pause()
+        pausing.__enter__()
+        try:
+            yield
+        finally:
+            if not self._has_ended:
+                pausing.__exit__(None, None, None)
 
     def _send(
         self, schemes: Mapping[str, WeightSyncScheme], request: Request

@@ -9,6 +9,8 @@ from collector_parts import OPTIONS, Env, make_policy, require_exact, weights_of
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from collectors import MultiAsyncCollector
+from weight_update import LifecycleError
+from weight_update.testing.processes import wait_until
 
 FRAMES = 8
 
@@ -130,3 +132,37 @@ def test_a_state_is_saved_while_workers_fill_a_replay_buffer(made):
         next(frames)
         collector.state_dict()
     require_exact(buffer[:])
+
+
+def free(made):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4000), batch_size=8, shared=True)
+    collector = collect(made, Counted, workers=2, replay_buffer=buffer)
+    collector.start()
+    wait_until(lambda: buffer.write_count > 0)
+    return collector, buffer
+
+
+def test_workers_go_on_after_an_error_in_a_pause(made):
+    collector, buffer = free(made)
+    with pytest.raises(KeyError), collector.pause():
+        raise KeyError("the error of a user")
+    count = buffer.write_count
+    wait_until(lambda: buffer.write_count > count)
+
+
+def test_a_pause_refuses_what_would_end_paused_workers(made):
+    collector, buffer = free(made)
+    with collector.pause():
+        for call in (collector.state_dict, collector.reset):
+            with pytest.raises(LifecycleError, match=r"workers are paused and cannot do '.*'; call it after"):
+                call()
+        count = buffer.write_count
+    wait_until(lambda: buffer.write_count > count)
+
+
+def test_a_collector_that_is_shut_down_in_a_pause(made):
+    collector, _ = free(made)
+    processes = [process._original for process in collector.procs]
+    with collector.pause():
+        collector.shutdown()
+    assert [process.exitcode for process in processes] == [0, 0]
