@@ -7,6 +7,7 @@ import numbers
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ FRAMES_TIMEOUT = 1800.0
 """Default seconds that a worker has for a batch, which is PyTorch's limit for gloo."""
 
 _EXIT_SECONDS, _GONE_SECONDS, _READ_SECONDS = 5.0, 1.0, 1.0
+_COLLECT = ("continue", "continue_random")  # orders of TorchRL
+_AT_ANY_TIME = ("close", "pause", "restart", "run_free")
+_WHILE_PAUSED = ("cascade_execute", "close", "get_distant_attr", "restart")
 _log = logging.getLogger(__name__)
 
 
@@ -147,10 +151,41 @@ class BatchQueue(Substitute):
         self._in_rounds, self._may_lose = in_rounds, may_lose
         self._waits = WaitingTimes(frames_timeout)
         self._missing = set(range(len(processes)))
+        self._due: set[int] = set()  # workers that were asked for a batch, which was not read yet
+        self._kept: deque[Any] = deque()  # batches that settle() has read
         self._unread: set[int] = set()  # lost workers, each of which may have left a batch in the queue
 
     def get(self, timeout: float) -> Any:
         """Return the next batch; raise ``queue.Empty`` after ``timeout`` seconds, or as :meth:`look` does."""
+        return self._kept.popleft() if self._kept else self._read(timeout)
+
+    @property
+    def kept(self) -> int:
+        """Number of batches that :meth:`get` returns at once."""
+        return len(self._kept)
+
+    def ask(self, worker: int) -> None:
+        """Note that a worker is asked for a batch."""
+        self._due.add(worker)
+
+    def settle(self, worker: int) -> None:
+        """Wait for the batch that a worker was asked for, and keep it for :meth:`get`.
+
+        A worker that gets another order while it collects drops its batch, and waits to be asked again.
+
+        Raises:
+            WorkerError: a worker has ended, or no worker is left.
+            SyncTimeoutError: workers are late.
+        """
+        while worker in self._due - self.lost.keys():
+            try:
+                self._kept.append(self._read(_READ_SECONDS))
+            except queue.Empty:
+                continue
+            except WorkersLateError as error:
+                raise error.args[0] from None
+
+    def _read(self, timeout: float) -> Any:
         self.look()
         start = time.monotonic()
         try:
@@ -232,6 +267,7 @@ class BatchQueue(Substitute):
         """Note the arrival of a batch: a worker's index, or a pair that ends with it."""
         idx = batch[1] if isinstance(batch, tuple) else batch
         self._waits.end(idx)
+        self._due.discard(idx)
         self._unread.discard(idx)
         if self._in_rounds:
             self._missing.discard(idx)
@@ -244,19 +280,44 @@ class ControlPipe(Substitute):
     After the shutdown of the collector, which closes the pipe, errors are LifecycleErrors.
 
     ``gone`` takes seconds to wait, and returns why the worker is gone, or None. ``drops`` says whether to
-    drop orders to a worker that is gone.
+    drop orders to a worker that is gone. ``ask`` is called before an order to collect a batch, and
+    ``settle`` before an order that would interrupt one.
     """
 
-    def __init__(self, pipe: Any, gone: Callable[[float], str | None], *, drops: bool) -> None:
+    def __init__(
+        self,
+        pipe: Any,
+        gone: Callable[[float], str | None],
+        *,
+        drops: bool,
+        ask: Callable[[], None] = lambda: None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(pipe)
         self._gone, self._drops = gone, drops
+        self._ask, self._settle = ask, settle
+        self._paused = False
 
     def send(self, order: tuple[Any, str]) -> None:
-        """Send an order; raise WorkerError if the worker is gone, unless the order is to end."""
+        """Send an order.
+
+        Raises:
+            WorkerError: the worker is gone, and the order is not to end.
+            LifecycleError: the worker is paused, and would end with an error.
+        """
+        if self._paused and order[1] not in _WHILE_PAUSED:
+            raise LifecycleError(f"workers are paused and cannot do {order[1]!r}; call it after the pause")
+        if self._paused and order[1] == "close":
+            self.send((None, "restart"))  # a paused worker would take it for an error
+        self._paused = order[1] == "pause" or (self._paused and order[1] not in ("close", "restart"))
+        if order[1] in _COLLECT:
+            self._ask()
+        elif order[1] not in _AT_ANY_TIME and not self._original.closed:
+            self._settle()
         try:
             self._original.send(order)
         except OSError as error:
-            if not self._drops and order[1] != "close":
+            if not self._drops and order[1] not in ("close", "restart"):
                 raise self._error() from error
 
     def poll(self, timeout: float | None = 0.0) -> bool:

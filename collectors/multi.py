@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -205,7 +205,13 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         )
         self.procs = [WorkerProcess(process) for process in self.procs]
         self.pipes = [
-            ControlPipe(pipe, partial(batches.gone, idx), drops=self._may_lose)
+            ControlPipe(
+                pipe,
+                partial(batches.gone, idx),
+                drops=self._may_lose,
+                ask=partial(batches.ask, idx),
+                settle=partial(batches.settle, idx),
+            )
             for idx, pipe in enumerate(self.pipes)
         ]
 
@@ -215,6 +221,17 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             yield from super().iterator()
         except WorkersLateError as error:
             raise error.args[0] from None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Pause workers that collect freely, as in TorchRL; they go on after an error in the block, too."""
+        pausing = super().pause()
+        pausing.__enter__()
+        try:
+            yield
+        finally:
+            if not self._has_ended:
+                pausing.__exit__(None, None, None)
 
     def _send(
         self, schemes: Mapping[str, WeightSyncScheme], request: Request
@@ -275,6 +292,34 @@ class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector
     def _queue_len(self) -> int:
         """Length of the queue of batches: one for each worker, because a killed worker may keep its place."""
         return int(self.num_workers)
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Yield batches, as in TorchRL; batches of an iteration that was left are dropped."""
+        self._drop_batches()
+        yield from super().iterator()
+
+    def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
+        """Reset environments, as in TorchRL; batches that were not taken yet are dropped."""
+        self._drop_batches()
+        super().reset(reset_idx)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a ``state_dict`` on the workers; batches that were not taken yet are dropped.
+
+        The next update gets a number above the restored version.
+        """
+        dropped = self._drop_batches()
+        super().load_state_dict(state_dict)
+        order = "continue_random" if self._should_use_random_frames() else "continue"
+        for idx in dropped:
+            self.pipes[idx].send((idx, order))
+
+    def _drop_batches(self) -> list[int]:
+        """Wait for the batches that workers were asked for, and drop them; return the workers."""
+        self._require_open()
+        for idx in range(self.num_workers):
+            self.queue_out.settle(idx)
+        return [self._get_from_queue(0.0)[0] for _ in range(self.queue_out.kept)]  # it keeps their buffers
 
 
 class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):

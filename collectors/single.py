@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 import torchrl.collectors
 from tensordict import TensorDictBase
 from torch import nn
@@ -116,15 +117,18 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             super().increment_version()
         self._versions.count += 1
 
+    def state_dict(self) -> Any:
+        """Return a copy of the state: environment, policy, and the version of just these weights."""
+        with self._no_update():
+            return _copied(super().state_dict())
+
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """Load a ``state_dict``: environment, policy and policy version.
 
         The policy keeps the loaded weights until the next update, which gets a number above the restored
         version.
         """
-        with ExitStack() as stack:
-            for scheme in self._connected().values():
-                stack.enter_context(scheme.hold())
+        with self._no_update():
             super().load_state_dict(state_dict, **kwargs)
         version = state_dict.get(KEY)
         if self._stamps and version is not None:
@@ -132,6 +136,15 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
                 if scheme.synchronized_on_sender:
                     scheme.continue_from(int(version))
             self._versions.restore(int(version))
+
+    @contextmanager
+    def _no_update(self) -> Iterator[None]:
+        """Keep all updates out."""
+        with ExitStack() as stack:
+            for scheme in self._connected().values():
+                stack.enter_context(scheme.hold())
+            stack.enter_context(self._gate.hold())
+            yield
 
     def _set_received_policy_version(self, model_version: int | None) -> None:
         super()._set_received_policy_version(model_version)
@@ -301,6 +314,17 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         """Shut down as in TorchRL, and end the schemes of this collector."""
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         close_all(end, self._end_schemes)
+
+
+def _copied(state: Any) -> Any:
+    """Return a state_dict with copies of its tensors."""
+    if isinstance(state, torch.Tensor):
+        return state.clone()
+    if not isinstance(state, dict):
+        return state
+    copied = copy.copy(state)  # with the _metadata of a module's state_dict
+    copied.update((key, _copied(value)) for key, value in state.items())
+    return copied
 
 
 def _module(model_id: str, model: Any) -> nn.Module:

@@ -70,7 +70,11 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "register_collector",
         "weight_updater",
     ),
-    ("torchrl.collectors", "MultiAsyncCollector"): ("_queue_len",),
+    ("torchrl.collectors", "MultiAsyncCollector"): (
+        "_get_from_queue",
+        "_queue_len",
+        "_should_use_random_frames",
+    ),
     ("torchrl.collectors", "MultiCollector"): (
         "_add_collector_outputs_to_fake_td",
         "_closed",

@@ -1,4 +1,7 @@
+import time
+
 import pytest
+import torch
 from collector_parts import (
     OPTIONS,
     Env,
@@ -9,6 +12,7 @@ from collector_parts import (
     require_stamps,
     see_versions,
     updates,
+    weights_of,
 )
 from marks import slow
 from torchrl.data import LazyTensorStorage, ReplayBuffer
@@ -189,6 +193,34 @@ def test_versions_of_workers_survive_a_checkpoint(scheme, made):
         data = next(frames)
         assert set(data["policy_version"].flatten().tolist()) == {version}
         require_exact(data)
+
+
+@pytest.mark.parametrize("scheme", [None, SharedMemWeightSyncScheme])
+def test_a_state_is_not_changed_by_later_updates(scheme, made):
+    schemes = None if scheme is None else {"policy": scheme()}
+    collector = made(
+        Collector, Env, make_policy(), frames_per_batch=5, weight_sync_schemes=schemes, **OPTIONS
+    )
+    collector.update_policy_weights_(weights_of(1.0))
+    saved = collector.state_dict()
+    collector.update_policy_weights_(weights_of(2.0))
+    collector.load_state_dict(saved)
+    data = next(iter(collector))
+    assert set(data["policy_version"].tolist()) == {1}
+    require_exact(data)
+
+
+@pytest.mark.parametrize("scheme", [None, SharedMemWeightSyncScheme])
+def test_a_state_has_the_weights_of_one_version(scheme, made):
+    policy = make_policy()
+    policy.register_state_dict_post_hook(lambda *args: time.sleep(0.05))
+    schemes = None if scheme is None else {"policy": scheme()}
+    collector = made(Collector, Env, policy, frames_per_batch=5, weight_sync_schemes=schemes, **OPTIONS)
+    with updates(collector, make_policy()):
+        for _ in range(10):
+            state = collector.state_dict()
+            values = torch.cat([*state["policy_state_dict"].values()]).unique().tolist()
+            assert values == [state["policy_version"]]
 
 
 def test_tracking_can_be_left_to_the_caller(made):

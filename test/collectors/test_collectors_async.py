@@ -1,0 +1,168 @@
+"""Orders to the workers of a MultiAsyncCollector while they collect, and iterations that were left."""
+
+import os
+import time
+
+import pytest
+import torch
+from collector_parts import OPTIONS, Env, make_policy, require_exact, weights_of
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+from collectors import MultiAsyncCollector
+from weight_update import LifecycleError
+from weight_update.testing.processes import wait_until
+
+FRAMES = 8
+
+
+class Counted(Env):
+    """The observation is the number of steps that a worker has made, and its process."""
+
+    seconds = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def _reset(self, tensordict=None):
+        return super()._reset(tensordict).set("observation", self._observe())
+
+    def _step(self, tensordict):
+        time.sleep(self.seconds)
+        self.steps += 1
+        return super()._step(tensordict).set("observation", self._observe())
+
+    def _observe(self):
+        return torch.tensor([float(self.steps), float(os.getpid())])
+
+
+class Slow(Counted):
+    seconds = 0.02
+
+
+def collect(made, env, workers=1, **options):
+    return made(
+        MultiAsyncCollector,
+        [env] * workers,
+        make_policy(),
+        frames_per_batch=FRAMES,
+        frames_timeout=10.0,
+        **{**OPTIONS, **options},
+    )
+
+
+def require_new(frames, batches, seen):
+    """Require that no step is twice in the next batches, nor in ``seen``."""
+    for _ in range(batches):
+        steps = {tuple(step) for step in next(frames)["next", "observation"].tolist()}
+        assert len(steps) == FRAMES
+        assert not steps & seen
+        seen |= steps
+
+
+ORDERS = {
+    "state_dict": lambda collector: collector.state_dict(),
+    "load_state_dict": lambda collector: collector.load_state_dict(collector.state_dict()),
+    "reset": lambda collector: collector.reset(),
+    "set_seed": lambda collector: collector.set_seed(1),
+    "getattr_env": lambda collector: collector.getattr_env("batch_size"),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_worker_that_gets_an_order_while_it_collects_goes_on(order, made):
+    collector, seen = collect(made, Slow), set()
+    frames = iter(collector)
+    for _ in range(2):
+        require_new(frames, 1, seen)
+        ORDERS[order](collector)
+    require_new(frames, 1, seen)
+
+
+@pytest.mark.parametrize("order", ["reset", "load_state_dict"])
+def test_batches_that_were_not_taken_do_not_come_after_a_reset(order, made):
+    collector, seen = collect(made, Counted, workers=2), set()
+    frames = iter(collector)
+    for _ in range(4):
+        require_new(frames, 3, seen)
+        time.sleep(0.1)  # both workers have finished their next batches
+        ORDERS[order](collector)
+
+
+def test_a_state_is_saved_between_two_batches_of_which_none_is_lost(made):
+    collector, found = collect(made, Slow), []
+    frames = iter(collector)
+    for _ in range(4):
+        found += next(frames)["next", "observation"][:, 0].tolist()
+        collector.state_dict()
+    assert found == list(range(1, 4 * FRAMES + 1))
+
+
+def test_the_batches_after_a_restored_state_are_of_its_version(made):
+    collector = collect(made, Slow, workers=2)
+    frames = iter(collector)
+    collector.update_policy_weights_(weights_of(1.0))
+    next(frames)
+    saved = collector.state_dict()
+    collector.update_policy_weights_(weights_of(2.0))
+    next(frames)
+    collector.load_state_dict(saved)
+    for _ in range(4):
+        data = next(frames)
+        assert set(data["policy_version"].tolist()) == {1}
+        low, high = data["action"].unbind(-1)
+        assert low.tolist() == high.tolist() == [1.0] * FRAMES
+
+
+def test_an_iteration_that_begins_anew_has_no_step_twice(made):
+    collector, seen = collect(made, Slow, workers=2), set()
+    for _ in range(2):
+        frames = iter(collector)
+        require_new(frames, 1, seen)
+        time.sleep(0.5)  # both workers have finished their next batches
+        require_new(frames, 3, seen)
+        time.sleep(0.5)
+
+
+def test_a_state_is_saved_while_workers_fill_a_replay_buffer(made):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(200), batch_size=8, shared=True)
+    collector = collect(made, Slow, workers=2, replay_buffer=buffer)
+    frames = iter(collector)
+    for _ in range(3):
+        next(frames)
+        collector.state_dict()
+    require_exact(buffer[:])
+
+
+def free(made):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4000), batch_size=8, shared=True)
+    collector = collect(made, Counted, workers=2, replay_buffer=buffer)
+    collector.start()
+    wait_until(lambda: buffer.write_count > 0)
+    return collector, buffer
+
+
+def test_workers_go_on_after_an_error_in_a_pause(made):
+    collector, buffer = free(made)
+    with pytest.raises(KeyError), collector.pause():
+        raise KeyError("the error of a user")
+    count = buffer.write_count
+    wait_until(lambda: buffer.write_count > count)
+
+
+def test_a_pause_refuses_what_would_end_paused_workers(made):
+    collector, buffer = free(made)
+    with collector.pause():
+        for call in (collector.state_dict, collector.reset):
+            with pytest.raises(LifecycleError, match=r"workers are paused and cannot do '.*'; call it after"):
+                call()
+        count = buffer.write_count
+    wait_until(lambda: buffer.write_count > count)
+
+
+def test_a_collector_that_is_shut_down_in_a_pause(made):
+    collector, _ = free(made)
+    processes = [process._original for process in collector.procs]
+    with collector.pause():
+        collector.shutdown()
+    assert [process.exitcode for process in processes] == [0, 0]
