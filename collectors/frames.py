@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from collectors.closing import ENDED
@@ -20,9 +20,12 @@ FRAMES_TIMEOUT = 1800.0
 """Default seconds that a worker has for a batch, which is PyTorch's limit for gloo."""
 
 _EXIT_SECONDS, _GONE_SECONDS, _READ_SECONDS = 5.0, 1.0, 1.0
-_COLLECT = ("continue", "continue_random")  # orders of TorchRL
+_COLLECT = ("continue", "continue_random")
+"""Orders of TorchRL after which a worker collects a batch."""
 _AT_ANY_TIME = ("close", "pause", "restart", "run_free")
+"""Orders that do not make a worker drop the batch that it collects."""
 _WHILE_PAUSED = ("cascade_execute", "close", "get_distant_attr", "restart")
+"""Orders that a paused worker carries out; any other one would end it."""
 _log = logging.getLogger(__name__)
 
 
@@ -279,23 +282,16 @@ class ControlPipe(Substitute):
 
     After the shutdown of the collector, which closes the pipe, errors are LifecycleErrors.
 
-    ``gone`` takes seconds to wait, and returns why the worker is gone, or None. ``drops`` says whether to
-    drop orders to a worker that is gone. ``ask`` is called before an order to collect a batch, and
-    ``settle`` before an order that would interrupt one.
+    Args:
+        pipe: pipe of TorchRL's collector.
+        batches: queue of batches, which knows whether the worker has ended and owes a batch.
+        worker: index of the worker.
+        drops: whether to drop orders to a worker that is gone.
     """
 
-    def __init__(
-        self,
-        pipe: Any,
-        gone: Callable[[float], str | None],
-        *,
-        drops: bool,
-        ask: Callable[[], None] = lambda: None,
-        settle: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, pipe: Any, batches: BatchQueue, worker: int, *, drops: bool) -> None:
         super().__init__(pipe)
-        self._gone, self._drops = gone, drops
-        self._ask, self._settle = ask, settle
+        self._batches, self._worker, self._drops = batches, worker, drops
         self._paused = False
 
     def send(self, order: tuple[Any, str]) -> None:
@@ -311,9 +307,9 @@ class ControlPipe(Substitute):
             self.send((None, "restart"))  # a paused worker would take it for an error
         self._paused = order[1] == "pause" or (self._paused and order[1] not in ("close", "restart"))
         if order[1] in _COLLECT:
-            self._ask()
+            self._batches.ask(self._worker)
         elif order[1] not in _AT_ANY_TIME and not self._original.closed:
-            self._settle()
+            self._batches.settle(self._worker)
         try:
             self._original.send(order)
         except OSError as error:
@@ -326,7 +322,7 @@ class ControlPipe(Substitute):
             found = bool(self._original.poll(timeout))
         except OSError as error:
             raise self._error() from error
-        if not found and self._gone(0.0):
+        if not found and self._batches.gone(self._worker):
             raise self._error()
         return found
 
@@ -340,7 +336,9 @@ class ControlPipe(Substitute):
     def _error(self) -> WorkerError | LifecycleError:
         if self._original.closed:
             return LifecycleError(ENDED)
-        return WorkerError(self._gone(_GONE_SECONDS) or "a worker has closed its connection")
+        return WorkerError(
+            self._batches.gone(self._worker, _GONE_SECONDS) or "a worker has closed its connection"
+        )
 
 
 class WorkerProcess(Substitute):

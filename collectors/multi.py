@@ -205,14 +205,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         )
         self.procs = [WorkerProcess(process) for process in self.procs]
         self.pipes = [
-            ControlPipe(
-                pipe,
-                partial(batches.gone, idx),
-                drops=self._may_lose,
-                ask=partial(batches.ask, idx),
-                settle=partial(batches.settle, idx),
-            )
-            for idx, pipe in enumerate(self.pipes)
+            ControlPipe(pipe, batches, idx, drops=self._may_lose) for idx, pipe in enumerate(self.pipes)
         ]
 
     def iterator(self) -> Iterator[TensorDictBase]:

@@ -6,7 +6,6 @@ import multiprocessing
 import queue
 import signal
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -84,7 +83,7 @@ def test_workers_that_are_ending_are_lost():
 
 def test_the_error_of_a_broken_pipe_names_the_worker_that_is_ending():
     with queue_of(Process(), Dying()) as batches:
-        pipe = ControlPipe(Dying().reader, partial(batches.gone, 1), drops=False)
+        pipe = ControlPipe(Dying().reader, batches, 1, drops=False)
         with pytest.raises(WorkerError, match="worker 1 has ended"):
             pipe.recv()
 
