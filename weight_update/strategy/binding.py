@@ -269,7 +269,11 @@ class Binding:
 
 
 def count_writes(targets: Sequence[torch.Tensor]) -> None:
-    """Tell autograd about writes to ``targets``, so that no backward pass uses the new values."""
+    """Tell autograd and autocast about writes to ``targets``.
+
+    No backward pass may use the new values, and autocast keeps casts of the old ones until its block ends.
+    """
+    torch.clear_autocast_cache()  # of all threads
     try:
         torch.autograd.graph.increment_version(targets)
     except RuntimeError:  # inference tensors have no count, and no backward pass needs them
