@@ -12,7 +12,7 @@ import torch
 from weight_update.encodings import Delta
 from weight_update.encodings.dense import copy_tensors
 from weight_update.errors import SchemaMismatchError
-from weight_update.receiver.targets import StagedUpdate, Storage, Target
+from weight_update.receiver.targets import StagedUpdate, Storage, Target, with_own_buffers
 from weight_update.strategy.binding import Binding, count_writes
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema
@@ -33,7 +33,7 @@ class FlatBuffer(Storage):
     Pointing 5,000 tensors of 1 KB at other memory takes over 5 ms; copying their 5 MB takes less than one.
 
     Attributes:
-        values: one view for each schema entry.
+        values: one tensor for each schema entry: a view, or its copy for a buffer (:func:`with_own_buffers`).
     """
 
     def __init__(self, schema: WeightSchema, binding: Binding) -> None:
@@ -41,7 +41,10 @@ class FlatBuffer(Storage):
         self._binding = binding
         with torch.inference_mode(False):  # a forward pass with the model may need gradients
             self._flat = torch.empty(schema.nbytes, dtype=torch.uint8, device="cpu")
-            self.values = schema.views(self._flat)
+            views = schema.views(self._flat)
+        self.values = with_own_buffers(schema, binding, views)
+        apart = [i for i, view in enumerate(views) if view is not self.values[i]]
+        self._apart = [self.values[i] for i in apart], [views[i] for i in apart]
         self._places = TensorPlaces(self.values)
         # The model's tensors if they lie here, from begin() to switch().
         self._inside: list[torch.Tensor] = []
@@ -75,15 +78,16 @@ class FlatBuffer(Storage):
         self._inside = self._find_inside() if same else []
         if self._inside:
             return
-        ready = target.prepare(self.schema, update.values)
-        if not same or not all(map(operator.is_, ready, update.values)):
-            update.storage, update.values = Storage(self.schema), ready
+        values = update.values
+        if not same or not all(map(operator.is_, self._binding.prepare(self.schema, values), values)):
+            update.storage, update.values = Storage(self.schema), target.prepare(self.schema, values)
 
     def switch(self, update: StagedUpdate, target: Target) -> None:
         inside, self._inside = self._inside, []
         count_writes(inside)  # before the copy, because begin() left them in the processor's caches
         # Unlike torch, numpy starts no threads, which hang in forked processes.
         np.copyto(self._flat.numpy(), update.payloads[0].numpy())
+        copy_tensors(*self._apart, "applying weights", serial=True)
         if not inside:
             self._binding.switch(self.schema.names, self.values)
             # The buffer moves with the model, as into shared memory.
@@ -94,8 +98,9 @@ class FlatBuffer(Storage):
 class OwnCopy(Storage):
     """A copy of all weights, in a flat buffer that later updates change in place.
 
-    The model's tensors point into the buffer where dtype and device agree. The model's other tensors are
-    copies of the buffer, which are renewed.
+    The model's tensors point into the buffer where dtype and device agree, except those of which
+    :func:`with_own_buffers` makes copies. The model's other tensors are copies of the buffer, which are
+    renewed.
 
     Args:
         schema: layout of the buffer.

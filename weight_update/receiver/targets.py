@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from weight_update.encodings import Decoder, Delta
+from weight_update.encodings.dense import copy_tensors
 from weight_update.engines.adapter import Loading, as_expected, engine_errors
 from weight_update.engines.base import InferenceEngine, WeightChange
 from weight_update.errors import UnsupportedSourceError
@@ -106,6 +108,10 @@ class ModelTarget(Target):
     def device_for(self, payload: torch.Tensor) -> torch.device:
         return self.binding.home
 
+    def prepare(self, schema: WeightSchema, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        ready = super().prepare(schema, values)
+        return with_own_buffers(schema, self.binding, ready) if self.points else ready
+
     def follow(self, schema: WeightSchema) -> bool:
         if not self.binding.is_stale():
             return False
@@ -130,6 +136,28 @@ class ModelTarget(Target):
     def leave(self) -> None:
         if self.points:
             self.binding.leave()
+
+
+@torch.inference_mode(False)  # the model may be trained later
+def with_own_buffers(
+    schema: WeightSchema, binding: Binding, values: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return ``values``; if elements differ in size, copies replace those of a module's buffers.
+
+    In one memory, PyTorch takes tensors whose elements differ in size for overlapping ones. It then does not
+    compile a forward pass that writes to one of them, such as batch normalization in training mode.
+    """
+    if not schema.mixes_sizes:
+        return values
+    targets = binding.tensors(schema.names)
+    kept = {i for i, one in zip(schema.offsets, targets, strict=True) if isinstance(one, nn.Parameter)}
+    keys = [
+        (i, one.dtype, one.numel()) for i, one in zip(schema.offsets, values, strict=True)
+    ]  # equal if tied
+    sources = {key: one for key, one in zip(keys, values, strict=True) if key[0] not in kept}
+    copies = {key: torch.empty_like(one) for key, one in sources.items()}
+    copy_tensors(list(copies.values()), list(sources.values()), "applying weights", serial=True)
+    return [copies.get(key, one) for key, one in zip(keys, values, strict=True)]
 
 
 class EngineTarget(Target):

@@ -137,6 +137,11 @@ class WeightSchema:
         return tuple(meta.offset for meta in self.tensors)
 
     @functools.cached_property
+    def mixes_sizes(self) -> bool:
+        """Whether elements of several tensors differ in size."""
+        return len({dtype.itemsize for dtype in self.dtypes}) > 1
+
+    @functools.cached_property
     def distinct(self) -> tuple[int, ...]:
         """Positions of the entries that own their bytes: the first name of each offset."""
         shared = {other for _, other in self.ties}

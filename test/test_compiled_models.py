@@ -1,0 +1,71 @@
+"""Forward passes that PyTorch compiles, or in which it keeps values computed from the weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pairs import PATHS, add_one, connect_pair
+from torch import nn
+
+from weight_update import MemoryWeightSyncScheme, WeightStrategy
+
+
+@pytest.fixture
+def counters() -> Iterator[dict[str, dict[str, int]]]:
+    """Return torch's counts of compilations, which begin at 0."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+def normalizing(layers: int) -> nn.Module:
+    """Return a model of float weights and integer buffers, which writes to its buffers in training mode."""
+    parts = [part for _ in range(layers) for part in (nn.Linear(3, 3), nn.BatchNorm1d(3))]
+    return nn.Sequential(*parts)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_compiled_forward_pass_that_writes_to_buffers(
+    counters: dict[str, dict[str, int]], path: str, grad: bool
+) -> None:
+    source = normalizing(37 if path == "flat buffer" else 2)
+    options = dict(PATHS[path])
+    strategy = WeightStrategy(encoding=options.pop("encoding", "dense"))
+    target, given = copy.deepcopy(source), torch.rand(4, 3)
+    with (
+        MemoryWeightSyncScheme(strategy, **options) as scheme,
+        connect_pair(scheme, source, target) as receiver,
+        torch.set_grad_enabled(grad),
+    ):
+        compiled = receiver.guarded(torch.compile(target, backend="aot_eager"))
+        for _ in range(3):
+            add_one(source)
+            scheme.send()
+            before = copy.deepcopy(source)
+            assert torch.equal(compiled(given), before(given))
+            assert all(map(torch.equal, target.state_dict().values(), before.state_dict().values()))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_autocast_casts_new_weights_after_an_update(path: str) -> None:
+    """Autocast keeps its casts of the weights until the outermost block ends."""
+    layers = 150 if path == "flat buffer" else 1
+    source = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)])
+    options = dict(PATHS[path])
+    strategy = WeightStrategy(encoding=options.pop("encoding", "dense"))
+    with MemoryWeightSyncScheme(strategy, **options) as scheme:
+        target = copy.deepcopy(source)
+        given = torch.ones(1, 3)
+        with connect_pair(scheme, source, target), torch.autocast("cpu", torch.bfloat16):
+            for _ in range(3):
+                output = target(given)
+                with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                    assert torch.equal(output, source(given))
+                add_one(source)
+                scheme.send()
