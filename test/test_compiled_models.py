@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from pairs import PATHS, add_one, connect_pair
 from torch import nn
 
-from weight_update import MemoryWeightSyncScheme, WeightStrategy
+from weight_update import MemoryWeightSyncScheme, SyncFailedError, WeightStrategy
 
 
 @pytest.fixture
@@ -69,3 +69,30 @@ def test_autocast_casts_new_weights_after_an_update(path: str) -> None:
                     assert torch.equal(output, source(given))
                 add_one(source)
                 scheme.send()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_script_module_computes_with_the_weights_of_the_module_it_was_made_of() -> None:
+    source, target = nn.Linear(3, 3), nn.Linear(3, 3)
+    script, given = torch.jit.script(target), torch.ones(1, 3)
+    with MemoryWeightSyncScheme() as scheme, connect_pair(scheme, source, target) as receiver:
+        policy = receiver.guarded(script)
+        for _ in range(3):
+            add_one(source)
+            scheme.send()
+            assert torch.equal(policy(given), source(given))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("place", "name"), [(lambda one: one, "the model"), (lambda one: nn.Sequential(nn.ReLU(), one), "1")]
+)
+def test_a_script_module_as_a_target_is_refused_with_the_cure(
+    place: Callable[[nn.Module], nn.Module], name: str
+) -> None:
+    source, target = (place(torch.jit.script(nn.Linear(3, 3))) for _ in range(2))
+    with MemoryWeightSyncScheme() as scheme:
+        with pytest.raises(SyncFailedError) as caught:
+            connect_pair(scheme, source, target)
+        message = f"UnsupportedSourceError: cannot write weights into {name}, a ScriptModule; give the module"
+        assert message in str(caught.value)

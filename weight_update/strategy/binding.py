@@ -255,6 +255,12 @@ class Binding:
     def _module_places(self, module: nn.Module) -> Iterator[_Place]:
         places = {}
         for prefix, part in named_parts(module):
+            if isinstance(part, torch.jit.ScriptModule):
+                raise UnsupportedSourceError(
+                    f"cannot write weights into {prefix[:-1] or 'the model'}, a ScriptModule; give the module "
+                    "that it was scripted or traced from, which shares its weights, and compute with "
+                    "scheme.guarded(script_module)"
+                )
             for owner in (part._parameters, part._buffers):
                 for key, value in owner.items():
                     if value is not None:
