@@ -257,8 +257,8 @@ class Binding:
         for prefix, part in named_parts(module):
             if isinstance(part, torch.jit.ScriptModule):
                 raise UnsupportedSourceError(
-                    f"cannot write weights into {prefix[:-1] or 'the model'}, a ScriptModule; give the module "
-                    "that it was scripted or traced from, which shares its weights, and compute with "
+                    f"cannot write weights into {prefix[:-1] or 'the model'}, a ScriptModule; give the "
+                    "module that it was scripted or traced from, which shares its weights, and compute with "
                     "scheme.guarded(script_module)"
                 )
             for owner in (part._parameters, part._buffers):
