@@ -249,6 +249,12 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         """Return the errors of workers that failed before they connected."""
         found = []
         for idx, pipe in enumerate(self.pipes):
+            if self.procs[idx].ident is None:  # TorchRL dropped the error of start()
+                found.append(
+                    f"worker {idx}: its process was not started, because an argument cannot be pickled; after "
+                    "policy.compile(), the policy cannot: give compile_policy instead"
+                )
+                continue
             try:
                 message = pipe.recv() if pipe.poll(0) else None
             except (EOFError, OSError):

@@ -12,6 +12,7 @@ from weight_update import (
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     SharedMemWeightSyncScheme,
+    WorkerError,
 )
 
 pytestmark = [
@@ -110,6 +111,14 @@ def test_captured_policy_of_one_process(made):
     address = collector.policy.module.layers[0].data_ptr()
     require_current(collector, policy)
     assert collector.policy.module.layers[0].data_ptr() == address
+
+
+def test_a_policy_that_cannot_be_sent_to_workers_is_reported():
+    """TorchRL drops the error of starting such a worker."""
+    policy = make_policy()
+    policy.compile()
+    with pytest.raises(WorkerError, match=r"worker 1: .*cannot be pickled.*: give compile_policy instead"):
+        MultiSyncCollector([Env] * 2, policy, frames_per_batch=12, total_frames=-1, **OPTIONS)
 
 
 def test_a_scheme_that_moves_captured_weights_is_refused():
