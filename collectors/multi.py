@@ -251,8 +251,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         for idx, pipe in enumerate(self.pipes):
             if self.procs[idx].ident is None:  # TorchRL dropped the error of start()
                 found.append(
-                    f"worker {idx}: its process was not started, because an argument cannot be pickled; after "
-                    "policy.compile(), the policy cannot: give compile_policy instead"
+                    f"worker {idx}: its process was not started, because an argument cannot be pickled; "
+                    "after policy.compile(), the policy cannot: give compile_policy instead"
                 )
                 continue
             try:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from marks import quick_for
 from pairs import PATHS, add_one, connect_pair
 from torch import nn
 
@@ -28,8 +29,8 @@ def normalizing(layers: int) -> nn.Module:
     return nn.Sequential(*parts)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("path", quick_for(PATHS, "dense", "patch"))
+@pytest.mark.parametrize("grad", quick_for([True, False], True))
 def test_a_compiled_forward_pass_that_writes_to_buffers(
     counters: dict[str, dict[str, int]], path: str, grad: bool
 ) -> None:
