@@ -151,9 +151,8 @@ def with_own_buffers(
         return values
     targets = binding.tensors(schema.names)
     kept = {i for i, one in zip(schema.offsets, targets, strict=True) if isinstance(one, nn.Parameter)}
-    keys = [
-        (i, one.dtype, one.numel()) for i, one in zip(schema.offsets, values, strict=True)
-    ]  # equal if tied
+    # equal for tied tensors
+    keys = [(i, one.dtype, one.numel()) for i, one in zip(schema.offsets, values, strict=True)]
     sources = {key: one for key, one in zip(keys, values, strict=True) if key[0] not in kept}
     copies = {key: torch.empty_like(one) for key, one in sources.items()}
     copy_tensors(list(copies.values()), list(sources.values()), "applying weights", serial=True)
