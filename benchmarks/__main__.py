@@ -15,6 +15,7 @@ from benchmarks.report import Table, Unable, parser, publish
 BENCHMARKS = {
     "compare": "SharedMem and MultiProcess beside TorchRL's: time, many tensors, stall and memory",
     "cluster": "Distributed, RPC and Ray beside TorchRL's, all processes on one machine",
+    "collectors": "frames per second, updates and start of collectors, beside TorchRL's",
     "hosts": "one worker on another host, beside bare TCP, gloo and TorchRL, and where the time goes",
     "patch": "bytes and time of patches, beside dense, RLinf's patches and the obvious way",
     "links": "patches and dense over a slow link, to one host and to several (as root)",

@@ -1,8 +1,8 @@
 """One benchmark on two commits in turns: ``python -m benchmarks <name> --against REF``.
 
-The benchmark's code is that of this checkout in all runs; only ``weight_update`` is another. Each run is a
-process of its own. The runs follow each other as A B B A A B B A, so that a machine that gets slower or
-faster meanwhile affects both commits alike.
+The benchmark's code is that of this checkout in all runs; the packages ``weight_update`` and ``collectors``
+are those of the commit. Each run is a process of its own. The runs follow each other as A B B A A B B A, so
+that a machine that gets slower or faster meanwhile affects both commits alike.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.report import Table, Unable, machine, publish, say
 
 ROOT = Path(__file__).parent.parent
-_PACKAGES = ("benchmarks", "weight_update")
+_MEASURED = ("weight_update", "collectors")
 _ENDING = 30.0  # seconds that an interrupted run has to end its processes
 
 
@@ -145,7 +145,7 @@ def find_commits(ref: str) -> tuple[Commit, Commit]:
     found = Commit(ref, _hash_of(ref))
     if not _git("ls-tree", found.hash, "weight_update/__init__.py"):
         raise Unable(f"{found} has no weight_update/ at its top; name a commit of this repository that has")
-    if changed := _git("status", "--porcelain", "--", *_PACKAGES):
+    if changed := _git("status", "--porcelain", "--", "benchmarks", *_MEASURED):
         raise Unable(
             "there are changes that are not committed; commit them first (on a branch of your own, say), so "
             f"that the figures belong to a commit:\n{changed}"
@@ -179,7 +179,7 @@ def _git(*arguments: str) -> str:
 
 @contextlib.contextmanager
 def checkouts(commits: tuple[Commit, Commit]) -> Iterator[list[Path]]:
-    """Yield for each commit a directory with its ``weight_update`` and this checkout's ``benchmarks``.
+    """Yield for each commit a directory with its packages and this checkout's ``benchmarks``.
 
     Work trees of git in a temporary directory hold the files, so that edits made meanwhile affect no run.
     They are removed in any case.
@@ -197,7 +197,8 @@ def checkouts(commits: tuple[Commit, Commit]) -> Iterator[list[Path]]:
             homes.append(Path(name).resolve() / label)
             homes[-1].mkdir()
             (homes[-1] / "benchmarks").symlink_to(trees[-1] / "benchmarks")
-            (homes[-1] / "weight_update").symlink_to(tree / "weight_update")
+            for package in _MEASURED:
+                (homes[-1] / package).symlink_to(tree / package)
         yield homes
 
 

@@ -32,6 +32,8 @@ LIMITS = {
     "Distributed, a host each, 1 GB, time to 4 hosts / to 1": 2.0,
     "Ray, object store, {size}, {workers}, of torchrl's time": 1.0,
     "Ray, object store, a host each, 1 GB, {workers}, of Ray's put and get alone": 1.25,
+    # collectors
+    "{kind}, {width} units: seconds of a frame, of torchrl's with versions": 1.05,
     # hosts
     "1 GB to another host, {route}, of bare TCP's time": 1.25,
     "1 GB to another host, {route}, of torchrl's time": 0.7,

@@ -27,6 +27,7 @@ from collectors.versions import (
     in_policy,
     policy_scheme,
     stamp,
+    stamp_outcomes,
     writes_version,
 )
 from collectors.weight_update import SchemeUpdater, make_updater
@@ -164,14 +165,14 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         if track_policy_version is True and writes_version(self._source):
             track_policy_version = False
         if track_policy_version is True:
-            self.policy_version_tracker = FrameVersion()  # joins the environment when the policy is wrapped
+            self.policy_version_tracker = FrameVersion()
         else:
             super()._setup_policy_version_tracking(track_policy_version)
 
     def _setup_policy_and_weights(self, policy: Any) -> None:
         super()._setup_policy_and_weights(policy)
-        if self._stamps:  # not before: TorchRL tries a plain module with every observation of the environment
-            self.env = self.env.append_transform(self.policy_version_tracker)
+        if self._stamps:
+            stamp_outcomes(self.env)
 
     def _should_use_random_frames(self) -> bool:
         random = bool(super()._should_use_random_frames())
@@ -197,8 +198,12 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
 
     def _maybe_make_final_rollout(self, make_rollout: bool) -> None:
         super()._maybe_make_final_rollout(make_rollout)
-        if self._stamps:
-            self._policy_output_keys = [*(key for key in self._policy_output_keys if key != KEY), KEY]
+        if not self._stamps:
+            return
+        self._policy_output_keys = [*(key for key in self._policy_output_keys if key != KEY), KEY]
+        if make_rollout:
+            for frames in (self._final_rollout, self._final_rollout["next"]):
+                stamp(frames, 0)
 
     def rollout(self) -> TensorDictBase | None:
         """Collect a batch, as in TorchRL."""

@@ -48,6 +48,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "_carrier",
         "_compile_wrapped_policy",
         "_drop_inapplicable_defaults",
+        "_final_rollout",
         "_init_policy",
         "_legacy_weight_updater",
         "_maybe_make_final_rollout",

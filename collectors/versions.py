@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
 from torchrl.envs.llm.transforms import PolicyVersion
 
 from collectors.requests import real
@@ -69,6 +70,23 @@ class VersionSource:
 def stamp(data: TensorDictBase, version: int) -> None:
     """Write ``version`` into ``data``, one int64 for each element of its batch."""
     data.set(KEY, torch.full(data.shape, version, dtype=torch.int64, device=data.device))
+
+
+def stamp_outcomes(env: EnvBase) -> None:
+    """Have each step of ``env`` copy the version of its action to the outcome of that action.
+
+    A :class:`FrameVersion` would do the same, but an environment with a transform takes longer for each step.
+    """
+    step = env.step_and_maybe_reset
+
+    def step_and_copy(data: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        output, following = step(data)
+        version = output.get(KEY, None)
+        if version is not None:
+            output.get("next").set(KEY, version.clone())
+        return output, following
+
+    env.step_and_maybe_reset = step_and_copy
 
 
 def versions_of(batch: Any) -> torch.Tensor | None:

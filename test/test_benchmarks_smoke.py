@@ -276,6 +276,23 @@ def test_methods_and_styles_of_a_synchronizer(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_collectors_beside_those_of_torchrl(tmp_path):
+    pytest.importorskip("torchrl", reason="the benchmark compares with torchrl")
+    pytest.importorskip("gymnasium", reason="the benchmark collects from CartPole")
+    file = tmp_path / "collectors.rst"
+    _run("collectors", "--quick", "--rst", str(file))
+    titles = ["Frames per second", "update_policy_weights_()", "From the constructor to the first batch"]
+    tables = _tables(file.read_text(), [*titles, "Targets"])
+    for title in titles:
+        head, row = tables[title]
+        assert row[:2] == ["MultiSyncCollector", "0.02"]
+        for name, cell in list(zip(head, row, strict=True))[2:]:
+            assert float(cell.split()[0]) > 0, f"{title}: {name} was not measured"
+    assert all(row["met"] != "not measured" for row in _require_verdicts(tables["Targets"]).values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_patches_into_an_engine(tmp_path):
     pytest.importorskip("transformers", reason="the benchmark updates its models")
     file = tmp_path / "engines.rst"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from collector_parts import (
     OPTIONS,
+    STEPS,
     Env,
     fill,
     make_policy,
@@ -113,6 +114,16 @@ def test_one_process(env, made):
         fill(policy, number + 1)
         assert collector.update_policy_weights_().version == number + 1
     assert number == 3
+
+
+def test_the_environment_stays_as_it_is(made):
+    env = Env()
+    collector = made(Collector, env, make_policy(), frames_per_batch=2 * STEPS, **OPTIONS)
+    assert collector.env is env
+    data = next(iter(collector))
+    require_exact(data)
+    assert set(data.keys(True, True)) == set(collector.fake_tensordict().keys(True, True))
+    assert "policy_version" not in env.rollout(3)
 
 
 @pytest.mark.parametrize("extend_buffer", [True, slow(False)])
