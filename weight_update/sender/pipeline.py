@@ -35,18 +35,20 @@ class PipelineSender:
     ) -> None:
         self._groups, self._strategy, self._pool, self._delivery = groups, strategy, pool, delivery
 
-    def send(self, weights: Mapping[int, NamedWeights], step: Step) -> SyncReport:
-        """Convert, encode and send a version.
+    def send(
+        self, weights: Mapping[int, NamedWeights], version: int, group_commit: str | None = None
+    ) -> SyncReport:
+        """Convert, encode and send a version; ``group_commit`` is as in :meth:`Sender.publish`.
 
         Raises:
             SchemaMismatchError: the weights are not those of the schema; no worker applies them.
             UnsupportedSourceError: a weight is sparse, for example, or on the meta device; no worker
                 applies the weights.
         """
-        report = SyncReport(step.version, self._strategy.encoding.label)
-        for states in self._groups.partition(weights, apart=not step.commit):
+        report = SyncReport(version, self._strategy.encoding.label)
+        for states in self._groups.partition(weights, apart=group_commit is not None):
             named = _in_order(weights[states[0].idx], states[0].schema)
-            self._send(states, named, replace(step, extra=Step.of(step.version, named.extra).extra), report)
+            self._send(states, named, Step.of(version, named.extra, group_commit), report)
         return report
 
     def _send(self, states: list[WorkerState], named: NamedWeights, step: Step, report: SyncReport) -> None:

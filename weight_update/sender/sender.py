@@ -160,7 +160,7 @@ class Sender(Outcomes):
                 self._answers.start(worker)
             wait_for_none(self.table, absent, deadline)
             with self._groups.lock:
-                report = self._pipelines.send(self._of_known(weights), Step(self._next_number()))
+                report = self._pipelines.send(self._of_known(weights), self._next_number())
         else:
             with self._groups.lock:
                 weights = self._of_known(weights)
@@ -219,8 +219,7 @@ class Sender(Outcomes):
                     if group_commit is not None and worker.joining_error is not None:
                         worker.failures.popitem()  # it is sent these weights again: it needs them first
             if self._strategy.max_in_flight is not None:
-                step = Step(self._next_number(), commit=group_commit is None, group_commit=group_commit)
-                return self._pipelines.send(weights, step)
+                return self._pipelines.send(weights, self._next_number(), group_commit)
             report = self._stage(weights, group_commit)
             start = time.perf_counter()
             states = self.table.known(weights)
@@ -261,7 +260,7 @@ class Sender(Outcomes):
                 self._groups.await_room(self.timeout)
                 named = weights[states[0].idx]
                 groups.append(self._groups.group_for(states))
-                step = Step.of(self._number, named.extra, commit=commit, group_commit=group_commit)
+                step = Step.of(self._number, named.extra, group_commit)
                 bases = [worker.has for worker in states if worker.has is not None]
                 staged.append(groups[-1].stage(step, named, bases))
         except BaseException:
