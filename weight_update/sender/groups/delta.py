@@ -54,10 +54,6 @@ class DeltaGroup(SendGroup):
         self._first: int | None = None
         self._digests: list[str | None] | None = None
 
-    def target(self, has: VersionId | None) -> int | None:
-        """Return the version to send; the staged one goes only to workers that changes can bring there."""
-        return self.version if self._staged_for(has) is None else self.pending
-
     def welcome(self) -> dict[str, Any]:
         """Return the fields for WELCOME; the digests are of weights that the worker must have already."""
         with self._remembering:
@@ -226,7 +222,6 @@ class DeltaGroup(SendGroup):
         return None if first is None else past[first:]
 
     def _staged_for(self, has: VersionId | None) -> Staged | None:
-        """Return the staged update if a worker with ``has`` can be brought to it."""
         if self._staged is not None and self._staged.whole is not None:
             return None if has is None else self._staged
         sendable = self._staged is not None and (self._staged.payload is not None or self.version_id is None)
