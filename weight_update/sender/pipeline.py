@@ -201,13 +201,10 @@ class Pipeline:
         self.seconds["send"] += time.perf_counter() - start
 
     def _write(self, worker: WorkerState, chunk: WeightChunk) -> None:
-        """Write a frame, if the worker is still to have the version that it belongs to."""
+        """Write a chunk, if the worker is still to have this version."""
         with worker.sending:
-            with self._delivery.lock:
-                stale = chunk.kind is Kind.UPDATE and worker.window is not self._window
-                if stale or not worker.joined:
-                    return
-            self._delivery.send(worker, [chunk])
+            if worker.window is self._window:
+                self._delivery.send(worker, [chunk])
 
     def give_up(self) -> None:
         """Have the workers forget this version, after an error."""
@@ -222,7 +219,7 @@ class Pipeline:
                     worker.failures[self.step.version] = failure
                 worker.set_update("inflight", None)
                 worker.leave_window(reading=worker.may_read)
-            self._delivery.post(worker, partial(self._write, worker, abort))
+            self._delivery.post(worker, partial(self._delivery.tell, [worker], abort))
 
 
 def _in_order(named: NamedWeights, schema: WeightSchema) -> NamedWeights:
