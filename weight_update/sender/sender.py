@@ -153,7 +153,7 @@ class Sender(Outcomes):
                 worker.leaving = failed if worker.joined else worker.lost is not None
                 worker.lost, worker.failures = None, {}
                 worker.arrived &= worker.joined
-                worker.alive, worker.restarted = None if worker.late else alive, False
+                worker.alive = None if worker.late else alive
         deadline = time.monotonic() + timeout
         if self._strategy.max_in_flight is not None:
             for worker in self.table:

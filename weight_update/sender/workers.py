@@ -101,8 +101,8 @@ class WorkerState:
         receiver: the receiver that was last admitted under this index.
         admitted_until: time, on the monotonic clock, by which an admitted connection reaches the link.
         connections: changes with each connection; tells an error of one from an error of the next.
-        alive: tells whether the process of a worker index lives; None if that is not known.
-        restarted: whether another receiver was admitted since then; ``alive`` may not tell of its process.
+        alive: tells whether the process of a worker index lives; None if that is not known. It may not tell
+            of the process of another receiver that is admitted later.
         sent_at: time, on the monotonic clock, at which ``inflight`` was set.
         sending: lock of whoever writes to the link; a signal handler may take it again, for ``shutdown()``.
         reading: lock of whoever reads from the link, and acts on what was read.
@@ -122,7 +122,6 @@ class WorkerState:
     admitted_until: float = 0.0
     connections: int = 0
     alive: Callable[[int], bool] | None = field(default=None, repr=False)
-    restarted: bool = False
     pid: int = 0
     group: SendGroup | None = None
     has: VersionId | None = None
@@ -162,10 +161,8 @@ class WorkerState:
     @property
     def has_ended(self) -> bool:
         """Whether its process is known to have ended."""
-        if self.alive is None or self.restarted:
-            return False
         try:
-            return not self.alive(self.idx)
+            return self.alive is not None and not self.alive(self.idx)
         except Exception:  # noqa: BLE001 - of a user's function, such as for a process that was closed
             return False
 
