@@ -60,7 +60,7 @@ class Sender(Outcomes):
         self.refusals: Iterable[str] = ()
         self._strategy = strategy
         self._number = -1  # of the last version
-        self._least = 0  # number of the next version, at least
+        self._next = 0  # number of the next version
         self._first_weights: Mapping[int, NamedWeights] = {}  # for workers that join while connect() waits
         self._first_label = strategy.encoding.whole.label  # of the weights that a worker gets when it joins
         self._pid = os.getpid()
@@ -109,7 +109,8 @@ class Sender(Outcomes):
         Raise JoinRefusedError after :meth:`close`.
         """
         with self.table.lock:
-            self._await_departure(idx)
+            if idx in self.table:
+                self._await_departure(self.table[idx])
             if self.table.closed:
                 raise JoinRefusedError("the sender was shut down")
             if idx not in self.table:
@@ -125,14 +126,13 @@ class Sender(Outcomes):
                 self._answers.start(worker)
             return worker.link
 
-    def _await_departure(self, idx: int) -> None:
+    def _await_departure(self, worker: WorkerState) -> None:
         """Wait until the worker before a late joiner is forgotten, if its link admits no second one."""
-        worker = next((one for one in self.table if one.idx == idx), None)
-        if worker is None or worker.link.capabilities.allows_rejoin:
+        if worker.link.capabilities.allows_rejoin:
             return
         if worker.thread is None:  # nothing was read from it yet
             self.table.remove(worker)
-        self.table.changed.wait_for(lambda: idx not in self.table or self.table.closed, self.timeout)
+        self.table.changed.wait_for(lambda: worker.idx not in self.table or self.table.closed, self.timeout)
 
     def connect(
         self, weights: Mapping[int, NamedWeights], timeout: float, alive: Callable[[int], bool] | None = None
@@ -235,10 +235,10 @@ class Sender(Outcomes):
     def continue_from(self, version: int) -> None:
         """Give the next update a number above ``version``, or the first weights the number ``version``."""
         with self._groups.lock:
-            self._least = max(self._least, version if self._number < 0 else version + 1)
+            self._next = max(self._next, version if self._number < 0 else version + 1)
 
     def _next_number(self) -> int:
-        self._number = max(self._number + 1, self._least)
+        self._number, self._next = self._next, self._next + 1
         return self._number
 
     def _of_known(self, weights: Mapping[int, NamedWeights]) -> Mapping[int, NamedWeights]:
