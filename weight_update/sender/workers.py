@@ -381,11 +381,9 @@ class GroupAssignment:
         return next((one for one in alike if one.schema.digest == wire.digest), None)
 
     def _new(self, schema: WeightSchema, tracked: frozenset[str] | None, source: Hashable) -> SendGroup:
-        names = schema.names
-        positions = None if tracked is None else [i for i, name in enumerate(names) if name in tracked]
         group: SendGroup
         if isinstance(self.encoding, DeltaEncoding):
-            group = DeltaGroup(schema, self._pool, self.encoding, positions)
+            group = DeltaGroup(schema, self._pool, self.encoding, tracked)
         else:
             group = FullGroup(schema, self._pool, self.encoding.whole)
         group.source = source

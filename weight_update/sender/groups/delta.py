@@ -37,16 +37,18 @@ class DeltaGroup(SendGroup):
     """A send group whose updates carry changes; workers that joined or missed too much get all weights.
 
     The group remembers the weights of ``version``, and the payloads of the last few changes that led there. A
-    worker that was busy meanwhile gets several of them at once. Updates may change the entries at the
-    positions ``tracked``; None is all.
+    worker that was busy meanwhile gets several of them at once. Updates may change the entries ``tracked``;
+    None is all.
     """
 
     def __init__(
-        self, schema: WeightSchema, pool: BufferPool, encoding: DeltaEncoding, tracked: Sequence[int] | None
+        self, schema: WeightSchema, pool: BufferPool, encoding: DeltaEncoding, tracked: frozenset[str] | None
     ) -> None:
         super().__init__(schema, pool, encoding.whole)
-        self._encoding, self._tracked = encoding, tracked
-        self._tracker: Tracker[Any] = encoding.tracker(schema, tracked)
+        places = enumerate(schema.names)
+        self._tracked = None if tracked is None else [i for i, name in places if name in tracked]
+        self._encoding = encoding
+        self._tracker: Tracker[Any] = encoding.tracker(schema, self._tracked)
         self._remembering = threading.Lock()  # held while the tracker is read or changed
         self._mostly_new = 0  # updates in a row that changed most elements, as far as they are counted
         self._step = Step(-1)
