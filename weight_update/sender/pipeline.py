@@ -18,7 +18,6 @@ from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import FullGroup
 from weight_update.sender.workers import GroupAssignment, WorkerState
 from weight_update.strategy.named_weights import NamedWeights
-from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import Kind, Step, WeightChunk, frames_of
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema, require_plain
@@ -27,13 +26,12 @@ from weight_update.wire.schema import WeightSchema, require_plain
 class PipelineSender:
     """Sends versions through pipelines, one version after the other.
 
-    No version is kept: a worker that joins later, or missed one, is sent the next one.
+    No version is kept: a worker that joins later, or missed one, is sent the next one. At most ``limit``
+    chunks are in memory.
     """
 
-    def __init__(
-        self, groups: GroupAssignment, strategy: WeightStrategy, pool: BufferPool, delivery: Delivery
-    ) -> None:
-        self._groups, self._strategy, self._pool, self._delivery = groups, strategy, pool, delivery
+    def __init__(self, groups: GroupAssignment, limit: int, pool: BufferPool, delivery: Delivery) -> None:
+        self._groups, self._limit, self._pool, self._delivery = groups, limit, pool, delivery
 
     def send(
         self, weights: Mapping[int, NamedWeights], version: int, group_commit: str | None = None
@@ -45,7 +43,7 @@ class PipelineSender:
             UnsupportedSourceError: a weight is sparse, for example, or on the meta device; no worker
                 applies the weights.
         """
-        report = SyncReport(version, self._strategy.encoding.label)
+        report = SyncReport(version, self._groups.encoding.label)
         for states in self._groups.partition(weights, apart=group_commit is not None):
             named = _in_order(weights[states[0].idx], states[0].schema)
             self._send(states, named, Step.of(version, named.extra, group_commit), report)
@@ -53,11 +51,10 @@ class PipelineSender:
 
     def _send(self, states: list[WorkerState], named: NamedWeights, step: Step, report: SyncReport) -> None:
         """Send a version to workers that take the same bytes."""
-        group, limit = states[0].group, self._strategy.max_in_flight
+        group = states[0].group
         assert isinstance(group, FullGroup)
-        assert limit is not None
         largest = max(group.whole_encoding.payload_sizes(group.schema))
-        pipeline = Pipeline(step, limit, lambda: self._pool.take(largest), self._delivery)
+        pipeline = Pipeline(step, self._limit, lambda: self._pool.take(largest), self._delivery)
         with contextlib.closing(named.items()) as items, undo_on_error(pipeline.give_up):
             with self._delivery.lock:
                 pipeline.begin(self._ready(states, step))

@@ -68,7 +68,9 @@ class Sender(Outcomes):
         self._pool = BufferPool(first, table.lock, table.changed, timeout)
         self._delivery = Delivery(table, timeout)
         self._groups = GroupAssignment(table, strategy.encoding, self._pool)
-        self._pipelines = PipelineSender(self._groups, strategy, self._pool, self._delivery)
+        self._pipelines: PipelineSender | None = None
+        if (limit := strategy.max_in_flight) is not None:
+            self._pipelines = PipelineSender(self._groups, limit, self._pool, self._delivery)
         self.admission = Admission(table, self._delivery, strategy, token, self._group_to_join)
         self._answers = AnswerThreads(table, self._delivery, self._groups, self.admission.welcome)
         self.reader = AnswerReader(table, self._answers.record_result)
@@ -155,7 +157,7 @@ class Sender(Outcomes):
                 worker.arrived &= worker.joined
                 worker.alive = None if worker.late else alive
         deadline = time.monotonic() + timeout
-        if self._strategy.max_in_flight is not None:
+        if self._pipelines is not None:
             for worker in self.table:
                 self._answers.start(worker)
             wait_for_none(self.table, absent, deadline)
@@ -184,7 +186,7 @@ class Sender(Outcomes):
         """Encode the first weights of workers that did not join: ``weights`` may change until they do."""
         for worker in self.table:
             if worker.group is None and (worker.idx == NOBODY or not worker.late):
-                kept = weights[worker.idx] if self._strategy.max_in_flight is None else None
+                kept = weights[worker.idx] if self._pipelines is None else None
                 self._groups.assign_first(worker, worker.schema, self._number, kept)
         self._first_weights = {}
 
@@ -218,7 +220,7 @@ class Sender(Outcomes):
                     worker.forget_old_failures()
                     if group_commit is not None and worker.joining_error is not None:
                         worker.failures.popitem()  # it is sent these weights again: it needs them first
-            if self._strategy.max_in_flight is not None:
+            if self._pipelines is not None:
                 return self._pipelines.send(weights, self._next_number(), group_commit)
             report = self._stage(weights, group_commit)
             start = time.perf_counter()
