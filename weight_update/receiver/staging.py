@@ -84,7 +84,7 @@ class Staging:
         self.parts: list[WeightChunk] = []
         self._strategy, self._gate, self._stable = options.strategy, options.gate, options.stable_addresses
         self._link = options.link
-        self._schema: WeightSchema | None = None
+        self._schema = WeightSchema((), 0)  # of the last WELCOME
         self.target = Target()
         self._own: OwnCopy | None = None
         self._flat: tuple[Binding, FlatBuffer | None] | None = None  # found once for each binding
@@ -116,12 +116,13 @@ class Staging:
             if self.current is not None and target.binding is not None:
                 schema = self.current.storage.schema
                 schema.require_same(target.binding.schema(), "the new model", more=True)
-                self._gate.run(functools.partial(self._fill, target, self.current, schema), timeout)
+                self._gate.run(functools.partial(self._fill, target, self.current), timeout)
         self.unguard()
         self.target, self.unguard = target, unguard
 
-    def _fill(self, target: Target, current: StagedUpdate, schema: WeightSchema) -> None:
+    def _fill(self, target: Target, current: StagedUpdate) -> None:
         """Give a new target the weights and the extra state in force."""
+        schema = current.storage.schema
         values = target.prepare(schema, current.values if self._own is None else list(self._own.values))
         target.check_extra(current.extra)
         bound = self.target
@@ -188,20 +189,19 @@ class Staging:
             MissingBaseError: the update changes weights that this receiver does not have.
         """
         header = chunk.header
-        if self._schema is None or header["schema"] != self._schema.digest:
+        if header["schema"] != self._schema.digest:
             raise FormatError("the update is for another schema")
         if header["index"] != len(self.parts):
             raise FormatError(f"got chunk {header['index']}, expected chunk {len(self.parts)}")
-        target = self.target if self._own is None else None
-        if isinstance(target, EngineTarget) and target.loads_in_chunks(header, self._decoder):
-            return self._load_chunk(target, chunk, self._schema)
+        engine = self.target if self._own is None else None
+        if isinstance(engine, EngineTarget) and engine.loads_in_chunks(header, self._decoder):
+            return self._load_chunk(engine, chunk)
         self.parts.append(self._fed(chunk) if header["base"] is None else chunk)
         if len(self.parts) < header["count"]:
             return None
         parts, self.parts = self.parts, []
-        self._follow(self._schema)
-        make = self._whole if header["base"] is None else self._change
-        update = make(parts, self._schema)
+        self._follow()
+        update = self._whole(parts) if header["base"] is None else self._change(parts)
         self.target.check_extra(update.extra)
         update.storage.stage(update, self.target)
         self.staged = update
@@ -261,18 +261,17 @@ class Staging:
         return any(payload is memory for memory in self._memory)
 
     def _decoder(self, encoding: str) -> Decoder:
-        assert self._schema is not None
         if encoding not in self._decoders:
             self._decoders[encoding] = decoder_for(encoding, self._schema)
         return self._decoders[encoding]
 
-    def _follow(self, schema: WeightSchema) -> None:
+    def _follow(self) -> None:
         """Find the model's tensors again if a part of it was replaced."""
-        if self.target.follow(schema) and self._own is not None:
+        if self.target.follow(self._schema) and self._own is not None:
             self._own.bind(self.target.binding)
             self._own.forget()  # the new part has weights of its own
 
-    def _whole(self, parts: list[WeightChunk], schema: WeightSchema) -> StagedUpdate:
+    def _whole(self, parts: list[WeightChunk]) -> StagedUpdate:
         """Return the update of all weights that ``parts`` are."""
         header, payloads = parts[0].header, payloads_of(parts)
         decoder = self._decoder(header["encoding"])
@@ -281,28 +280,28 @@ class Staging:
             await_stream(values[0])  # other threads read on other streams
         storage: Storage | None = self._own
         if storage is None and decoder.is_flat and payloads[0].is_cpu:
-            storage = self._flat_buffer(schema)
+            storage = self._flat_buffer()
         version, group, extra = header["version"], header["group"], extra_of(parts)
-        return StagedUpdate(version, group, payloads, values, extra, storage or Storage(schema))
+        return StagedUpdate(version, group, payloads, values, extra, storage or Storage(self._schema))
 
-    def _flat_buffer(self, schema: WeightSchema) -> FlatBuffer | None:
+    def _flat_buffer(self) -> FlatBuffer | None:
         """Return the buffer that the model is to lie in; None if it is to point at payloads."""
         binding = self.target.binding
         if binding is None or not self.target.points:
             return None
         if self._flat is None or self._flat[0] is not binding:
-            suits = FlatBuffer.suits(schema, binding)
-            self._flat = binding, FlatBuffer(schema, binding) if suits else None
+            suits = FlatBuffer.suits(self._schema, binding)
+            self._flat = binding, FlatBuffer(self._schema, binding) if suits else None
         return self._flat[1]
 
-    def _change(self, parts: list[WeightChunk], schema: WeightSchema) -> StagedUpdate:
+    def _change(self, parts: list[WeightChunk]) -> StagedUpdate:
         """Return the update that changes weights in force."""
         header, payloads = parts[0].header, payloads_of(parts)
         if self._own is None:
             raise FormatError("got a delta, but this receiver keeps no weights to apply it to")
         device = self._own.device
         sources = map(self._link.pinned, payloads) if device.type == "cuda" else payloads
-        deltas = [read_delta(header["encoding"], source, schema, device) for source in sources]
+        deltas = [read_delta(header["encoding"], source, self._schema, device) for source in sources]
         chain = [header["base"], *(delta.version for delta in deltas)]
         if chain[:-1] != [delta.base for delta in deltas] or chain[-1] != header["version"]:
             raise FormatError(f"the deltas do not lead from version {header['base']} to {header['version']}")
@@ -318,7 +317,7 @@ class Staging:
     def begin(self, update: StagedUpdate) -> None:
         """Do the first half of applying an update, which may fail and can be reverted."""
         storage = update.storage
-        self._follow(storage.schema)
+        self._follow()
         storage.begin(update, self.target)
         if update.storage is not storage:  # the model does not suit its flat buffer any more
             self._flat = None
@@ -336,29 +335,23 @@ class Staging:
         update.used_up = [*update.used_up, *done]
         self.current, self.version = update, update.version
 
-    def named(self, update: StagedUpdate) -> NamedWeights:
-        """Return the weights of an update that is in force."""
-        weights = zip(update.storage.schema.names, update.values, strict=bool(update.values))
-        return NamedWeights(dict(weights), update.extra)
-
     # -- engines -----------------------------------------------------------------------------------
 
-    def _load_chunk(
-        self, engine: EngineTarget, chunk: WeightChunk, schema: WeightSchema
-    ) -> StagedUpdate | None:
+    def _load_chunk(self, engine: EngineTarget, chunk: WeightChunk) -> StagedUpdate | None:
         """Have an engine load a chunk that just arrived; return the update after the last chunk."""
         header = chunk.header
-        engine.load_chunk(chunk, self._decoder(header["encoding"]), schema)
+        engine.load_chunk(chunk, self._decoder(header["encoding"]), self._schema)
         if chunk.payload is not None:
             self._link.release(chunk.payload)
         self.parts.append(replace(chunk, payload=None))
         if len(self.parts) < header["count"]:
             return None
         loaded, self.parts = engine.finish(), []
+        version, storage = header["version"], Storage(self._schema)
         self.current = StagedUpdate(
-            header["version"], None, [], [], {}, Storage(schema), arrived=loaded.since, stall=loaded.seconds
+            version, None, [], [], {}, storage, arrived=loaded.since, stall=loaded.seconds
         )
-        self.version = header["version"]
+        self.version = version
         return self.current
 
     def _abort_loading(self) -> bool:

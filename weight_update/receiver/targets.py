@@ -289,6 +289,11 @@ class StagedUpdate:
     stall: float = 0.0
     undo: Callable[[], None] = lambda: None
 
+    def named(self) -> NamedWeights:
+        """Return the weights by name; none where an engine has them."""
+        weights = zip(self.storage.schema.names, self.values, strict=bool(self.values))
+        return NamedWeights(dict(weights), self.extra)
+
 
 class Storage:
     """The memory that the weights of a version lie in: here, the payloads that they arrived in.

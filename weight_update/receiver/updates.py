@@ -203,7 +203,7 @@ class UpdateHandler:
         with self.news:
             self.news.notify_all()
         if (observer := self._options.observer) is not None:
-            observer.applied(functools.partial(self.staging.named, update))
+            observer.applied(update.named)
         self.leftovers, update.used_up = update.used_up, []  # first: the sender may be gone
         seconds = {"apply_seconds": time.perf_counter() - update.arrived, "stall_seconds": update.stall}
         self._answer(Kind.APPLIED, {"version": update.version, **seconds})

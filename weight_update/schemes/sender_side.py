@@ -300,10 +300,10 @@ class SenderSide:
         sender = self.sender
 
         def read(workers: Sequence[int] | None) -> dict[int, NamedWeights]:
-            if isinstance(sender, Sender):
+            if workers is None:  # on the rank that leads, or the only one
                 prepare()
-            chosen = (*self.sources.nobody, *sender.workers) if workers is None else workers
-            return self._reader.read(weights, chosen, first=True)
+                workers = (*self.sources.nobody, *sender.workers)
+            return self._reader.read(weights, workers, first=True)
 
         if self.listener is not None and isinstance(sender, Sender):
             self.listener.refusals.clear()  # of an earlier call

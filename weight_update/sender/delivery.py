@@ -34,7 +34,6 @@ _GOODBYE_SECONDS = 1.0
 _ABSENT_SECONDS = 60.0
 """Seconds that a late joiner which was refused, or lost, has to come back on its connection."""
 _END_SECONDS = 5.0
-_CHANGED = "its weights were changed"
 
 
 class Delivery:
@@ -185,8 +184,9 @@ class Delivery:
                 update = group.update_for(worker.has)
                 if update is not None:
                     if worker.has is not None and isinstance(group, DeltaGroup) and update in group.kept:
-                        changed = worker.has is MIXED
-                        reason = _CHANGED if changed else "it lacks the version that changes refer to"
+                        reason = "it lacks the version that changes refer to"
+                        if worker.has is MIXED:
+                            reason = "its weights were changed"
                         self._table.tell(WorkerEvent("full_update", worker.idx, update.version, reason))
                     worker.set_update("inflight", update)
                     worker.sent_at = time.monotonic()

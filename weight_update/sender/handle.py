@@ -204,7 +204,7 @@ class Outcomes:
         self.reader.read(states, done, patience.deadline)
         with self.table.lock:
             patience.wait(self.table.changed, states, done)
-            bad = [worker for worker in states if not good(worker) and worker.missed]
+            bad = [worker for worker in states if not good(worker) and worker.required]
             return {worker.idx: reason_of(worker, version, patience.timeout) for worker in bad}
 
     def failures(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
@@ -214,7 +214,7 @@ class Outcomes:
             for worker in self.table.known(workers):
                 if version in worker.failures:
                     found[worker.idx] = worker.failures[version]
-                elif not (worker.joined or worker.joining) and worker.reached < version and worker.missed:
+                elif not (worker.joined or worker.joining) and worker.reached < version and worker.required:
                     found[worker.idx] = worker.lost or LinkClosedError(_ABSENT)
             return found
 

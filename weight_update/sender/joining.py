@@ -91,7 +91,8 @@ class Admission:
             worker.connections += 1
             if misfit is not None:
                 return
-            worker.restarted |= worker.receiver is not None
+            if worker.receiver is not None:
+                worker.alive = None
             worker.receiver = receiver
             worker.replaced |= connected is not None
             self._replaced.pop(receiver.instance, None)

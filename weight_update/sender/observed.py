@@ -63,7 +63,7 @@ class ObservedUpdate:
         if not busy:
             seconds["ack"] = time.perf_counter() - self._sent
         report = replace(self._report, seconds=seconds, apply_seconds={}, stall_seconds={})
-        missing = [worker for worker in states if worker.reached < version and worker.missed]
+        missing = [worker for worker in states if worker.reached < version and worker.required]
         told = [worker for worker in missing if _is_told(worker, timeout, busy=worker in busy)]
         failures = {worker.idx: reason_of(worker, version, timeout) for worker in told}
         self._outcomes.fill(report, states)

@@ -18,7 +18,6 @@ from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import FullGroup
 from weight_update.sender.workers import GroupAssignment, WorkerState
 from weight_update.strategy.named_weights import NamedWeights
-from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import Kind, Step, WeightChunk, frames_of
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema, require_plain
@@ -27,35 +26,35 @@ from weight_update.wire.schema import WeightSchema, require_plain
 class PipelineSender:
     """Sends versions through pipelines, one version after the other.
 
-    No version is kept: a worker that joins later, or missed one, is sent the next one.
+    No version is kept: a worker that joins later, or missed one, is sent the next one. At most ``limit``
+    chunks are in memory.
     """
 
-    def __init__(
-        self, groups: GroupAssignment, strategy: WeightStrategy, pool: BufferPool, delivery: Delivery
-    ) -> None:
-        self._groups, self._strategy, self._pool, self._delivery = groups, strategy, pool, delivery
+    def __init__(self, groups: GroupAssignment, limit: int, pool: BufferPool, delivery: Delivery) -> None:
+        self._groups, self._limit, self._pool, self._delivery = groups, limit, pool, delivery
 
-    def send(self, weights: Mapping[int, NamedWeights], step: Step) -> SyncReport:
-        """Convert, encode and send a version.
+    def send(
+        self, weights: Mapping[int, NamedWeights], version: int, group_commit: str | None = None
+    ) -> SyncReport:
+        """Convert, encode and send a version; ``group_commit`` is as in :meth:`Sender.publish`.
 
         Raises:
             SchemaMismatchError: the weights are not those of the schema; no worker applies them.
             UnsupportedSourceError: a weight is sparse, for example, or on the meta device; no worker
                 applies the weights.
         """
-        report = SyncReport(step.version, self._strategy.encoding.label)
-        for states in self._groups.partition(weights, apart=not step.commit):
+        report = SyncReport(version, self._groups.encoding.label)
+        for states in self._groups.partition(weights, apart=group_commit is not None):
             named = _in_order(weights[states[0].idx], states[0].schema)
-            self._send(states, named, replace(step, extra=Step.of(step.version, named.extra).extra), report)
+            self._send(states, named, Step.of(version, named.extra, group_commit), report)
         return report
 
     def _send(self, states: list[WorkerState], named: NamedWeights, step: Step, report: SyncReport) -> None:
         """Send a version to workers that take the same bytes."""
-        group, limit = states[0].group, self._strategy.max_in_flight
+        group = states[0].group
         assert isinstance(group, FullGroup)
-        assert limit is not None
         largest = max(group.whole_encoding.payload_sizes(group.schema))
-        pipeline = Pipeline(step, limit, lambda: self._pool.take(largest), self._delivery)
+        pipeline = Pipeline(step, self._limit, lambda: self._pool.take(largest), self._delivery)
         with contextlib.closing(named.items()) as items, undo_on_error(pipeline.give_up):
             with self._delivery.lock:
                 pipeline.begin(self._ready(states, step))
@@ -199,13 +198,10 @@ class Pipeline:
         self.seconds["send"] += time.perf_counter() - start
 
     def _write(self, worker: WorkerState, chunk: WeightChunk) -> None:
-        """Write a frame, if the worker is still to have the version that it belongs to."""
+        """Write a chunk, if the worker is still to have this version."""
         with worker.sending:
-            with self._delivery.lock:
-                stale = chunk.kind is Kind.UPDATE and worker.window is not self._window
-                if stale or not worker.joined:
-                    return
-            self._delivery.send(worker, [chunk])
+            if worker.window is self._window:
+                self._delivery.send(worker, [chunk])
 
     def give_up(self) -> None:
         """Have the workers forget this version, after an error."""
@@ -220,7 +216,7 @@ class Pipeline:
                     worker.failures[self.step.version] = failure
                 worker.set_update("inflight", None)
                 worker.leave_window(reading=worker.may_read)
-            self._delivery.post(worker, partial(self._write, worker, abort))
+            self._delivery.post(worker, partial(self._delivery.tell, [worker], abort))
 
 
 def _in_order(named: NamedWeights, schema: WeightSchema) -> NamedWeights:

@@ -60,7 +60,7 @@ class Sender(Outcomes):
         self.refusals: Iterable[str] = ()
         self._strategy = strategy
         self._number = -1  # of the last version
-        self._least = 0  # number of the next version, at least
+        self._next = 0  # number of the next version
         self._first_weights: Mapping[int, NamedWeights] = {}  # for workers that join while connect() waits
         self._first_label = strategy.encoding.whole.label  # of the weights that a worker gets when it joins
         self._pid = os.getpid()
@@ -68,7 +68,9 @@ class Sender(Outcomes):
         self._pool = BufferPool(first, table.lock, table.changed, timeout)
         self._delivery = Delivery(table, timeout)
         self._groups = GroupAssignment(table, strategy.encoding, self._pool)
-        self._pipelines = PipelineSender(self._groups, strategy, self._pool, self._delivery)
+        self._pipelines: PipelineSender | None = None
+        if (limit := strategy.max_in_flight) is not None:
+            self._pipelines = PipelineSender(self._groups, limit, self._pool, self._delivery)
         self.admission = Admission(table, self._delivery, strategy, token, self._group_to_join)
         self._answers = AnswerThreads(table, self._delivery, self._groups, self.admission.welcome)
         self.reader = AnswerReader(table, self._answers.record_result)
@@ -109,7 +111,8 @@ class Sender(Outcomes):
         Raise JoinRefusedError after :meth:`close`.
         """
         with self.table.lock:
-            self._await_departure(idx)
+            if idx in self.table:
+                self._await_departure(self.table[idx])
             if self.table.closed:
                 raise JoinRefusedError("the sender was shut down")
             if idx not in self.table:
@@ -125,14 +128,13 @@ class Sender(Outcomes):
                 self._answers.start(worker)
             return worker.link
 
-    def _await_departure(self, idx: int) -> None:
+    def _await_departure(self, worker: WorkerState) -> None:
         """Wait until the worker before a late joiner is forgotten, if its link admits no second one."""
-        worker = next((one for one in self.table if one.idx == idx), None)
-        if worker is None or worker.link.capabilities.allows_rejoin:
+        if worker.link.capabilities.allows_rejoin:
             return
         if worker.thread is None:  # nothing was read from it yet
             self.table.remove(worker)
-        self.table.changed.wait_for(lambda: idx not in self.table or self.table.closed, self.timeout)
+        self.table.changed.wait_for(lambda: worker.idx not in self.table or self.table.closed, self.timeout)
 
     def connect(
         self, weights: Mapping[int, NamedWeights], timeout: float, alive: Callable[[int], bool] | None = None
@@ -153,14 +155,14 @@ class Sender(Outcomes):
                 worker.leaving = failed if worker.joined else worker.lost is not None
                 worker.lost, worker.failures = None, {}
                 worker.arrived &= worker.joined
-                worker.alive, worker.restarted = None if worker.late else alive, False
+                worker.alive = None if worker.late else alive
         deadline = time.monotonic() + timeout
-        if self._strategy.max_in_flight is not None:
+        if self._pipelines is not None:
             for worker in self.table:
                 self._answers.start(worker)
             wait_for_none(self.table, absent, deadline)
             with self._groups.lock:
-                report = self._pipelines.send(self._of_known(weights), Step(self._next_number()))
+                report = self._pipelines.send(self._of_known(weights), self._next_number())
         else:
             with self._groups.lock:
                 weights = self._of_known(weights)
@@ -184,7 +186,7 @@ class Sender(Outcomes):
         """Encode the first weights of workers that did not join: ``weights`` may change until they do."""
         for worker in self.table:
             if worker.group is None and (worker.idx == NOBODY or not worker.late):
-                kept = weights[worker.idx] if self._strategy.max_in_flight is None else None
+                kept = weights[worker.idx] if self._pipelines is None else None
                 self._groups.assign_first(worker, worker.schema, self._number, kept)
         self._first_weights = {}
 
@@ -218,9 +220,8 @@ class Sender(Outcomes):
                     worker.forget_old_failures()
                     if group_commit is not None and worker.joining_error is not None:
                         worker.failures.popitem()  # it is sent these weights again: it needs them first
-            if self._strategy.max_in_flight is not None:
-                step = Step(self._next_number(), commit=group_commit is None, group_commit=group_commit)
-                return self._pipelines.send(weights, step)
+            if self._pipelines is not None:
+                return self._pipelines.send(weights, self._next_number(), group_commit)
             report = self._stage(weights, group_commit)
             start = time.perf_counter()
             states = self.table.known(weights)
@@ -236,10 +237,10 @@ class Sender(Outcomes):
     def continue_from(self, version: int) -> None:
         """Give the next update a number above ``version``, or the first weights the number ``version``."""
         with self._groups.lock:
-            self._least = max(self._least, version if self._number < 0 else version + 1)
+            self._next = max(self._next, version if self._number < 0 else version + 1)
 
     def _next_number(self) -> int:
-        self._number = max(self._number + 1, self._least)
+        self._number, self._next = self._next, self._next + 1
         return self._number
 
     def _of_known(self, weights: Mapping[int, NamedWeights]) -> Mapping[int, NamedWeights]:
@@ -261,7 +262,7 @@ class Sender(Outcomes):
                 self._groups.await_room(self.timeout)
                 named = weights[states[0].idx]
                 groups.append(self._groups.group_for(states))
-                step = Step.of(self._number, named.extra, commit=commit, group_commit=group_commit)
+                step = Step.of(self._number, named.extra, group_commit)
                 bases = [worker.has for worker in states if worker.has is not None]
                 staged.append(groups[-1].stage(step, named, bases))
         except BaseException:

@@ -81,30 +81,34 @@ class WorkerState:
     Attributes:
         schema: the weights it is to have, in the sender's dtypes.
         tracked: names of the weights that updates carry; None for all.
-        group: its send group; None until it first joins.
-        has: the weights it has; None if unknown.
-        applied: the update it has applied; where memory is shared, the one it reads.
-        inflight: the update it was sent and has not answered yet.
-        window: the version it is being sent chunk by chunk.
-        outbox: thread that writes to it; None until its link is one that may block.
-        reached: the newest version it ever applied; kept when it leaves.
-        arrived: whether it has applied weights since it joined.
-        failures: errors of the last few versions that it did not apply, by version.
         late: whether it is a late joiner; nobody waits for it once it has left.
-        joining: whether it is being welcomed, and is sent the newest weights in a moment.
-        left: whether it said goodbye.
-        leaving: whether an earlier ``connect()`` has raised its error, so that its end is no other error.
-        lost: error by which its link ended.
-        absence_told: whether observers were told, since it was last connected, of an update that it missed.
-        late_told: the ``sent_at`` of the update that observers were told it is late with.
-        replaced: whether another receiver is about to join in its place.
         receiver: the receiver that was last admitted under this index.
         admitted_until: time, on the monotonic clock, by which an admitted connection reaches the link.
         connections: changes with each connection; tells an error of one from an error of the next.
-        alive: tells whether the process of a worker index lives; None if that is not known.
-        restarted: whether another receiver was admitted since then; ``alive`` may not tell of its process.
+        alive: tells whether the process of a worker index lives; None if unknown, as after a restart.
+        replaced: whether another receiver is about to join in its place.
+        joining: whether it is being welcomed, and is sent the newest weights in a moment.
+        joined: whether it was welcomed, and its connection has not ended since.
+        pid: its process when it joined last.
+        left: whether it said goodbye.
+        leaving: whether an earlier ``connect()`` has raised its error, so that its end is no other error.
+        lost: error by which its link ended.
+        group: its send group; None until it first joins.
+        has: the weights it has; None if unknown.
+        applied: the update it has applied; where memory is shared, the one it reads.
+        staged: the version that it keeps until COMMIT or ABORT.
+        inflight: the update it was sent and has not answered yet.
         sent_at: time, on the monotonic clock, at which ``inflight`` was set.
+        window: the version it is being sent chunk by chunk.
+        reached: the newest version it ever applied; kept when it leaves.
+        arrived: whether it has applied weights since it joined.
+        failures: errors of the last few versions that it did not apply, by version.
+        apply_seconds, stall_seconds: times that it reported with the newest version.
+        absence_told: whether observers were told, since it was last connected, of an update that it missed.
+        late_told: the ``sent_at`` of the update that observers were told it is late with.
+        outbox: thread that writes to it; None until its link is one that may block.
         sending: lock of whoever writes to the link; a signal handler may take it again, for ``shutdown()``.
+        thread: reads from the link; None before it is started, and for ``NOBODY``.
         reading: lock of whoever reads from the link, and acts on what was read.
     """
 
@@ -113,39 +117,40 @@ class WorkerState:
     schema: WeightSchema = field(repr=False)
     tracked: frozenset[str] | None = field(default=None, repr=False)
     late: bool = False
-    joining: bool = False
-    left: bool = False
-    leaving: bool = False
-    joined: bool = False
-    replaced: bool = False
     receiver: ReceiverId | None = None
     admitted_until: float = 0.0
     connections: int = 0
     alive: Callable[[int], bool] | None = field(default=None, repr=False)
-    restarted: bool = False
+    replaced: bool = False
+
+    joining: bool = False
+    joined: bool = False
     pid: int = 0
+    left: bool = False
+    leaving: bool = False
+    lost: Exception | None = None
+
     group: SendGroup | None = None
     has: VersionId | None = None
+    applied: EncodedUpdate | None = None
+    staged: int | None = None
+    inflight: EncodedUpdate | None = None
+    sent_at: float = 0.0
+    window: ChunkWindow | None = None
     reached: int = -1
     arrived: bool = False
-    staged: int | None = None
-    applied: EncodedUpdate | None = None
-    inflight: EncodedUpdate | None = None
-    window: ChunkWindow | None = None
-    outbox: Outbox | None = None
-    sent_at: float = 0.0
-    lost: Exception | None = None
-    absence_told: bool = False
-    late_told: float = 0.0
     failures: dict[int, Exception] = field(default_factory=dict)
     apply_seconds: float = 0.0
     stall_seconds: float = 0.0
+    absence_told: bool = False
+    late_told: float = 0.0
+    outbox: Outbox | None = None
     sending: Any = field(default_factory=threading.RLock)
-    reading: Any = field(default_factory=threading.RLock)
     thread: threading.Thread | None = None
+    reading: Any = field(default_factory=threading.RLock)
 
     @property
-    def missed(self) -> bool:
+    def required(self) -> bool:
         """Whether it is an error that the worker lacks an update; late joiners may leave at any time."""
         return self.joined or not (self.late and self.left)
 
@@ -162,10 +167,8 @@ class WorkerState:
     @property
     def has_ended(self) -> bool:
         """Whether its process is known to have ended."""
-        if self.alive is None or self.restarted:
-            return False
         try:
-            return not self.alive(self.idx)
+            return self.alive is not None and not self.alive(self.idx)
         except Exception:  # noqa: BLE001 - of a user's function, such as for a process that was closed
             return False
 
@@ -384,11 +387,9 @@ class GroupAssignment:
         return next((one for one in alike if one.schema.digest == wire.digest), None)
 
     def _new(self, schema: WeightSchema, tracked: frozenset[str] | None, source: Hashable) -> SendGroup:
-        names = schema.names
-        positions = None if tracked is None else [i for i, name in enumerate(names) if name in tracked]
         group: SendGroup
         if isinstance(self.encoding, DeltaEncoding):
-            group = DeltaGroup(schema, self._pool, self.encoding, positions)
+            group = DeltaGroup(schema, self._pool, self.encoding, tracked)
         else:
             group = FullGroup(schema, self._pool, self.encoding.whole)
         group.source = source

@@ -277,23 +277,26 @@ class Step:
     Attributes:
         version: number of the version.
         extra: extra state of modules, encoded by :func:`~weight_update.wire.extra_state.encode_extra`.
-        commit: whether workers apply the update at once; if False it is staged until COMMIT or ABORT.
         group_commit: name of several models that switch together; see :func:`~weight_update.send_together`.
     """
 
     version: int
     extra: Mapping[str, Any] = field(default_factory=dict)
-    commit: bool = True
     group_commit: str | None = None
 
     @classmethod
-    def of(cls, version: int, extra: Mapping[str, Any], **how: Any) -> Step:
+    def of(cls, version: int, extra: Mapping[str, Any], group_commit: str | None = None) -> Step:
         """Return a step that carries the extra state ``extra``."""
-        return cls(version, {name: encode_extra(value) for name, value in extra.items()}, **how)
+        return cls(version, {name: encode_extra(value) for name, value in extra.items()}, group_commit)
+
+    @property
+    def commit(self) -> bool:
+        """Whether workers apply the update at once; if False it is staged until COMMIT or ABORT."""
+        return self.group_commit is None
 
     def committed(self) -> Step:
         """Return this step for a worker that joins after the commit and applies it at once, on its own."""
-        return replace(self, commit=True, group_commit=None)
+        return replace(self, group_commit=None)
 
 
 def frames_of(

@@ -91,9 +91,13 @@ class SendGroup(ABC):
         staged = None if self._staged is None else self._staged.whole
         return [one for one in (self.whole, staged) if one is not None]
 
-    @abstractmethod
     def target(self, has: VersionId | None) -> int | None:
         """Return the version that a worker with ``has`` is to be sent, if any."""
+        return self.version if self._staged_for(has) is None else self.pending
+
+    @abstractmethod
+    def _staged_for(self, has: VersionId | None) -> Staged | None:
+        """Return the staged update if a worker with ``has`` can be brought to it."""
 
     def welcome(self) -> dict[str, Any]:
         """Return the fields that WELCOME carries beside the schema; see ``docs/wire_format.rst``."""
@@ -169,10 +173,8 @@ class FullGroup(SendGroup):
         """The encoder of all updates; one thread at a time uses it."""
         return self.whole_encoding.encoder(self.schema)
 
-    def target(self, has: VersionId | None) -> int | None:
-        if self._staged is not None and (has is not None or self.version_id is None):
-            return self._staged.step.version
-        return self.version
+    def _staged_for(self, has: VersionId | None) -> Staged | None:
+        return self._staged if has is not None or self.version_id is None else None
 
     def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> Encoded:
         update = self._encode_whole(step, self.encoder, named.in_order(self.schema.names))
@@ -196,8 +198,8 @@ class FullGroup(SendGroup):
                 give_back(former.slots)
 
     def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
-        staged = self._staged
-        return self.whole if staged is None or self.target(has) != staged.step.version else staged.whole
+        staged = self._staged_for(has)
+        return self.whole if staged is None else staged.whole
 
     def fork(self) -> SendGroup:
         """Return another group that starts with the same update, in the same memory."""

@@ -37,26 +37,24 @@ class DeltaGroup(SendGroup):
     """A send group whose updates carry changes; workers that joined or missed too much get all weights.
 
     The group remembers the weights of ``version``, and the payloads of the last few changes that led there. A
-    worker that was busy meanwhile gets several of them at once. Updates may change the entries at the
-    positions ``tracked``; None is all.
+    worker that was busy meanwhile gets several of them at once. Updates may change the entries ``tracked``;
+    None is all.
     """
 
     def __init__(
-        self, schema: WeightSchema, pool: BufferPool, encoding: DeltaEncoding, tracked: Sequence[int] | None
+        self, schema: WeightSchema, pool: BufferPool, encoding: DeltaEncoding, tracked: frozenset[str] | None
     ) -> None:
         super().__init__(schema, pool, encoding.whole)
-        self._encoding, self._tracked = encoding, tracked
-        self._tracker: Tracker[Any] = encoding.tracker(schema, tracked)
+        places = enumerate(schema.names)
+        self._tracked = None if tracked is None else [i for i, name in places if name in tracked]
+        self._encoding = encoding
+        self._tracker: Tracker[Any] = encoding.tracker(schema, self._tracked)
         self._remembering = threading.Lock()  # held while the tracker is read or changed
         self._mostly_new = 0  # updates in a row that changed most elements, as far as they are counted
         self._step = Step(-1)
         self._past: deque[_Change] = deque()
         self._first: int | None = None
         self._digests: list[str | None] | None = None
-
-    def target(self, has: VersionId | None) -> int | None:
-        """Return the version to send; the staged one goes only to workers that changes can bring there."""
-        return self.version if self._staged_for(has) is None else self.pending
 
     def welcome(self) -> dict[str, Any]:
         """Return the fields for WELCOME; the digests are of weights that the worker must have already."""
@@ -226,7 +224,6 @@ class DeltaGroup(SendGroup):
         return None if first is None else past[first:]
 
     def _staged_for(self, has: VersionId | None) -> Staged | None:
-        """Return the staged update if a worker with ``has`` can be brought to it."""
         if self._staged is not None and self._staged.whole is not None:
             return None if has is None else self._staged
         sendable = self._staged is not None and (self._staged.payload is not None or self.version_id is None)
