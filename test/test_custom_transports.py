@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 import pickle
 import re
 import threading
@@ -149,6 +150,24 @@ def test_the_contract_says_what_a_transport_did_wrong(
     contract.limit, contract.moment = 0.3, 0.05
     with pytest.raises((AssertionError, pytest.fail.Exception), match=message):
         getattr(contract, f"test_{test}")(ends, *arguments)
+
+
+class Leaking(FileTransport):
+    """A transport that opens a file for each connection, and closes none."""
+
+    def connect(self, timeout: float | None) -> Any:
+        self.opened = [*getattr(self, "opened", []), os.open(self.directory, os.O_RDONLY)]
+        return super().connect(timeout)
+
+
+def test_a_transport_that_leaves_descriptors_open(tmp_path: Path) -> None:
+    sender, receiver = FileTransport(tmp_path, "sender"), Leaking(tmp_path, "receiver")
+    with contextlib.closing(sender), contextlib.closing(receiver):
+        greet(sender, receiver)
+        with pytest.raises(AssertionError, match="13 descriptors stayed open after 13 connections"):
+            TransportContract().test_connections_release_their_descriptors((sender, receiver))
+    for descriptor in receiver.opened:
+        os.close(descriptor)
 
 
 def test_a_transport_that_returns_no_chunk(tmp_path: Path) -> None:
