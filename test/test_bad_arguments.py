@@ -28,6 +28,7 @@ from weight_update import (
     InferenceEngine,
     JoinRefusedError,
     LifecycleError,
+    LinkClosedError,
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
@@ -849,3 +850,12 @@ def test_calls_that_belong_to_the_other_end() -> None:
             message = "connected already; give each model, collector and worker a scheme of its own"
             with pytest.raises(LifecycleError, match=message):
                 end.connect()
+
+
+def test_connect_again_after_the_sender_is_gone() -> None:
+    with MemoryWeightSyncScheme() as sender:
+        receiver = connect_pair(sender, nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(LinkClosedError):
+        receiver.receive(10.0)
+    with pytest.raises(LifecycleError, match="create a new scheme to join again after LinkClosedError"):
+        receiver.connect()

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 import pickle
 import re
 import threading
@@ -77,6 +78,38 @@ class Lossy(MemoryTransport):
             super().send_chunk(replace(chunk, payload=None), timeout)
 
 
+class Reusing(MemoryTransport):
+    """A transport that receives every payload in the same memory."""
+
+    memory = torch.empty(1 << 20, dtype=torch.uint8)
+
+    def recv_chunk(self, timeout: float | None = None, allocate: Any = None) -> WeightChunk | None:
+        return super().recv_chunk(timeout, allocate or (lambda nbytes: self.memory[:nbytes]))
+
+
+class Referring(MemoryTransport):
+    """A transport that reads payloads after ``send_chunk`` has returned."""
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        self._outbox.put(chunk)
+
+
+class Locked(MemoryTransport):
+    """A transport that cannot send while it waits."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.lock = threading.Lock()
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        with self.lock:
+            super().send_chunk(chunk, timeout)
+
+    def recv_chunk(self, timeout: float | None = None, allocate: Any = None) -> WeightChunk | None:
+        with self.lock:
+            return super().recv_chunk(timeout, allocate)
+
+
 @pytest.mark.parametrize(
     ("kind", "test", "arguments", "message"),
     [
@@ -105,6 +138,9 @@ class Lossy(MemoryTransport):
             r"send_chunk\(\) returned after close\(\) of its end; it has to",
         ),
         (Lossy, "payload_arrives_whole", (7,), "a payload arrived with another size"),
+        (Reusing, "payloads_of_consecutive_chunks_are_kept_apart", (), "bytes of a payload changed"),
+        (Referring, "payload_may_be_reused_after_sending", (), "bytes of a payload changed"),
+        (Locked, "waiting_end_can_send", (0,), r"send_chunk\(\) waited for a recv_chunk\(\) of the same end"),
     ],
 )
 def test_the_contract_says_what_a_transport_did_wrong(
@@ -114,6 +150,24 @@ def test_the_contract_says_what_a_transport_did_wrong(
     contract.limit, contract.moment = 0.3, 0.05
     with pytest.raises((AssertionError, pytest.fail.Exception), match=message):
         getattr(contract, f"test_{test}")(ends, *arguments)
+
+
+class Leaking(FileTransport):
+    """A transport that opens a file for each connection, and closes none."""
+
+    def connect(self, timeout: float | None) -> Any:
+        self.opened = [*getattr(self, "opened", []), os.open(self.directory, os.O_RDONLY)]
+        return super().connect(timeout)
+
+
+def test_a_transport_that_leaves_descriptors_open(tmp_path: Path) -> None:
+    sender, receiver = FileTransport(tmp_path, "sender"), Leaking(tmp_path, "receiver")
+    with contextlib.closing(sender), contextlib.closing(receiver):
+        greet(sender, receiver)
+        with pytest.raises(AssertionError, match="13 descriptors stayed open after 13 connections"):
+            TransportContract().test_connections_release_their_descriptors((sender, receiver))
+    for descriptor in receiver.opened:
+        os.close(descriptor)
 
 
 def test_a_transport_that_returns_no_chunk(tmp_path: Path) -> None:

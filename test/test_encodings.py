@@ -23,6 +23,7 @@ from weight_update.encodings import (
 )
 from weight_update.encodings.base import _registry
 from weight_update.encodings.bucket import _BucketDecoder
+from weight_update.encodings.dense import _DenseDecoder, _DenseEncoder
 from weight_update.encodings.patch.encoding import PatchTracker
 from weight_update.encodings.patch.format import Patch
 from weight_update.errors import FormatError
@@ -88,6 +89,28 @@ def test_the_contract_notices(
     monkeypatch.setattr(broken, method, result)
     with pytest.raises((AssertionError, FormatError)):
         getattr(contract, test)()
+
+
+@pytest.mark.parametrize(
+    ("broken", "method", "result", "test", "message"),
+    [
+        (
+            DenseEncoding,
+            "payload_sizes",
+            lambda *_: [64],
+            "chunks",
+            r"payload_sizes\(\) announced other sizes",
+        ),
+        (_DenseDecoder, "decode", lambda *_: [], "many_updates", r"decode\(\) returns one tensor for each"),
+        (_DenseEncoder, "encode", lambda *_: [torch.empty(64)], "memory_is_exactly_lent", "memory from lend"),
+    ],
+)
+def test_the_contract_says_what_an_encoding_did_wrong(
+    broken: type, method: str, result: Any, test: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broken, method, result)
+    with pytest.raises(AssertionError, match=message):
+        getattr(TestDenseEncoding(), f"test_{test}")()
 
 
 SCHEMA = WeightSchema.of({"a": torch.zeros(2)})

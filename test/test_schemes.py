@@ -1,6 +1,7 @@
 """The schemes keep their contract."""
 
 import copy
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -180,6 +181,14 @@ def test_workers_are_told_that_connect_failed_in_the_trainer(
         joining.result()
         assert sender.send().version == receiver.version
         receiver.shutdown()
+
+
+def test_queues_that_are_pickled_for_no_process_that_starts() -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        pickle.dumps(scheme)  # without queues
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        with pytest.raises(LifecycleError, match=r"pass the scheme in Process\(args=...\), or use SharedMem"):
+            pickle.dumps(scheme)
 
 
 def test_workers_that_cannot_join_are_told_why_if_connect_fails_in_the_trainer() -> None:

@@ -5,6 +5,7 @@ import fcntl
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -192,6 +193,32 @@ def test_a_killed_worker_whose_hello_is_read_is_replaced() -> None:
             worker.kill()
             worker.join()
             assert must_receive(sender).header["pid"] == worker.pid
+
+
+def die_in_the_middle_of_an_item(*queues: multiprocessing.Queue) -> None:
+    worker, read = MPTransport(*queues, end="receiver"), os.read
+
+    def read_and_die(fd: int, nbytes: int) -> NoReturn:
+        read(fd, nbytes)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.read = read_and_die
+    worker.recv_chunk(20.0)
+
+
+def test_a_worker_killed_in_the_middle_of_an_item_leaves_no_half_of_it() -> None:
+    fork = multiprocessing.get_context("fork")
+    queues = fork.Queue(), fork.Queue()
+    sender, receiver = MPTransport(*queues), MPTransport(*queues, end="receiver")
+    with contextlib.closing(sender), contextlib.closing(receiver):
+        worker = fork.Process(target=die_in_the_middle_of_an_item, args=queues)
+        worker.start()
+        sender.send_chunk(number(1))
+        worker.join(20.0)
+        assert worker.exitcode == -signal.SIGKILL
+        receiver.restart()
+        sender.send_chunk(number(2))
+        assert must_receive(receiver).header == {"version": 2}
 
 
 @pytest.mark.parametrize("name", [None, uuid.uuid4().hex], ids=["unnamed", "named"])

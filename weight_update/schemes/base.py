@@ -344,7 +344,8 @@ class WeightSyncScheme(SchemeUpdates):
         limit = self._connect_limit(timeout)
         if self._connected:
             raise LifecycleError(
-                "this scheme is connected already; give each model, collector and worker a scheme of its own"
+                "this scheme was connected already; give each model, collector and worker a scheme of its "
+                "own, and create a new scheme to join again after LinkClosedError"
             )
         self._require_open()
         side = self._sender_side

@@ -42,7 +42,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
     ) -> None:
         super().__init__(strategy, sync, **options)
         self.directory = directory
-        self._queues: dict[int, tuple[Any, Any, str]] = {}
+        self._queues = _Queues()
         self._sender_pid = 0
         self._start_method = ""
 
@@ -50,7 +50,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
         ctx = ctx or mp.get_context("spawn")  # its queues suit processes started in any way
         self._sender_pid = os.getpid()
         self._start_method = ctx.get_start_method()
-        self._queues = {idx: (ctx.Queue(), ctx.Queue(), secrets.token_hex(8)) for idx in workers}
+        self._queues = _Queues((idx, (ctx.Queue(), ctx.Queue(), secrets.token_hex(8))) for idx in workers)
         return super().open_sender(workers, ctx)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
@@ -81,3 +81,20 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
                 "started in another way: start the workers with that context, or leave ctx= out"
             )
         return super().__getstate__()
+
+
+class _Queues(dict[int, tuple[Any, Any, str]]):
+    """Two queues and their name for each worker index."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the state for a worker that is being started.
+
+        Raises:
+            LifecycleError: the queues are pickled in another way.
+        """
+        if self and get_spawning_popen() is None:
+            raise LifecycleError(
+                "the queues of this scheme reach a worker only when its process starts: pass the scheme in "
+                "Process(args=...), or use SharedMemWeightSyncScheme, which can be pickled in any way"
+            )
+        return _Queues, (dict(self),)

@@ -48,7 +48,8 @@ class EncodingContract:
     )
     def test_round_trip(self, named: Named) -> None:
         """Decoded weights equal the encoded ones, bit for bit."""
-        assert fingerprint(Channel(self.make_encoding(), named).send(named)) == fingerprint(named)
+        got = Channel(self.make_encoding(), named).send(named)
+        assert fingerprint(got) == fingerprint(named), "other weights were decoded than were encoded"
 
     def test_many_updates(self) -> None:
         """Update after update, each committed; only few tensors change in some of them."""
@@ -60,7 +61,9 @@ class EncodingContract:
                 scramble(model, version)
             else:
                 model.scalar.data.fill_(version)
-            assert fingerprint(channel.send(named)) == fingerprint(named)
+            assert fingerprint(channel.send(named)) == fingerprint(named), (
+                f"other weights were decoded than were encoded, in update {version}"
+            )
 
     def test_update_that_was_not_committed(self) -> None:
         """The update after a failed one is right for a receiver that has neither."""
@@ -70,7 +73,9 @@ class EncodingContract:
         named["a"].copy_(random_bits((50,), torch.float32, 1))
         channel.encode(named)  # lost on its way
         named["a"][:3].fill_(7)
-        assert fingerprint(channel.send(named)) == fingerprint(named)
+        assert fingerprint(channel.send(named)) == fingerprint(named), (
+            "other weights were decoded than were encoded, after an update that was lost"
+        )
 
     def test_memory_is_exactly_lent(self) -> None:
         """Payloads lie in what ``lend`` gave, and tensors are not kept alive or changed."""
@@ -78,9 +83,11 @@ class EncodingContract:
         before = fingerprint(named)
         channel = Channel(self.make_encoding(), named)
         payloads = channel.encode(named)
-        assert payloads
-        assert {payload.data_ptr() for payload in payloads} <= {lent.data_ptr() for lent in channel.lent}
-        assert fingerprint(named) == before
+        assert payloads, "encode() returned no payload"
+        assert {payload.data_ptr() for payload in payloads} <= {lent.data_ptr() for lent in channel.lent}, (
+            "encode() returned a payload that does not begin where memory from lend() does"
+        )
+        assert fingerprint(named) == before, "encode() changed the weights"
 
     def test_payload_of_wrong_size(self) -> None:
         """Cut, extended, missing or additional payloads are a FormatError."""
@@ -99,7 +106,8 @@ class EncodingContract:
         whole, named = self.make_encoding().whole, dict(Zoo(1).named_parameters(remove_duplicate=False))
         channel, tensors = Channel(whole, named), list(named.values())
         sizes = whole.payload_sizes(channel.schema)
-        assert sizes in ([], [payload.numel() for payload in channel.encode(named)])
+        encoded = [payload.numel() for payload in channel.encode(named)]
+        assert sizes in ([], encoded), "payload_sizes() announced other sizes than encode() made"
         if not whole.in_chunks:
             return
         chunks = whole.encoder(channel.schema).stream(iter(tensors), channel.lend)
@@ -210,7 +218,11 @@ class Channel:
         if self.tracker is None or self._version is None:
             decoder = decoder_for(self.encoding.whole.name, self.schema)
             fed = [decoder.feed(i, payload, self.lend) for i, payload in enumerate(payloads)]
-            return decoder.decode(fed)
+            values = decoder.decode(fed)
+            assert len(values) == len(self.schema.tensors), (
+                "decode() returns one tensor for each schema entry"
+            )
+            return values
         if len(payloads) != 1:
             raise FormatError("one delta at a time")
         delta = read_delta(self.encoding.name, payloads[0], self.schema)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from collections.abc import Callable
 
@@ -136,6 +138,23 @@ class TransportFailureTests:
             got_none = sender.recv_chunk(self.moment) is None
             assert got_none, "a chunk came from a worker that has left, and has not joined again"
             self.join_again(sender, receiver)
+
+    def test_connections_release_their_descriptors(self, ends: Ends) -> None:
+        """A worker that leaves and joins again and again leaves no files, pipes or sockets open."""
+        sender, receiver = ends
+        if not sender.capabilities.allows_rejoin:
+            pytest.skip("a worker joins only once")
+        counts = []
+        for _ in range(25):
+            receiver.disconnect()
+            must_be_closed(sender, self.limit, "disconnect() of the receiver")
+            self.join_again(sender, receiver)
+            gc.collect()
+            counts.append(len(os.listdir("/proc/self/fd")))
+        grown = counts[-1] - counts[11]  # memory of the last payloads is kept, so it grows at first
+        assert grown < 10, (
+            f"{grown} descriptors stayed open after 13 connections: close() releases everything"
+        )
 
     def test_restart_keeps_a_link_that_works(self, ends: Ends) -> None:
         """``restart`` does not give up a connection that was just made."""

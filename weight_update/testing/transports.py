@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,10 +98,28 @@ class TransportContract(TransportFailureTests):
     def test_payloads_of_consecutive_chunks_are_kept_apart(self, ends: Ends) -> None:
         """A later chunk does not change the payload of an earlier one."""
         sender, receiver = ends
-        sent = [update_of(sender, size) for size in (100, 100, 4096)]
+        sent = [update_of(sender, size, seed) for seed, size in enumerate((100, 100, 4096, 100))]
         got = [exchange(sender, receiver, chunk, self.limit) for chunk in sent]
         for one, other in zip(got, sent, strict=True):
             assert_same(one, other)
+
+    def test_payload_may_be_reused_after_sending(self, ends: Ends) -> None:
+        """Once ``send_chunk`` has returned, the sender may write into a payload that is not shared."""
+        sender, receiver = ends
+        if receiver.capabilities.shares_memory:
+            pytest.skip("receivers read the sender's memory")
+        chunk = update_of(sender, 1000)
+        assert chunk.payload is not None
+        sent = replace(chunk, payload=chunk.payload.clone())
+
+        def send_and_reuse(payload: torch.Tensor) -> None:
+            sender.send_chunk(chunk, self.limit)
+            payload.zero_()
+
+        thread = in_background(send_and_reuse, chunk.payload)
+        thread.join(self.moment)  # a transport whose send_chunk() waits for a reader returns later
+        assert_same(must_receive(receiver, self.limit), sent)
+        must_end(thread, self.limit, "the chunk has arrived, but send_chunk() has not returned")
 
     def test_payload_goes_where_the_receiver_says(self, ends: Ends) -> None:
         """``allocate`` is used, unless the transport shares memory."""
@@ -160,6 +179,20 @@ class TransportContract(TransportFailureTests):
         assert got[0] - sent_at < self.slack, (
             "recv_chunk() that waited returned long after the chunk was sent"
         )
+
+    @pytest.mark.parametrize("waiting", [0, 1], ids=["sender", "receiver"])
+    def test_waiting_end_can_send(self, ends: Ends, waiting: int) -> None:
+        """An end sends while another thread waits in its ``recv_chunk``."""
+        end, other = ends[waiting], ends[1 - waiting]
+        receiving = in_background(drain, end, None, [])
+        time.sleep(self.moment)
+        sending = in_background(end.send_chunk, number(5), self.limit)
+        assert other.recv_chunk(self.limit) is not None, (
+            "a chunk did not come: send_chunk() waited for a recv_chunk() of the same end; it may not"
+        )
+        must_end(sending, self.limit, "the chunk has arrived, but send_chunk() has not returned")
+        end.close()
+        must_end(receiving, self.limit, "recv_chunk(None) still waits after close() of this end")
 
     # -- the end -------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Reading from a multiprocessing queue whose writer may be killed or stopped in the middle of an item."""
+"""Reading from a multiprocessing queue whose writer or reader may be killed in the middle of an item."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 _LONG = b"\xff" * 4  # prefix of an item of 2 GiB or more, before eight bytes with its size
+_READ_BYTES = 1 << 16  # capacity of a pipe
 
 
 class QueueReader:
-    """Reads the items of a queue; the only reader of the queue in this process.
+    """Reads the items of a queue; the only reader of the queue.
 
-    ``get()`` of the queue waits for the rest of an item without a limit of time.
+    ``get()`` of the queue waits for the rest of an item without a limit of time, and reads an item in two
+    parts. A worker killed between the two would leave the second part to its successor. Here, one call reads
+    all that is in the pipe, which is whole items unless one was too long for the pipe.
 
     Args:
         source: queue of ``multiprocessing``, or another one, whose own ``get()`` is called.
@@ -22,7 +25,7 @@ class QueueReader:
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        self._partial = bytearray()  # what was read of the next item
+        self._unread = bytearray()  # bytes of the next items
 
     def get(self, timeout: float) -> Any:
         """Return the next item.
@@ -43,14 +46,14 @@ class QueueReader:
         if not source._rlock.acquire(timeout=timeout):
             raise queue.Empty
         try:
-            while lacking := _item_size(self._partial) - len(self._partial):
+            while (size := _item_size(self._unread)) > len(self._unread):
                 if not source._reader.poll(max(deadline - time.monotonic(), 0.0)):
                     raise queue.Empty
-                part = os.read(source._reader.fileno(), lacking)
+                part = os.read(source._reader.fileno(), _READ_BYTES)
                 if not part:
                     raise EOFError
-                self._partial += part
-            whole, self._partial = self._partial, bytearray()
+                self._unread += part
+            whole, self._unread = self._unread[:size], self._unread[size:]
             source._sem.release()
         finally:
             source._rlock.release()
