@@ -209,11 +209,19 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         ]
 
     def iterator(self) -> Iterator[TensorDictBase]:
-        """Yield batches, as in TorchRL."""
+        """Yield batches, as in TorchRL; batches of an iteration that was left are dropped."""
+        self._drop_batches()
         try:
             yield from super().iterator()
         except WorkersLateError as error:
             raise error.args[0] from None
+
+    def _drop_batches(self) -> list[int]:
+        """Wait for the batches that workers were asked for, and drop them; return the workers."""
+        self._require_open()
+        for idx in range(self.num_workers):
+            self.queue_out.settle(idx)
+        return [self._get_from_queue(0.0)[0] for _ in range(self.queue_out.kept)]  # it keeps their buffers
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -267,6 +275,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """Shut down as in TorchRL, and end the schemes of this collector."""
+        self._has_ended = True
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         close_all(end, self._end_schemes)
 
@@ -277,6 +286,30 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
 class MultiSyncCollector(MultiCollector, torchrl.collectors.MultiSyncCollector):
     """A :class:`MultiCollector` whose batches have frames of every worker."""
 
+    _buffers: Any = ()
+
+    @property
+    def buffers(self) -> Any:
+        """The buffer of each worker, which a worker sends only with its first batch."""
+        return self._buffers
+
+    @buffers.setter
+    def buffers(self, empty: list[None]) -> None:
+        self._buffers = self._buffers or empty  # TorchRL's iterations begin and end without buffers
+
+    @buffers.deleter
+    def buffers(self) -> None:
+        if self._has_ended:
+            self._buffers = ()
+
+    def _get_from_queue(self, timeout: float) -> tuple[int]:
+        item, _ = self.queue_out.get(timeout)
+        if not isinstance(item, tuple):
+            return (item,)
+        buffer, idx = item
+        self._buffers[idx] = buffer
+        return (idx,)
+
 
 class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector):
     """A :class:`MultiCollector` whose batches come from the worker that finishes first."""
@@ -285,11 +318,6 @@ class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector
     def _queue_len(self) -> int:
         """Length of the queue of batches: one for each worker, because a killed worker may keep its place."""
         return int(self.num_workers)
-
-    def iterator(self) -> Iterator[TensorDictBase]:
-        """Yield batches, as in TorchRL; batches of an iteration that was left are dropped."""
-        self._drop_batches()
-        yield from super().iterator()
 
     def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
         """Reset environments, as in TorchRL; batches that were not taken yet are dropped."""
@@ -306,13 +334,6 @@ class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector
         order = "continue_random" if self._should_use_random_frames() else "continue"
         for idx in dropped:
             self.pipes[idx].send((idx, order))
-
-    def _drop_batches(self) -> list[int]:
-        """Wait for the batches that workers were asked for, and drop them; return the workers."""
-        self._require_open()
-        for idx in range(self.num_workers):
-            self.queue_out.settle(idx)
-        return [self._get_from_queue(0.0)[0] for _ in range(self.queue_out.kept)]  # it keeps their buffers
 
 
 class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):

@@ -179,7 +179,6 @@ class ProcessGroupCollector(Launched):
             self._nodes.end(self._ask_to_end, seconds)
 
     def _give_up(self) -> None:
-        self._ended = True
         close_all(self._nodes.kill, self._end_schemes, self._leave_group)
 
     def _leave_group(self) -> None:

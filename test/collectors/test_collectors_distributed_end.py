@@ -56,6 +56,19 @@ def test_shutdown_ends_workers_threads_and_schemes(kind):
             update()
 
 
+@pytest.mark.parametrize("kind", ["async", slow("sync"), "ahead"])
+def test_a_shutdown_by_another_thread_ends_an_iteration(kind):
+    collector = make(kind, make_policy())
+    ending = threading.Timer(0.3, collector.shutdown)
+    batches = iter(collector)
+    next(batches)
+    ending.start()
+    with pytest.raises(LifecycleError, match="this collector was shut down; make a new collector"):
+        collections.deque(batches, maxlen=0)
+    ending.join()
+    assert nothing_is_left()
+
+
 def test_a_collector_that_is_dropped_ends():
     collector = make("async", make_policy())
     next(iter(collector))

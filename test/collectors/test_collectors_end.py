@@ -1,3 +1,5 @@
+import collections
+import math
 import os
 import re
 import signal
@@ -59,6 +61,20 @@ def test_a_collector_that_was_shut_down_yields_nothing(cls):
     for iterator in (batches, iter(collector)):
         with pytest.raises(LifecycleError, match=message):
             next(iterator)
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector])
+def test_a_shutdown_by_another_thread_ends_an_iteration(cls):
+    collector = make(cls)
+    collector.total_frames = math.inf
+    ending = threading.Timer(0.3, collector.shutdown)
+    batches = iter(collector)
+    next(batches)
+    ending.start()
+    with pytest.raises(LifecycleError, match="this collector was shut down; make a new collector"):
+        collections.deque(batches, maxlen=0)
+    ending.join()
+    assert ours() == []
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
