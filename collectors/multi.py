@@ -186,7 +186,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             with ExitStack() as stack:
                 for scheme in real(self._receivers).values():  # what comes meanwhile would miss the workers
                     stack.enter_context(scheme.hold())
-                super()._run_processes()
+                with _unhidden():
+                    super()._run_processes()
             self._watch_workers()
         except WeightSyncError as error:
             errors = self._errors_of_workers()
@@ -338,6 +339,19 @@ class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector
 
 class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):
     """A :class:`MultiAsyncCollector` of one worker; ``create_env_fn`` is one function, not a list."""
+
+
+@contextmanager
+def _unhidden() -> Iterator[None]:
+    """Raise the error, such as KeyboardInterrupt, that a block of ``TensorDict.to_module`` has replaced."""
+    try:
+        yield
+    except RuntimeError as error:
+        hidden = error.__context__
+        if hidden is None or "tensordict to boolean" not in str(error):
+            raise
+        error.__context__ = None
+        raise hidden from None
 
 
 def _needs_first_weights(policy: Any, schemes: Mapping[str, WeightSyncScheme]) -> bool:

@@ -69,6 +69,26 @@ def test_a_shutdown_by_another_thread_ends_an_iteration(kind):
     assert nothing_is_left()
 
 
+@pytest.mark.parametrize("kind", ["sync", slow("ahead")])
+def test_ctrl_c_while_the_group_forms(kind, monkeypatch):
+    form = torch.distributed.init_process_group
+
+    def form_late(*args, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        pause(1.0)
+        form(*args, **options)
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", form_late)
+    with pytest.raises(KeyboardInterrupt):
+        make(kind, make_policy())
+    monkeypatch.undo()
+    assert nothing_is_left()
+    collector = make(kind, make_policy())
+    next(iter(collector))
+    collector.shutdown()
+    assert nothing_is_left()
+
+
 def test_a_collector_that_is_dropped_ends():
     collector = make("async", make_policy())
     next(iter(collector))

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -130,6 +131,18 @@ def test_a_scheme_of_a_policy_without_weights(policy):
         )
 
 
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_ctrl_c_while_workers_start(cls, monkeypatch):
+    monkeypatch.setattr(BaseProcess, "start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make(cls)
+    monkeypatch.undo()
+    assert ours() == []
+    collector = make(cls)
+    next(iter(collector))
+    collector.shutdown()
+
+
 def test_a_scheme_for_threads_and_workers_that_are_processes():
     with pytest.raises(WorkerError, match="in other processes need another scheme, such as SharedMemWeight"):
         make(MultiSyncCollector, weight_sync_schemes={"policy": MemoryWeightSyncScheme()})
@@ -242,6 +255,10 @@ def test_everything_is_closed_when_one_close_raises(cls, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         collector.shutdown()
     assert ours() == []
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
 
 
 def fail(*args, **options):
