@@ -89,6 +89,17 @@ def test_ctrl_c_while_the_group_forms(kind, monkeypatch):
     assert nothing_is_left()
 
 
+@pytest.mark.parametrize("kind", ["sync", slow("ahead")])
+def test_a_seed_is_refused_and_ends_no_worker(kind):
+    collector = make(kind, make_policy())
+    frames = iter(collector)
+    next(frames)
+    with pytest.raises(NotImplementedError, match="cannot seed its workers; seed each environment in create"):
+        collector.set_seed(1)
+    next(frames)
+    collector.shutdown()
+
+
 def test_a_collector_that_is_dropped_ends():
     collector = make("async", make_policy())
     next(iter(collector))
