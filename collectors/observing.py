@@ -27,6 +27,10 @@ class Observed:
     _has_ended = False
     """Whether the shutdown has begun."""
 
+    def __bool__(self) -> bool:
+        """Return True; Ray asks an actor that has raised, and the length of an endless collector raises."""
+        return True
+
     def add_observer(self, observer: Observer) -> Callable[[], None]:
         """Have a function called for every update, every change of a worker and every batch, from now on.
 
