@@ -28,14 +28,14 @@ LOOK_SECONDS, END_SECONDS, START_SECONDS = 0.5, 10.0, 120.0
 class Launched(Remote):
     """A mixin for TorchRL's collectors over torch.distributed and RPC, placed before them."""
 
-    _ended = True  # until _begin runs
+    _owner = 0  # the process that made this collector, from _begin on
     _scheme_class: type[DistributedWeightSyncScheme] | type[RPCWeightSyncScheme]
     """Class of the scheme of a policy without one."""
     _join: Callable[..., Any] = staticmethod(torch.cat)
     """Makes one batch of a list of them, one of each worker."""
 
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
-        self._nodes, self._ended, self._in_group, self._owner = Nodes(), False, False, os.getpid()
+        self._nodes, self._in_group, self._owner = Nodes(), False, os.getpid()
         self._pending: set[int] = set()  # workers whose next batch is awaited
         self._arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._require_alone()
@@ -131,14 +131,14 @@ class Launched(Remote):
                 then are killed.
             options: accepted like those of other collectors, and ignored: environments end with the workers.
         """
-        if self._ended:
+        if self._has_ended:
             return
-        self._ended = True
+        self._has_ended = True
         close_all(partial(self._end_workers, END_SECONDS if timeout is None else timeout), self._give_up)
 
     def __del__(self) -> None:
         """Shut down an unused collector."""
-        if not self._ended and self._owner == os.getpid():  # not in a forked child
+        if not self._has_ended and self._owner == os.getpid():  # not in a forked child
             self.shutdown()
 
 

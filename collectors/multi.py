@@ -186,7 +186,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             with ExitStack() as stack:
                 for scheme in real(self._receivers).values():  # what comes meanwhile would miss the workers
                     stack.enter_context(scheme.hold())
-                super()._run_processes()
+                with _unhidden():
+                    super()._run_processes()
             self._watch_workers()
         except WeightSyncError as error:
             errors = self._errors_of_workers()
@@ -209,11 +210,19 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         ]
 
     def iterator(self) -> Iterator[TensorDictBase]:
-        """Yield batches, as in TorchRL."""
+        """Yield batches, as in TorchRL; batches of an iteration that was left are dropped."""
+        self._drop_batches()
         try:
             yield from super().iterator()
         except WorkersLateError as error:
             raise error.args[0] from None
+
+    def _drop_batches(self) -> list[int]:
+        """Wait for the batches that workers were asked for, and drop them; return the workers."""
+        self._require_open()
+        for idx in range(self.num_workers):
+            self.queue_out.settle(idx)
+        return [self._get_from_queue(0.0)[0] for _ in range(self.queue_out.kept)]  # it keeps their buffers
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -273,6 +282,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """Shut down as in TorchRL, and end the schemes of this collector."""
+        self._has_ended = True
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         close_all(end, self._end_schemes)
 
@@ -283,6 +293,30 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
 class MultiSyncCollector(MultiCollector, torchrl.collectors.MultiSyncCollector):
     """A :class:`MultiCollector` whose batches have frames of every worker."""
 
+    _buffers: Any = ()
+
+    @property
+    def buffers(self) -> Any:
+        """The buffer of each worker, which a worker sends only with its first batch."""
+        return self._buffers
+
+    @buffers.setter
+    def buffers(self, empty: list[None]) -> None:
+        self._buffers = self._buffers or empty  # TorchRL's iterations begin and end without buffers
+
+    @buffers.deleter
+    def buffers(self) -> None:
+        if self._has_ended:
+            self._buffers = ()
+
+    def _get_from_queue(self, timeout: float) -> tuple[int]:
+        item, _ = self.queue_out.get(timeout)
+        if not isinstance(item, tuple):
+            return (item,)
+        buffer, idx = item
+        self._buffers[idx] = buffer
+        return (idx,)
+
 
 class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector):
     """A :class:`MultiCollector` whose batches come from the worker that finishes first."""
@@ -291,11 +325,6 @@ class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector
     def _queue_len(self) -> int:
         """Length of the queue of batches: one for each worker, because a killed worker may keep its place."""
         return int(self.num_workers)
-
-    def iterator(self) -> Iterator[TensorDictBase]:
-        """Yield batches, as in TorchRL; batches of an iteration that was left are dropped."""
-        self._drop_batches()
-        yield from super().iterator()
 
     def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
         """Reset environments, as in TorchRL; batches that were not taken yet are dropped."""
@@ -313,16 +342,22 @@ class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector
         for idx in dropped:
             self.pipes[idx].send((idx, order))
 
-    def _drop_batches(self) -> list[int]:
-        """Wait for the batches that workers were asked for, and drop them; return the workers."""
-        self._require_open()
-        for idx in range(self.num_workers):
-            self.queue_out.settle(idx)
-        return [self._get_from_queue(0.0)[0] for _ in range(self.queue_out.kept)]  # it keeps their buffers
-
 
 class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):
     """A :class:`MultiAsyncCollector` of one worker; ``create_env_fn`` is one function, not a list."""
+
+
+@contextmanager
+def _unhidden() -> Iterator[None]:
+    """Raise the error, such as KeyboardInterrupt, that a block of ``TensorDict.to_module`` has replaced."""
+    try:
+        yield
+    except RuntimeError as error:
+        hidden = error.__context__
+        if hidden is None or "tensordict to boolean" not in str(error):
+            raise
+        error.__context__ = None
+        raise hidden from None
 
 
 def _needs_first_weights(policy: Any, schemes: Mapping[str, WeightSyncScheme]) -> bool:

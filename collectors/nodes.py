@@ -145,7 +145,8 @@ class Nodes:
         """Run ``action``, which waits for all processes, in a thread; return when it has ended.
 
         The thread is left behind if a process ends (WorkerError), or if it takes longer than ``timeout``
-        seconds (SyncTimeoutError): it waits in C++ and cannot be interrupted.
+        seconds (SyncTimeoutError): it waits in C++ and cannot be interrupted. After Ctrl-C it gets some
+        seconds to end, because processes that are alive let it end.
         """
         done: futures.Future[None] = futures.Future()
 
@@ -156,12 +157,16 @@ class Nodes:
             except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
                 done.set_exception(error)
 
-        threading.Thread(target=run, name="weight_update-group", daemon=True).start()
         deadline = time.monotonic() + timeout
-        while not futures.wait([done], _LOOK_SECONDS).done:
-            self.require_alive()
-            if time.monotonic() > deadline:
-                raise SyncTimeoutError(f"workers did not form a process group in {timeout:g} s")
+        try:
+            threading.Thread(target=run, name="weight_update-group", daemon=True).start()
+            while not futures.wait([done], _LOOK_SECONDS).done:
+                self.require_alive()
+                if time.monotonic() > deadline:
+                    raise SyncTimeoutError(f"workers did not form a process group in {timeout:g} s")
+        except KeyboardInterrupt:
+            futures.wait([done], _JOIN_SECONDS)
+            raise
         done.result()
 
     def alive(self, idx: int) -> bool:

@@ -25,6 +25,11 @@ class Observed:
     policy_version: Any
     _observers: Observers | None = None  # until one is added
     _has_ended = False
+    """Whether the shutdown has begun."""
+
+    def __bool__(self) -> bool:
+        """Return True; Ray asks an actor that has raised, and the length of an endless collector raises."""
+        return True
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
         """Have a function called for every update, every change of a worker and every batch, from now on.
@@ -53,7 +58,6 @@ class Observed:
 
     def _end_observers(self) -> None:
         """Tell observers what is left to tell; to be called after the schemes were shut down."""
-        self._has_ended = True
         self._observers = self._observers or Observers()
         self._observers.close()
 
@@ -63,18 +67,24 @@ class Observed:
             self._observers.tell(report)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        collector: Any = super()
-        ended = self._has_ended  # not asked after an error, because of which TorchRL shuts the collector down
+        """Yield batches; an error ends the collector, as in TorchRL.
+
+        Raises:
+            LifecycleError: this collector was shut down, perhaps by another thread meanwhile.
+        """
+        collector: Any = self
+        self._iteration_started = True
+        whole = collector.trajs_per_batch is not None
         try:
-            with closing(collector.__iter__()) as batches:
+            with closing(collector._iter_by_trajectories() if whole else collector.iterator()) as batches:
                 for batch in batches:
                     self._tell_lag(batch)
                     yield batch
-                    ended = self._has_ended
         except Exception as error:
-            if not ended:
-                raise
-            raise LifecycleError(ENDED) from error
+            if self._has_ended:
+                raise LifecycleError(ENDED) from error
+            collector.shutdown()
+            raise
 
     def _tell_lag(self, batch: Any) -> None:
         """Tell observers of the policy lag of a batch, unless its frames have no versions."""

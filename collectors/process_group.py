@@ -160,6 +160,12 @@ class ProcessGroupCollector(Launched):
             raise WorkerError(f"the connection to worker {idx} broke: {arrived}") from arrived
         return self._batches[idx].clone()
 
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Raise NotImplementedError: TorchRL's program of a worker ends with an error when it gets a seed."""
+        raise NotImplementedError(
+            f"a {type(self).__name__} cannot seed its workers; seed each environment in create_env_fn"
+        )
+
     def _send_all(self, worker_ids: Any = None) -> None:
         try:
             super()._send_all(worker_ids)
@@ -179,7 +185,6 @@ class ProcessGroupCollector(Launched):
             self._nodes.end(self._ask_to_end, seconds)
 
     def _give_up(self) -> None:
-        self._ended = True
         close_all(self._nodes.kill, self._end_schemes, self._leave_group)
 
     def _leave_group(self) -> None:

@@ -205,7 +205,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
             self._nodes.end(lambda: None, END_SECONDS)
 
     def _give_up(self) -> None:
-        self._ended = self._shutdown = True
+        self._shutdown = True
         close_all(self._nodes.kill, self._leave_world, self._end_schemes)
 
     def _leave_world(self) -> None:

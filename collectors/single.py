@@ -317,6 +317,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """Shut down as in TorchRL, and end the schemes of this collector."""
+        self._has_ended = True
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         close_all(end, self._end_schemes)
 

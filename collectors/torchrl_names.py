@@ -66,6 +66,8 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "rollout",
     ),
     ("torchrl.collectors", "BaseCollector"): (
+        "_iter_by_trajectories",
+        "_iteration_started",
         "_receiver_schemes",
         "_set_received_policy_version",
         "register_collector",

@@ -1,6 +1,7 @@
-"""Orders to the workers of a MultiAsyncCollector while they collect, and iterations that were left."""
+"""Orders to workers of a MultiAsyncCollector that collect; iterations of MultiCollectors that were left."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from collector_parts import OPTIONS, Env, make_policy, require_exact, weights_of
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-from collectors import MultiAsyncCollector
+from collectors import MultiAsyncCollector, MultiSyncCollector
 from weight_update import LifecycleError
 from weight_update.testing.processes import wait_until
 
@@ -40,9 +41,9 @@ class Slow(Counted):
     seconds = 0.02
 
 
-def collect(made, env, workers=1, **options):
+def collect(made, env, workers=1, cls=MultiAsyncCollector, **options):
     return made(
-        MultiAsyncCollector,
+        cls,
         [env] * workers,
         make_policy(),
         frames_per_batch=FRAMES,
@@ -54,7 +55,7 @@ def collect(made, env, workers=1, **options):
 def require_new(frames, batches, seen):
     """Require that no step is twice in the next batches, nor in ``seen``."""
     for _ in range(batches):
-        steps = {tuple(step) for step in next(frames)["next", "observation"].tolist()}
+        steps = {tuple(step) for step in next(frames)["next", "observation"].flatten(0, -2).tolist()}
         assert len(steps) == FRAMES
         assert not steps & seen
         seen |= steps
@@ -114,14 +115,35 @@ def test_the_batches_after_a_restored_state_are_of_its_version(made):
         assert low.tolist() == high.tolist() == [1.0] * FRAMES
 
 
-def test_an_iteration_that_begins_anew_has_no_step_twice(made):
-    collector, seen = collect(made, Slow, workers=2), set()
+@pytest.mark.parametrize("cls", [MultiAsyncCollector, MultiSyncCollector])
+def test_an_iteration_that_begins_anew_has_no_step_twice(cls, made):
+    collector, seen = collect(made, Slow, workers=2, cls=cls), set()
     for _ in range(2):
         frames = iter(collector)
         require_new(frames, 1, seen)
         time.sleep(0.5)  # both workers have finished their next batches
         require_new(frames, 3, seen)
         time.sleep(0.5)
+
+
+@pytest.mark.parametrize("cls", [MultiAsyncCollector, MultiSyncCollector])
+def test_an_iteration_after_ctrl_c_has_no_step_twice(cls, made):
+    collector, seen = collect(made, Slow, workers=2, cls=cls), set()
+    for _ in range(3):
+        frames = iter(collector)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)  # a first batch takes longer
+        with pytest.raises(KeyboardInterrupt):
+            require_new(frames, 100, seen)
+        time.sleep(0.5)  # both workers have finished their next batches
+    require_new(iter(collector), 3, seen)
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Have SIGALRM raise KeyboardInterrupt, as SIGINT does."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGALRM, before)
 
 
 def test_a_state_is_saved_while_workers_fill_a_replay_buffer(made):

@@ -56,6 +56,50 @@ def test_shutdown_ends_workers_threads_and_schemes(kind):
             update()
 
 
+@pytest.mark.parametrize("kind", ["async", slow("sync"), "ahead"])
+def test_a_shutdown_by_another_thread_ends_an_iteration(kind):
+    collector = make(kind, make_policy())
+    ending = threading.Timer(0.3, collector.shutdown)
+    batches = iter(collector)
+    next(batches)
+    ending.start()
+    with pytest.raises(LifecycleError, match="this collector was shut down; make a new collector"):
+        collections.deque(batches, maxlen=0)
+    ending.join()
+    assert nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", ["sync", slow("ahead")])
+def test_ctrl_c_while_the_group_forms(kind, monkeypatch):
+    form = torch.distributed.init_process_group
+
+    def form_late(*args, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        pause(1.0)
+        form(*args, **options)
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", form_late)
+    with pytest.raises(KeyboardInterrupt):
+        make(kind, make_policy())
+    monkeypatch.undo()
+    assert nothing_is_left()
+    collector = make(kind, make_policy())
+    next(iter(collector))
+    collector.shutdown()
+    assert nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", ["sync", slow("ahead")])
+def test_a_seed_is_refused_and_ends_no_worker(kind):
+    collector = make(kind, make_policy())
+    frames = iter(collector)
+    next(frames)
+    with pytest.raises(NotImplementedError, match="cannot seed its workers; seed each environment in create"):
+        collector.set_seed(1)
+    next(frames)
+    collector.shutdown()
+
+
 def test_a_collector_that_is_dropped_ends():
     collector = make("async", make_policy())
     next(iter(collector))

@@ -1,3 +1,5 @@
+import collections
+import math
 import os
 import re
 import signal
@@ -6,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -61,6 +64,20 @@ def test_a_collector_that_was_shut_down_yields_nothing(cls):
             next(iterator)
 
 
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector])
+def test_a_shutdown_by_another_thread_ends_an_iteration(cls):
+    collector = make(cls)
+    collector.total_frames = math.inf
+    ending = threading.Timer(0.3, collector.shutdown)
+    batches = iter(collector)
+    next(batches)
+    ending.start()
+    with pytest.raises(LifecycleError, match="this collector was shut down; make a new collector"):
+        collections.deque(batches, maxlen=0)
+    ending.join()
+    assert ours() == []
+
+
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
 def test_calls_after_the_shutdown_speak_of_the_collector(cls):
     kind = MemoryWeightSyncScheme if cls is Collector else SharedMemWeightSyncScheme
@@ -112,6 +129,18 @@ def test_a_scheme_of_a_policy_without_weights(policy):
             weight_sync_schemes={"policy": scheme},
             **OPTIONS,
         )
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_ctrl_c_while_workers_start(cls, monkeypatch):
+    monkeypatch.setattr(BaseProcess, "start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make(cls)
+    monkeypatch.undo()
+    assert ours() == []
+    collector = make(cls)
+    next(iter(collector))
+    collector.shutdown()
 
 
 def test_a_scheme_for_threads_and_workers_that_are_processes():
@@ -226,6 +255,10 @@ def test_everything_is_closed_when_one_close_raises(cls, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         collector.shutdown()
     assert ours() == []
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
 
 
 def fail(*args, **options):

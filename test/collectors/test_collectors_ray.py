@@ -143,6 +143,28 @@ def test_an_actor_that_raises_while_it_starts() -> None:
         )
 
 
+class Breaks(Env):
+    def _step(self, tensordict: Any) -> Any:
+        raise ZeroDivisionError("this environment broke")
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_what_an_actor_raises_while_it_collects_is_raised(sync: bool, made: Any) -> None:
+    collector = made(
+        RayCollector,
+        [Breaks],
+        make_policy(),
+        sync=sync,
+        frames_per_batch=8,
+        total_frames=-1,
+        collector_kwargs=OPTIONS,
+        remote_configs=SMALL,
+    )
+    collector.update_policy_weights_()
+    with pytest.raises(ZeroDivisionError, match="this environment broke"):
+        next(iter(collector))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_dead_actor_is_named(sync: bool, made: Any) -> None:
