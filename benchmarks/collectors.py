@@ -37,7 +37,7 @@ class Measured:
     """The measurements of one variant.
 
     Attributes:
-        rates: frames per second, of each batch.
+        rates: frames per second of each collector, updates included.
         updates: seconds of each ``update_policy_weights_()``.
         starts: seconds from the call of the constructor to the first batch.
     """
@@ -86,7 +86,7 @@ def make_collector(kind: str, variant: str, policy: nn.Module) -> Any:
 
 
 def run(kind: str, variant: str, width: int, batches: int, found: Measured) -> None:
-    """Start a collector, take batches from it, update its policy after each of them, and shut it down."""
+    """Start a collector, update its policy before each batch, and shut it down."""
     policy = make_policy(width)
     start = time.perf_counter()
     collector = make_collector(kind, variant, policy)
@@ -94,20 +94,26 @@ def run(kind: str, variant: str, width: int, batches: int, found: Measured) -> N
         frames = iter(collector)
         next(frames)
         found.starts.append(time.perf_counter() - start)
-        for number in range(1 - _WARM_UP, batches + 1):
-            start = time.perf_counter()
-            batch = next(frames)
-            collected = time.perf_counter() - start
-            with torch.no_grad():
-                for parameter in policy.parameters():
-                    parameter.mul_(0.999)
-            start = time.perf_counter()
-            collector.update_policy_weights_()
-            if number > 0:
-                found.updates.append(time.perf_counter() - start)
-                found.rates.append(batch.numel() / collected)
+        for _ in range(_WARM_UP):
+            _update(collector, policy)
+            next(frames)
+        start, count = time.perf_counter(), 0
+        for _ in range(batches):
+            found.updates.append(_update(collector, policy))
+            count += next(frames).numel()
+        found.rates.append(count / (time.perf_counter() - start))
     finally:
         collector.shutdown()
+
+
+def _update(collector: Any, policy: nn.Module) -> float:
+    """Change all weights; return the seconds of the update."""
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(0.999)
+    start = time.perf_counter()
+    collector.update_policy_weights_()
+    return time.perf_counter() - start
 
 
 def measure(
@@ -151,7 +157,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     cases = list(dict.fromkeys(key[:2] for key in found))
     yield Table(
         "Frames per second",
-        f"CartPole, {_FRAMES} frames of each process in a batch, median (min .. max) of all batches. Multi "
+        f"CartPole, {_FRAMES} frames of each process in a batch, median (min .. max) of the turns. Multi "
         "collectors have two workers. Our frames have the version of their policy. *torchrl, versions*: "
         "with track_policy_version=True. The last columns: ours, divided by the columns before.",
         ["collector", "policy, MB", OURS, VERSIONS, PLAIN, "of versions", "of torchrl"],
@@ -160,14 +166,14 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     )
     yield Table(
         "update_policy_weights_()",
-        "Milliseconds, as above.",
+        "Milliseconds, median (min .. max) of all updates.",
         ["collector", "policy, MB", OURS, VERSIONS, PLAIN, "of versions", "of torchrl"],
         [_row(updates, case, 1e3, 2) for case in cases],
         (0, 1),
     )
     yield Table(
         "From the constructor to the first batch",
-        "Seconds, as above.",
+        "Seconds, median (min .. max) of the turns.",
         ["collector", "policy, MB", OURS, VERSIONS, PLAIN, "of versions", "of torchrl"],
         [_row(starts, case, 1.0, 1) for case in cases],
         (0, 1),

@@ -299,14 +299,18 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         moving = {model_id: model for model_id, model in models.items() if weights[model_id] is not model}
 
         def apply() -> None:
-            apply_all(moving, weights)
+            if moving:
+                apply_all(moving, weights)
             if any(map(in_policy, models)):
                 self.increment_version()
 
-        with ExitStack() as stack:
-            for scheme in real(self._receivers).values():
-                stack.enter_context(scheme.hold())
-            self._gate.run(apply)
+        if moving:
+            with ExitStack() as stack:
+                for scheme in real(self._receivers).values():
+                    stack.enter_context(scheme.hold())
+                self._gate.run(apply)
+        else:  # the collector runs the given module itself
+            apply()
         seconds = {"apply": time.perf_counter() - start}
         report = SyncReport(self._versions.now(), "local", seconds=seconds, began=began)
         return dict.fromkeys(models, report) if request.several else report
