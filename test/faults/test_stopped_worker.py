@@ -52,6 +52,37 @@ def test_named_within_the_timeout_and_current_after_it_goes_on(kind, procs: Proc
         assert_whole(worker.call(end_compute))
 
 
+class LongExtraState(Stripes):
+    """A model whose extra state is longer than what sockets and pipes keep."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 64)
+        self.text = "x" * (3 << 20)
+
+    def get_extra_state(self) -> str:
+        return self.text
+
+    def set_extra_state(self, state: str) -> None:
+        self.text = state
+
+
+@quick_over("shared_mem")
+def test_a_long_extra_state_delays_no_other_worker(kind, procs: Processes) -> None:
+    scheme, model = procs.scheme(kind, timeout=30.0), LongExtraState()
+    workers = procs.launch(scheme, model, LongExtraState, 3)
+    for worker in workers:
+        worker.call(compute)
+    workers[0].signal(signal.SIGSTOP)
+    start = time.monotonic()
+    scheme.send_async(fill(model, 1))
+    assert eventually(lambda: [newest(worker) for worker in workers[1:]] == [1, 1], 10.0)
+    assert time.monotonic() - start < 15
+    workers[0].signal(signal.SIGCONT)
+    assert scheme.send(fill(model, 2)).version == 2
+    for worker in workers:
+        assert_whole(worker.call(end_compute))
+
+
 @pytest.mark.slow  # test_slow_receiver.py has held workers
 @pytest.mark.parametrize("stopped", [pytest.param([1], id="one"), pytest.param([1, 2], id="two")])
 def test_many_sends_past_stopped_workers_keep_memory_bounded(

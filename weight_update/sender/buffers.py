@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from weight_update.wire.memory import pin
 
 _IDLE_UPDATES = 8
 _CHECK_SECONDS = 0.2
+_KEPT_BYTES = 32 << 10  # fits into the default buffer of a Unix socket, even as many small frames
 
 
 @dataclass(eq=False)
@@ -62,6 +64,11 @@ class EncodedUpdate:
     def version(self) -> int:
         """Number of the version that the frames lead to."""
         return self.version_id.version
+
+    @functools.cached_property
+    def is_short(self) -> bool:
+        """Whether a connection keeps its frames, without payloads, until a worker reads them."""
+        return sum(len(chunk.encode_head(checksum=False)) for chunk in self.chunks) <= _KEPT_BYTES
 
     def retain(self) -> EncodedUpdate:
         """Count one more user of its memory; return the update itself."""

@@ -39,8 +39,8 @@ _END_SECONDS = 5.0
 class Delivery:
     """Writes frames to workers, and the updates that their send groups have for them.
 
-    The caller's thread writes to links whose ``send_chunk`` never blocks. Each other worker has an
-    :class:`Outbox`, which writes to it.
+    The caller's thread writes short frames to links whose ``send_chunk`` never blocks. All else is written by
+    an :class:`Outbox`, which a worker gets when it is needed.
     """
 
     def __init__(self, table: WorkerTable, timeout: float) -> None:
@@ -76,14 +76,18 @@ class Delivery:
         loads = [(worker, update) for worker in slow if (update := self._load(worker)) is not None]
         _announce(loads)
         for worker, update in loads:
-            self.post(worker, partial(self._transmit, worker, update))
+            self._put(worker, partial(self._transmit, worker, update))
             unwritten.discard(worker)
         for worker in workers:
             if worker.link.capabilities.send_never_blocks:
                 with worker.sending:
-                    if (update := self._load(worker)) is not None:
+                    if (update := self._load(worker)) is None:
+                        continue
+                    if update.is_short:
                         self.send(worker, update.chunks)
-                        unwritten.discard(worker)
+                    else:
+                        self._put(worker, partial(self._transmit, worker, update))
+                    unwritten.discard(worker)
 
     def post(self, worker: WorkerState, write: Callable[[], None]) -> None:
         """Call ``write`` if the link of a worker never blocks, else have its outbox call it.
@@ -92,7 +96,11 @@ class Delivery:
         """
         if worker.link.capabilities.send_never_blocks:
             write()
-            return
+        else:
+            self._put(worker, write)
+
+    def _put(self, worker: WorkerState, write: Callable[[], None]) -> None:
+        """Have the outbox of a worker call ``write``."""
         try:
             with self._table.lock:
                 if not worker.joined:
