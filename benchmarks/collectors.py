@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import time
 import warnings
 from collections.abc import Iterator
@@ -10,14 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torchrl.collectors
 import torchrl.weight_update
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.envs import GymEnv
 from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
-import collectors
 from benchmarks.report import Figure, Table, chosen, machine, numbers, ratio, say, show_ratio
 from benchmarks.targets import target, targets_table
 from weight_update import SharedMemWeightSyncScheme
@@ -81,7 +80,7 @@ def make_collector(kind: str, variant: str, policy: nn.Module) -> Any:
     if workers:
         kinds = SharedMemWeightSyncScheme, torchrl.weight_update.SharedMemWeightSyncScheme
         options["weight_sync_schemes"] = {"policy": kinds[variant != OURS]()}
-    package = collectors if variant == OURS else torchrl.collectors
+    package = importlib.import_module("collectors" if variant == OURS else "torchrl.collectors")
     return getattr(package, kind)([make_env] * workers or make_env, policy, **options)
 
 
