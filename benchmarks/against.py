@@ -143,8 +143,9 @@ def find_commits(ref: str) -> tuple[Commit, Commit]:
     if Path(top) != ROOT.resolve():
         raise Unable(_no_checkout(f"the repository there is that of {top}"))
     found = Commit(ref, _hash_of(ref))
-    if not _git("ls-tree", found.hash, "weight_update/__init__.py"):
-        raise Unable(f"{found} has no weight_update/ at its top; name a commit of this repository that has")
+    for package in _MEASURED:
+        if not _git("ls-tree", found.hash, f"{package}/__init__.py"):
+            raise Unable(f"{found} has no {package}/ at its top; name a commit of this repository that has")
     if changed := _git("status", "--porcelain", "--", "benchmarks", *_MEASURED):
         raise Unable(
             "there are changes that are not committed; commit them first (on a branch of your own, say), so "

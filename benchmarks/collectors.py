@@ -17,9 +17,9 @@ from torch import nn
 from torchrl.envs import GymEnv
 from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
-from benchmarks.report import Figure, Table, chosen, machine, numbers, ratio, say, show_ratio
+import weight_update
+from benchmarks.report import Figure, Table, Unable, chosen, machine, numbers, ratio, say, show_ratio
 from benchmarks.targets import target, targets_table
-from weight_update import SharedMemWeightSyncScheme
 
 QUICK = "one turn of a MultiSyncCollector, with a policy of 18 kB"
 
@@ -29,6 +29,11 @@ OURS, VERSIONS, PLAIN = "ours", "torchrl, versions", "torchrl"
 WORKERS = {"Collector": 0, "MultiSyncCollector": 2, "MultiAsyncCollector": 2}
 _FRAMES = 200  # of a process in one batch
 _WARM_UP = 2  # batches
+_NOTE = (
+    f"CartPole, {_FRAMES} frames of each process in a batch, median (min .. max) of the turns. Multi "
+    "collectors have two workers. Our frames have the version of their policy. *torchrl, versions*: with "
+    "track_policy_version=True. The last columns: ours, divided by the columns before."
+)
 
 
 @dataclass
@@ -78,8 +83,8 @@ def make_collector(kind: str, variant: str, policy: nn.Module) -> Any:
     if variant == VERSIONS:
         options["track_policy_version"] = True
     if workers:
-        kinds = SharedMemWeightSyncScheme, torchrl.weight_update.SharedMemWeightSyncScheme
-        options["weight_sync_schemes"] = {"policy": kinds[variant != OURS]()}
+        library = weight_update if variant == OURS else torchrl.weight_update
+        options["weight_sync_schemes"] = {"policy": library.SharedMemWeightSyncScheme()}
     package = importlib.import_module("collectors" if variant == OURS else "torchrl.collectors")
     return getattr(package, kind)([make_env] * workers or make_env, policy, **options)
 
@@ -139,7 +144,8 @@ def add_options(known: argparse.ArgumentParser) -> None:
 
 
 def facts(options: argparse.Namespace) -> list[str]:
-    del options
+    if not set(options.kinds or ()) <= WORKERS.keys():
+        raise Unable(f"--kinds takes {', '.join(WORKERS)}")
     return machine(["torch", "tensordict", "torchrl", "gymnasium"])
 
 
@@ -154,29 +160,14 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     updates = {key: Figure(tuple(one.updates)) for key, one in found.items()}
     starts = {key: Figure(tuple(one.starts)) for key, one in found.items()}
     cases = list(dict.fromkeys(key[:2] for key in found))
-    yield Table(
-        "Frames per second",
-        f"CartPole, {_FRAMES} frames of each process in a batch, median (min .. max) of the turns. Multi "
-        "collectors have two workers. Our frames have the version of their policy. *torchrl, versions*: "
-        "with track_policy_version=True. The last columns: ours, divided by the columns before.",
-        ["collector", "policy, MB", OURS, VERSIONS, PLAIN, "of versions", "of torchrl"],
-        [_row(rates, case, 1.0, 0, more_is_better=True) for case in cases],
-        (0, 1),
-    )
-    yield Table(
-        "update_policy_weights_()",
-        "Milliseconds, median (min .. max) of all updates.",
-        ["collector", "policy, MB", OURS, VERSIONS, PLAIN, "of versions", "of torchrl"],
-        [_row(updates, case, 1e3, 2) for case in cases],
-        (0, 1),
-    )
-    yield Table(
-        "From the constructor to the first batch",
-        "Seconds, median (min .. max) of the turns.",
-        ["collector", "policy, MB", OURS, VERSIONS, PLAIN, "of versions", "of torchrl"],
-        [_row(starts, case, 1.0, 1) for case in cases],
-        (0, 1),
-    )
+    head = ["collector", "policy, MB", OURS, VERSIONS, PLAIN, "of versions", "of torchrl"]
+    for title, note, figures, scale, digits in (
+        ("Frames per second", _NOTE, rates, 1.0, 0),
+        ("update_policy_weights_()", "Milliseconds, median (min .. max) of all updates.", updates, 1e3, 2),
+        ("From the constructor to the first batch", "Seconds, of the turns.", starts, 1.0, 1),
+    ):
+        rows = [_row(figures, case, scale, digits, more_is_better=figures is rates) for case in cases]
+        yield Table(title, note, head, rows, (0, 1))
     yield targets_table(
         [
             target(
@@ -196,7 +187,7 @@ def _row(
     scale: float,
     digits: int,
     *,
-    more_is_better: bool = False,
+    more_is_better: bool,
 ) -> list[Any]:
     """Return the cells of one kind of collector and policy."""
     kind, width = case

@@ -136,6 +136,7 @@ class BatchQueue(Substitute):
 
     Attributes:
         lost: reasons why workers were lost, by worker index.
+        buffers: memory of each worker's batches if they come in rounds; None before its first batch.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class BatchQueue(Substitute):
     ) -> None:
         super().__init__(batches)
         self.lost: dict[int, str] = {}
+        self.buffers: list[Any] = [None] * len(processes)
         self._processes = processes
         self._reader = _Reader(batches)
         self._in_rounds, self._may_lose = in_rounds, may_lose
@@ -273,6 +275,8 @@ class BatchQueue(Substitute):
         self._due.discard(idx)
         self._unread.discard(idx)
         if self._in_rounds:
+            if isinstance(batch, tuple):
+                self.buffers[idx] = batch[0]
             self._missing.discard(idx)
             self._missing = self._missing or set(range(len(self._processes)))
 

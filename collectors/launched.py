@@ -133,7 +133,7 @@ class Launched(Remote):
         """
         if self._has_ended:
             return
-        self._has_ended = True
+        self._mark_ended()
         close_all(partial(self._end_workers, END_SECONDS if timeout is None else timeout), self._give_up)
 
     def __del__(self) -> None:

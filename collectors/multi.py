@@ -260,8 +260,9 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         for idx, pipe in enumerate(self.pipes):
             if self.procs[idx].ident is None:  # TorchRL dropped the error of start()
                 found.append(
-                    f"worker {idx}: its process was not started, because an argument cannot be pickled; "
-                    "after policy.compile(), the policy cannot: give compile_policy instead"
+                    f"worker {idx}: its process could not be started. Either an argument cannot be pickled "
+                    "(instead of policy.compile(), give compile_policy), or the program lacks "
+                    "`if __name__ == '__main__':`"
                 )
                 continue
             try:
@@ -282,7 +283,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """Shut down as in TorchRL, and end the schemes of this collector."""
-        self._has_ended = True
+        self._mark_ended()
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         close_all(end, self._end_schemes)
 
@@ -293,29 +294,22 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
 class MultiSyncCollector(MultiCollector, torchrl.collectors.MultiSyncCollector):
     """A :class:`MultiCollector` whose batches have frames of every worker."""
 
-    _buffers: Any = ()
-
     @property
     def buffers(self) -> Any:
         """The buffer of each worker, which a worker sends only with its first batch."""
-        return self._buffers
+        return self.queue_out.buffers
 
     @buffers.setter
     def buffers(self, empty: list[None]) -> None:
-        self._buffers = self._buffers or empty  # TorchRL's iterations begin and end without buffers
+        """Keep the buffers; TorchRL's iterations begin without any."""
 
     @buffers.deleter
     def buffers(self) -> None:
-        if self._has_ended:
-            self._buffers = ()
+        """Keep the buffers; TorchRL's iterations end without any."""
 
     def _get_from_queue(self, timeout: float) -> tuple[int]:
         item, _ = self.queue_out.get(timeout)
-        if not isinstance(item, tuple):
-            return (item,)
-        buffer, idx = item
-        self._buffers[idx] = buffer
-        return (idx,)
+        return (item[1] if isinstance(item, tuple) else item,)
 
 
 class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -24,12 +25,26 @@ class Observed:
     _weight_sync_schemes: dict[str, WeightSyncScheme] | None
     policy_version: Any
     _observers: Observers | None = None  # until one is added
-    _has_ended = False
-    """Whether the shutdown has begun."""
+    _ended_by: int | None = None
+    """The thread that began the shutdown, if any did."""
 
     def __bool__(self) -> bool:
-        """Return True; Ray asks an actor that has raised, and the length of an endless collector raises."""
+        """Return True.
+
+        Ray calls ``bool()`` after an error in an actor. Without this method, that would call ``len()``, which
+        raises for an endless collector.
+        """
         return True
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the shutdown has begun."""
+        return self._ended_by is not None
+
+    def _mark_ended(self) -> None:
+        """Note that this thread begins the shutdown, unless it has begun."""
+        if self._ended_by is None:
+            self._ended_by = threading.get_ident()
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
         """Have a function called for every update, every change of a worker and every batch, from now on.
@@ -75,15 +90,18 @@ class Observed:
         collector: Any = self
         self._iteration_started = True
         whole = collector.trajs_per_batch is not None
+        ended = self._has_ended
         try:
             with closing(collector._iter_by_trajectories() if whole else collector.iterator()) as batches:
                 for batch in batches:
                     self._tell_lag(batch)
                     yield batch
+                    ended = self._has_ended
         except Exception as error:
-            if self._has_ended:
+            if ended or self._ended_by not in (None, threading.get_ident()):  # TorchRL's code may end it, too
                 raise LifecycleError(ENDED) from error
-            collector.shutdown()
+            if not self._has_ended:
+                collector.shutdown()
             raise
 
     def _tell_lag(self, batch: Any) -> None:

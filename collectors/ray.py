@@ -262,7 +262,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
 
     async def async_shutdown(self, shutdown_ray: bool = False) -> None:
         """Shut down as in TorchRL, and end the schemes."""
-        self._has_ended = True
+        self._mark_ended()
         try:
             await super().async_shutdown(shutdown_ray=shutdown_ray)
         finally:

@@ -133,7 +133,7 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
 
     def shutdown(self, timeout: float | None = None, **options: Any) -> None:
         """Shut down as in TorchRL, and end the schemes of this collector. It may be called twice."""
-        self._has_ended = True
+        self._mark_ended()
         close_all(partial(super().shutdown, timeout=timeout, **options), self._end_schemes)
 
     def _end_schemes(self) -> None:

@@ -28,6 +28,7 @@ from collectors.versions import (
     policy_scheme,
     stamp,
     stamp_outcomes,
+    unstamp_outcomes,
     writes_version,
 )
 from collectors.weight_update import SchemeUpdater, make_updater
@@ -96,6 +97,8 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             weight_updater=None if by_scheme else updater,
             **options,
         )
+        if self._stamps:  # not before: TorchRL may have wrapped the environment
+            stamp_outcomes(self.env)
         if by_scheme:
             self.weight_updater = updater
 
@@ -168,11 +171,6 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             self.policy_version_tracker = FrameVersion()
         else:
             super()._setup_policy_version_tracking(track_policy_version)
-
-    def _setup_policy_and_weights(self, policy: Any) -> None:
-        super()._setup_policy_and_weights(policy)
-        if self._stamps:
-            stamp_outcomes(self.env)
 
     def _should_use_random_frames(self) -> bool:
         random = bool(super()._should_use_random_frames())
@@ -298,19 +296,21 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         }
         moving = {model_id: model for model_id, model in models.items() if weights[model_id] is not model}
 
-        def apply() -> None:
-            if moving:
-                apply_all(moving, weights)
+        def count() -> None:
             if any(map(in_policy, models)):
                 self.increment_version()
+
+        def apply() -> None:
+            apply_all(moving, weights)
+            count()
 
         if moving:
             with ExitStack() as stack:
                 for scheme in real(self._receivers).values():
                     stack.enter_context(scheme.hold())
                 self._gate.run(apply)
-        else:  # the collector runs the given module itself
-            apply()
+        else:  # the collector runs the given module itself, which its owner has changed
+            count()
         seconds = {"apply": time.perf_counter() - start}
         report = SyncReport(self._versions.now(), "local", seconds=seconds, began=began)
         return dict.fromkeys(models, report) if request.several else report
@@ -321,7 +321,8 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """Shut down as in TorchRL, and end the schemes of this collector."""
-        self._has_ended = True
+        self._mark_ended()
+        unstamp_outcomes(vars(self).get("env"))
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         close_all(end, self._end_schemes)
 

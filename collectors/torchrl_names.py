@@ -55,7 +55,6 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "_normalize_direct_env_fn",
         "_normalize_env_fns",
         "_policy_output_keys",
-        "_setup_policy_and_weights",
         "_setup_policy_version_tracking",
         "_setup_weight_sync",
         "_should_use_random_frames",

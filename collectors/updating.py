@@ -93,7 +93,7 @@ class Updating(Observed):
 
     def _end_schemes(self) -> None:
         """Shut down all schemes, then end the observers."""
-        self._has_ended = True
+        self._mark_ended()
         schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
         close_all(*(scheme.shutdown for scheme in schemes), self._end_observers)
 

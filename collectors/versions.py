@@ -72,21 +72,35 @@ def stamp(data: TensorDictBase, version: int) -> None:
     data.set(KEY, torch.full(data.shape, version, dtype=torch.int64, device=data.device))
 
 
-def stamp_outcomes(env: EnvBase) -> None:
-    """Have each step of ``env`` copy the version of its action to the outcome of that action.
+class _StampingStep:
+    """The step of an environment, which also copies the version of an action to the outcome of that action.
 
-    A :class:`FrameVersion` would do the same, but an environment with a transform takes longer for each step.
+    It belongs to the environment, and follows it into copies and pickles.
     """
-    step = env.step_and_maybe_reset
 
-    def step_and_copy(data: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        output, following = step(data)
+    def __init__(self, env: EnvBase) -> None:
+        self._env = env
+
+    def __call__(self, data: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        output, following = type(self._env).step_and_maybe_reset(self._env, data)
         version = output.get(KEY, None)
         if version is not None:
             output.get("next").set(KEY, version.clone())
         return output, following
 
-    env.step_and_maybe_reset = step_and_copy
+
+def stamp_outcomes(env: EnvBase) -> None:
+    """Have each step of ``env`` copy the version of its action to the outcome of that action.
+
+    A :class:`FrameVersion` would do the same, but an environment with a transform takes longer for each step.
+    """
+    env.step_and_maybe_reset = _StampingStep(env)
+
+
+def unstamp_outcomes(env: EnvBase | None) -> None:
+    """Give ``env`` its own step back."""
+    if env is not None:
+        vars(env).pop("step_and_maybe_reset", None)
 
 
 def versions_of(batch: Any) -> torch.Tensor | None:

@@ -156,7 +156,7 @@ def make_env() -> TransformedEnv:
     return TransformedEnv(env, StateValue(make_critic()))
 
 
-CRITIC = "env.transform[0].critic"  # where the collector of a worker has it
+CRITIC = "env.transform.critic"  # where the collector of a worker has it
 
 
 def through_collector() -> None:

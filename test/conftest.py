@@ -9,6 +9,7 @@ import gc
 gc.disable()  # a quarter of the time that importing and collecting takes; see pytest_collection_finish
 
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -91,6 +92,13 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector run, and spare it the modules and tests that stay until the end."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts() -> None:
+    """Let interrupts reach the tests and their workers, even if the shell ignores interrupts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -41,10 +41,14 @@ class Slow(Counted):
     seconds = 0.02
 
 
-def collect(made, env, workers=1, cls=MultiAsyncCollector, **options):
+class Slowest(Counted):
+    seconds = 0.3
+
+
+def collect(made, *envs, workers=1, cls=MultiAsyncCollector, **options):
     return made(
         cls,
-        [env] * workers,
+        list(envs) * workers,
         make_policy(),
         frames_per_batch=FRAMES,
         frames_timeout=10.0,
@@ -136,6 +140,14 @@ def test_an_iteration_after_ctrl_c_has_no_step_twice(cls, made):
             require_new(frames, 100, seen)
         time.sleep(0.5)  # both workers have finished their next batches
     require_new(iter(collector), 3, seen)
+
+
+def test_an_iteration_after_ctrl_c_between_the_first_batches_has_frames_of_every_worker(made):
+    collector, seen = collect(made, Counted, Slowest, cls=MultiSyncCollector), set()
+    signal.setitimer(signal.ITIMER_REAL, 0.6)  # the second worker takes twice as long
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(collector))
+    require_new(iter(collector), 2, seen)
 
 
 @pytest.fixture(autouse=True)

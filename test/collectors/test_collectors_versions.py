@@ -1,3 +1,4 @@
+import copy
 import time
 
 import pytest
@@ -116,14 +117,28 @@ def test_one_process(env, made):
     assert number == 3
 
 
-def test_the_environment_stays_as_it_is(made):
+def test_an_environment_gets_no_transform_and_can_be_copied(made):
     env = Env()
     collector = made(Collector, env, make_policy(), frames_per_batch=2 * STEPS, **OPTIONS)
     assert collector.env is env
     data = next(iter(collector))
     require_exact(data)
     assert set(data.keys(True, True)) == set(collector.fake_tensordict().keys(True, True))
-    assert "policy_version" not in env.rollout(3)
+    count = env.count
+    other = copy.deepcopy(env)
+    other.rollout(3, break_when_any_done=False)
+    assert (env.count, other.count) == (count, 3)
+    collector.shutdown(close_env=False)
+    assert "step_and_maybe_reset" not in vars(env)
+
+
+def test_an_environment_that_the_collector_wraps(made):
+    options = {"frames_per_batch": 12, "max_frames_per_traj": 3, **OPTIONS}
+    collector = made(Collector, Env, make_policy(), **options)
+    collector.update_policy_weights_(weights_of(1.0))
+    data = next(iter(collector))
+    require_exact(data)
+    assert set(data["policy_version"].tolist()) == {1}
 
 
 @pytest.mark.parametrize("extend_buffer", [True, slow(False)])

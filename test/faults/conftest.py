@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -10,13 +9,6 @@ from faults_kinds import kinds
 from faults_tools import Processes
 
 from weight_update import WeightSyncScheme
-
-
-@pytest.fixture(scope="session", autouse=True)
-def interrupts() -> None:
-    """Let interrupts reach the tests and their workers, even if the shell ignores interrupts."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=kinds("shared_mem", "distributed"))

@@ -21,7 +21,13 @@ from faults_tools import (
     weights_of,
 )
 
-from weight_update import GroupSyncFailedError, SyncFailedError, group_schemes, send_together
+from weight_update import (
+    GroupSyncFailedError,
+    SyncFailedError,
+    WeightStrategy,
+    group_schemes,
+    send_together,
+)
 
 LIMIT = 2.0
 
@@ -66,9 +72,11 @@ class LongExtraState(Stripes):
         self.text = state
 
 
+@pytest.mark.parametrize("max_in_flight", [None, pytest.param(2, marks=pytest.mark.slow)])
 @quick_over("shared_mem")
-def test_a_long_extra_state_delays_no_other_worker(kind, procs: Processes) -> None:
-    scheme, model = procs.scheme(kind, timeout=30.0), LongExtraState()
+def test_a_long_extra_state_delays_no_other_worker(kind, procs: Processes, max_in_flight) -> None:
+    strategy = WeightStrategy("state_dict", encoding="bucket", max_in_flight=max_in_flight)
+    scheme, model = procs.scheme(kind, strategy=strategy, timeout=30.0), LongExtraState()
     workers = procs.launch(scheme, model, LongExtraState, 3)
     for worker in workers:
         worker.call(compute)

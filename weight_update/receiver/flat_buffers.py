@@ -33,7 +33,8 @@ class FlatBuffer(Storage):
     Pointing 5,000 tensors of 1 KB at other memory takes over 5 ms; copying their 5 MB takes less than one.
 
     Attributes:
-        values: one tensor for each schema entry: a view, or its copy for a buffer (:func:`with_own_buffers`).
+        values: one tensor for each schema entry: a view into the flat buffer, or for a module's buffer a
+            copy where :func:`with_own_buffers` makes one.
     """
 
     def __init__(self, schema: WeightSchema, binding: Binding) -> None:
@@ -98,9 +99,8 @@ class FlatBuffer(Storage):
 class OwnCopy(Storage):
     """A copy of all weights, in a flat buffer that later updates change in place.
 
-    The model's tensors point into the buffer where dtype and device agree, except those of which
-    :func:`with_own_buffers` makes copies. The model's other tensors are copies of the buffer, which are
-    renewed.
+    The model's tensors point into the flat buffer where dtype and device agree. All others, and the buffers
+    that :func:`with_own_buffers` copies, are copies, which each update renews.
 
     Args:
         schema: layout of the buffer.

@@ -149,11 +149,11 @@ def with_own_buffers(
     """
     if not schema.mixes_sizes:
         return values
-    targets = binding.tensors(schema.names)
-    kept = {i for i, one in zip(schema.offsets, targets, strict=True) if isinstance(one, nn.Parameter)}
-    # equal for tied tensors
+    # Tied tensors have equal keys.
     keys = [(i, one.dtype, one.numel()) for i, one in zip(schema.offsets, values, strict=True)]
-    sources = {key: one for key, one in zip(keys, values, strict=True) if key[0] not in kept}
+    targets = binding.tensors(schema.names)
+    kept = {key for key, one in zip(keys, targets, strict=True) if isinstance(one, nn.Parameter)}
+    sources = {key: one for key, one in zip(keys, values, strict=True) if key not in kept}
     copies = {key: torch.empty_like(one) for key, one in sources.items()}
     copy_tensors(list(copies.values()), list(sources.values()), "applying weights", serial=True)
     return [copies.get(key, one) for key, one in zip(keys, values, strict=True)]

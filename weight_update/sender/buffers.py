@@ -19,7 +19,7 @@ from weight_update.wire.memory import pin
 
 _IDLE_UPDATES = 8
 _CHECK_SECONDS = 0.2
-_KEPT_BYTES = 32 << 10  # fits into the default buffer of a Unix socket, even as many small frames
+_KEPT_BYTES = 16 << 10  # as small frames, too, this fits into the default buffer of a Unix socket
 
 
 @dataclass(eq=False)
@@ -67,14 +67,19 @@ class EncodedUpdate:
 
     @functools.cached_property
     def is_short(self) -> bool:
-        """Whether a connection keeps its frames, without payloads, until a worker reads them."""
-        return sum(len(chunk.encode_head(checksum=False)) for chunk in self.chunks) <= _KEPT_BYTES
+        """Whether :func:`are_short` holds for its frames."""
+        return are_short(self.chunks)
 
     def retain(self) -> EncodedUpdate:
         """Count one more user of its memory; return the update itself."""
         for slot in self.slots:
             slot.users += 1
         return self
+
+
+def are_short(chunks: Iterable[WeightChunk]) -> bool:
+    """Return whether a connection keeps frames, without their payloads, until a worker reads them."""
+    return sum(len(chunk.encode_head(checksum=False)) for chunk in chunks) <= _KEPT_BYTES
 
 
 def give_back(slots: list[Slot]) -> None:

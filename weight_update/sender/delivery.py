@@ -89,12 +89,12 @@ class Delivery:
                         self._put(worker, partial(self._transmit, worker, update))
                     unwritten.discard(worker)
 
-    def post(self, worker: WorkerState, write: Callable[[], None]) -> None:
-        """Call ``write`` if the link of a worker never blocks, else have its outbox call it.
+    def post(self, worker: WorkerState, write: Callable[[], None], *, short: bool = True) -> None:
+        """Call ``write`` if that cannot block, else have the outbox of a worker call it.
 
-        An error in the outbox loses the worker.
+        ``short`` tells whether it writes short frames. An error in the outbox loses the worker.
         """
-        if worker.link.capabilities.send_never_blocks:
+        if worker.link.capabilities.send_never_blocks and short and not worker.writing:
             write()
         else:
             self._put(worker, write)

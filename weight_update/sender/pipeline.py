@@ -13,7 +13,14 @@ import torch
 from weight_update.errors import SchemaMismatchError, SyncTimeoutError, undo_on_error
 from weight_update.progress import Progress
 from weight_update.report import SyncReport
-from weight_update.sender.buffers import BufferPool, ChunkWindow, EncodedUpdate, Slot, VersionId
+from weight_update.sender.buffers import (
+    BufferPool,
+    ChunkWindow,
+    EncodedUpdate,
+    Slot,
+    VersionId,
+    are_short,
+)
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import FullGroup
 from weight_update.sender.workers import GroupAssignment, WorkerState
@@ -193,8 +200,9 @@ class Pipeline:
         slow = [worker.link for worker in states if not worker.link.capabilities.send_never_blocks]
         if len(slow) > 1 and chunk.payload is not None:
             slow[0].expect(chunk.payload, slow)
+        short = are_short([chunk])
         for worker in states:
-            self._delivery.post(worker, partial(self._write, worker, chunk))
+            self._delivery.post(worker, partial(self._write, worker, chunk), short=short)
         self.seconds["send"] += time.perf_counter() - start
 
     def _write(self, worker: WorkerState, chunk: WeightChunk) -> None:

@@ -144,6 +144,8 @@ class TransportFailureTests:
         sender, receiver = ends
         if not sender.capabilities.allows_rejoin:
             pytest.skip("a worker joins only once")
+        if not os.path.isdir("/proc/self/fd"):
+            pytest.skip("only Linux lists descriptors there")
         counts = []
         for _ in range(25):
             receiver.disconnect()
@@ -151,7 +153,7 @@ class TransportFailureTests:
             self.join_again(sender, receiver)
             gc.collect()
             counts.append(len(os.listdir("/proc/self/fd")))
-        grown = counts[-1] - counts[11]  # memory of the last payloads is kept, so it grows at first
+        grown = counts[-1] - counts[11]  # caches fill in the first rounds
         assert grown < 10, (
             f"{grown} descriptors stayed open after 13 connections: close() releases everything"
         )

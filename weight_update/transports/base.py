@@ -46,7 +46,8 @@ class Capabilities:
     Attributes:
         shares_memory: whether receivers read the sender's :class:`Buffer` even after an update was applied.
             The sender then writes into it again only after every receiver has switched to another one.
-        send_never_blocks: whether ``send_chunk`` returns without waiting for the other end.
+        send_never_blocks: whether ``send_chunk`` returns without waiting for the other end, as long as frames
+            that were not read yet are short. Long updates are sent by a thread of each worker.
         payloads_die_with_sender: whether received payloads are lost when the sender's process ends. Receivers
             then copy their weights before they disconnect, and the sender waits for that.
         pid_is_visible: whether the process id in the worker's HELLO is valid in the sender's pid namespace.

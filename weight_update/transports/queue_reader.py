@@ -17,7 +17,8 @@ class QueueReader:
 
     ``get()`` of the queue waits for the rest of an item without a limit of time, and reads an item in two
     parts. A worker killed between the two would leave the second part to its successor. Here, one call reads
-    all that is in the pipe, which is whole items unless one was too long for the pipe.
+    all that is in the pipe. An item of at most 16 KiB is written at once, so a killed worker leaves no part
+    of it. A longer one can still be cut.
 
     Args:
         source: queue of ``multiprocessing``, or another one, whose own ``get()`` is called.
