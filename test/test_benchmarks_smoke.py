@@ -27,6 +27,7 @@ from weight_update.compression import NoCompression, ans
 from weight_update.encodings import dense
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = {"benchmarks", "weight_update", "collectors"}
 TITLES = ["Synchronous update", "Many tensors", "A worker that computes", "Memory of all", "Targets"]
 CLUSTER_TITLES = ["Across processes: synchronous", "Across processes: many", "Across processes: targets"]
 PATCH_TITLES = [
@@ -530,7 +531,7 @@ def repository(tmp_path_factory):
     _git(root, "init", "--quiet")
     _git(root, "commit", "--quiet", "--allow-empty", "-m", "nothing")
     _git(root, "tag", "empty")
-    for package in ("benchmarks", "weight_update"):
+    for package in PACKAGES:
         shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
     _git(root, "add", ".")
     _git(root, "commit", "--quiet", "-m", "now")
@@ -593,7 +594,7 @@ def test_the_exit_status_says_whether_this_checkout_is_slower(at, slower, status
 
     def run(home, name, arguments, commit):
         assert arguments == ["--quick"]
-        assert {path.name for path in home.iterdir()} == {"benchmarks", "weight_update"}
+        assert {path.name for path in home.iterdir()} == PACKAGES
         place = {"table": "Time", "row": "a, 1", "column": "ours"}
         return [{**place, "scale": 1e3, "digits": 1, "more_is_better": False, "figure": [next(seconds)]}]
 
