@@ -138,7 +138,6 @@ class ModelTarget(Target):
             self.binding.leave()
 
 
-@torch.inference_mode(False)  # the model may be trained later
 def with_own_buffers(
     schema: WeightSchema, binding: Binding, values: list[torch.Tensor]
 ) -> list[torch.Tensor]:
@@ -154,7 +153,8 @@ def with_own_buffers(
     targets = binding.tensors(schema.names)
     kept = {key for key, one in zip(keys, targets, strict=True) if isinstance(one, nn.Parameter)}
     sources = {key: one for key, one in zip(keys, values, strict=True) if key not in kept}
-    copies = {key: torch.empty_like(one) for key, one in sources.items()}
+    with torch.inference_mode(False):  # the model may be trained later
+        copies = {key: torch.empty_like(one) for key, one in sources.items()}
     copy_tensors(list(copies.values()), list(sources.values()), "applying weights", serial=True)
     return [copies.get(key, one) for key, one in zip(keys, values, strict=True)]
 
