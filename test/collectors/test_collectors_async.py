@@ -41,6 +41,10 @@ class Slow(Counted):
     seconds = 0.02
 
 
+class Slower(Counted):
+    seconds = 0.06
+
+
 class Slowest(Counted):
     seconds = 0.3
 
@@ -132,13 +136,13 @@ def test_an_iteration_that_begins_anew_has_no_step_twice(cls, made):
 
 @pytest.mark.parametrize("cls", [MultiAsyncCollector, MultiSyncCollector])
 def test_an_iteration_after_ctrl_c_has_no_step_twice(cls, made):
-    collector, seen = collect(made, Slow, workers=2, cls=cls), set()
+    collector, seen = collect(made, Slower, workers=2, cls=cls), set()
     for _ in range(3):
         frames = iter(collector)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)  # a first batch takes longer
+        signal.setitimer(signal.ITIMER_REAL, 0.1)  # a batch takes twice as long, or longer
         with pytest.raises(KeyboardInterrupt):
-            require_new(frames, 100, seen)
-        time.sleep(0.5)  # both workers have finished their next batches
+            next(frames)
+        time.sleep(0.5)  # both workers have finished their batches
     require_new(iter(collector), 3, seen)
 
 
