@@ -16,7 +16,7 @@ from collector_parts import Env, fill, make_policy, weights_of
 from interpreters import run_python
 from marks import slow
 from test_collectors_distributed import make, used
-from test_collectors_end import Dies, Fails, ours
+from test_collectors_end import Dies, Fails, ours, require_end_by_another_thread
 
 from collectors.nodes import Nodes
 from weight_update import (
@@ -58,14 +58,7 @@ def test_shutdown_ends_workers_threads_and_schemes(kind):
 
 @pytest.mark.parametrize("kind", ["async", slow("sync"), "ahead"])
 def test_a_shutdown_by_another_thread_ends_an_iteration(kind):
-    collector = make(kind, make_policy())
-    ending = threading.Timer(0.3, collector.shutdown)
-    batches = iter(collector)
-    next(batches)
-    ending.start()
-    with pytest.raises(LifecycleError, match="this collector was shut down; make a new collector"):
-        collections.deque(batches, maxlen=0)
-    ending.join()
+    require_end_by_another_thread(make(kind, make_policy()))
     assert nothing_is_left()
 
 

@@ -64,10 +64,8 @@ def test_a_collector_that_was_shut_down_yields_nothing(cls):
             next(iterator)
 
 
-@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector])
-def test_a_shutdown_by_another_thread_ends_an_iteration(cls):
-    collector = make(cls)
-    collector.total_frames = math.inf
+def require_end_by_another_thread(collector):
+    """Shut down a collector in another thread; require that its iteration says so."""
     ending = threading.Timer(0.3, collector.shutdown)
     batches = iter(collector)
     next(batches)
@@ -75,6 +73,13 @@ def test_a_shutdown_by_another_thread_ends_an_iteration(cls):
     with pytest.raises(LifecycleError, match="this collector was shut down; make a new collector"):
         collections.deque(batches, maxlen=0)
     ending.join()
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector])
+def test_a_shutdown_by_another_thread_ends_an_iteration(cls):
+    collector = make(cls)
+    collector.total_frames = math.inf
+    require_end_by_another_thread(collector)
     assert ours() == []
 
 

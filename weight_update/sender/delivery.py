@@ -79,7 +79,8 @@ class Delivery:
             self._put(worker, partial(self._transmit, worker, update))
             unwritten.discard(worker)
         for worker in workers:
-            if worker.link.capabilities.send_never_blocks:
+            # A busy worker gets the next update when it answers; its outbox may hold the lock until then.
+            if worker.link.capabilities.send_never_blocks and worker.inflight is None:
                 with worker.sending:
                     if (update := self._load(worker)) is None:
                         continue
