@@ -184,9 +184,9 @@ def test_a_request_that_runs_during_an_update(server: Server, policy: Any, pause
         before = server.complete(PROMPT, 440)["choices"][0]["token_ids"]
         answers: list[dict[str, Any]] = []
         thread = threading.Thread(target=lambda: answers.append(server.complete(PROMPT, 440)["choices"][0]))
+        train(policy, 0.5)
         thread.start()
         time.sleep(0.3)  # the request runs; 440 tokens take longer
-        train(policy, 0.5)
         scheme.send()
         thread.join(60.0)
         (found,) = answers
