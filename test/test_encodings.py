@@ -91,6 +91,31 @@ def test_the_contract_notices(
         getattr(contract, test)()
 
 
+def _zero(self: _DenseDecoder, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
+    return self._cache.views(payloads[0].zero_())
+
+
+def _fed_into_the_same_memory(
+    self: _DenseDecoder, index: int, payload: torch.Tensor, allocate: Lend
+) -> torch.Tensor:
+    if not hasattr(self, "memory"):
+        self.memory = payload.clone()
+    return self.memory.copy_(payload)
+
+
+def _into_the_same_memory(self: _DenseEncoder, tensors: list[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
+    if not hasattr(self, "memory"):
+        self.memory = lend(self._schema.nbytes)
+    return [self.memory]
+
+
+def _without_conversion(self: _DenseEncoder, tensors: list[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
+    payload = lend(self._schema.nbytes)
+    for view, tensor in zip(self._schema.views(payload), tensors, strict=True):
+        view.copy_(tensor.view(torch.int32).view(view.dtype)[..., : view.shape[-1]])
+    return [payload]
+
+
 @pytest.mark.parametrize(
     ("broken", "method", "result", "test", "message"),
     [
@@ -103,6 +128,11 @@ def test_the_contract_notices(
         ),
         (_DenseDecoder, "decode", lambda *_: [], "many_updates", r"decode\(\) returns one tensor for each"),
         (_DenseEncoder, "encode", lambda *_: [torch.empty(64)], "memory_is_exactly_lent", "memory from lend"),
+        (_DenseEncoder, "encode", _into_the_same_memory, "memory_is_exactly_lent", "memory from lend"),
+        (_DenseEncoder, "encode", _without_conversion, "other_dtype", "encoded and converted"),
+        (_DenseDecoder, "decode", _zero, "many_updates", "the payload was changed"),
+        (_DenseDecoder, "feed", _fed_into_the_same_memory, "many_updates", "the update before"),
+        (DenseEncoding, "receiver_copies", True, "many_updates", "receiver_copies is True"),
     ],
 )
 def test_the_contract_says_what_an_encoding_did_wrong(
