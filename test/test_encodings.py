@@ -65,6 +65,10 @@ class TestRelativePatches(EncodingContract):
         return PatchEncoding(values="relative", compression="zstd", init_sync_bucket_size=256)
 
 
+def _tracks_everything(encoding: PatchEncoding, schema: WeightSchema, tracked: Any) -> PatchTracker:
+    return PatchTracker(encoding, schema, None)
+
+
 def _no_changes(tracker: PatchTracker, version: int, lend: Lend) -> torch.Tensor:
     return tracker.encode(tracker.compare(tracker.weights()), version, version, lend)
 
@@ -79,6 +83,7 @@ def _no_changes(tracker: PatchTracker, version: int, lend: Lend) -> torch.Tensor
         (Patch, "elements_of", lambda self, meta: torch.empty(0, dtype=torch.int64), "test_changes"),
         (PatchTracker, "bootstrap", _no_changes, "test_first_changes"),
         (PatchTracker, "copy", lambda self: self, "test_copy_of_a_tracker"),
+        (PatchEncoding, "tracker", _tracks_everything, "test_tracked_weights"),
     ],
 )
 def test_the_contract_notices(
@@ -87,7 +92,7 @@ def test_the_contract_notices(
     contract = TestPatchEncoding()
     getattr(contract, test)()
     monkeypatch.setattr(broken, method, result)
-    with pytest.raises((AssertionError, FormatError)):
+    with pytest.raises((AssertionError, FormatError, RuntimeError)):
         getattr(contract, test)()
 
 

@@ -144,6 +144,19 @@ class EncodingContract:
         kept.write(channel.flat)
         assert fingerprint(channel.received()) == fingerprint(named)
 
+    def test_tracked_weights(self) -> None:
+        """Only tracked entries are compared, and differing elements are counted; other entries may be None."""
+        channel, named = self.tracked()
+        assert isinstance(channel.encoding, DeltaEncoding)
+        names = channel.schema.names
+        tracker = channel.encoding.tracker(channel.schema, [names.index("0.weight")])
+        tracker.begin([named[name] for name in names])
+        named["0.weight"].view(-1)[3] += 1
+        difference = tracker.compare([named[name] if name == "0.weight" else None for name in names])
+        assert (difference.changed, difference.total) == (1, named["0.weight"].numel())
+        tracker.advance(difference)
+        assert fingerprint(dict(zip(names, tracker.weights(), strict=True))) == fingerprint(named)
+
     def test_first_changes(self) -> None:
         """``bootstrap`` carries the entries that ``bootstraps`` names, whatever the receiver has."""
         channel, named = self.tracked()
