@@ -145,7 +145,7 @@ class EncodingContract:
         assert fingerprint(channel.received()) == fingerprint(named)
 
     def test_tracked_weights(self) -> None:
-        """Only tracked entries are compared, and differing elements are counted; other entries may be None."""
+        """Only tracked entries are compared, others may be None, and elements that differ are counted."""
         channel, named = self.tracked()
         assert isinstance(channel.encoding, DeltaEncoding)
         names = channel.schema.names
