@@ -618,6 +618,28 @@ def test_a_scheme_that_makes_no_transport() -> None:
                 receiver.connect()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda links: None,
+        lambda links: list(links.values()),
+        lambda links: {0: links[0]},
+        lambda links: {**links, 2: links[1]},
+        lambda links: {0: links[0], 1: links[0]},
+        lambda links: {0: links[0], 1: None},
+    ],
+    ids=["nothing", "a list", "too few", "too many", "one for two", "no transport"],
+)
+def test_a_scheme_that_opens_other_links_than_those_of_its_workers(change: Callable[..., Any]) -> None:
+    class Opening(MemoryWeightSyncScheme):
+        def open_sender(self, workers: Any, ctx: Any) -> Any:
+            return change(super().open_sender(workers, ctx))
+
+    message = r"Opening.open_sender\(\) returned .*; return a dict .* for each of the workers \[0, 1\]"
+    with Opening() as scheme, pytest.raises(TypeError, match=message):
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=2)
+
+
 @pytest.mark.parametrize("kind", [MemoryWeightSyncScheme, MultiProcessWeightSyncScheme])
 def test_an_index_that_another_receiver_of_the_process_has(kind: type[WeightSyncScheme]) -> None:
     source, target = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -65,6 +65,10 @@ class TestRelativePatches(EncodingContract):
         return PatchEncoding(values="relative", compression="zstd", init_sync_bucket_size=256)
 
 
+def _tracks_everything(encoding: PatchEncoding, schema: WeightSchema, tracked: Any) -> PatchTracker:
+    return PatchTracker(encoding, schema, None)
+
+
 def _no_changes(tracker: PatchTracker, version: int, lend: Lend) -> torch.Tensor:
     return tracker.encode(tracker.compare(tracker.weights()), version, version, lend)
 
@@ -79,6 +83,7 @@ def _no_changes(tracker: PatchTracker, version: int, lend: Lend) -> torch.Tensor
         (Patch, "elements_of", lambda self, meta: torch.empty(0, dtype=torch.int64), "test_changes"),
         (PatchTracker, "bootstrap", _no_changes, "test_first_changes"),
         (PatchTracker, "copy", lambda self: self, "test_copy_of_a_tracker"),
+        (PatchEncoding, "tracker", _tracks_everything, "test_tracked_weights"),
     ],
 )
 def test_the_contract_notices(
@@ -87,8 +92,33 @@ def test_the_contract_notices(
     contract = TestPatchEncoding()
     getattr(contract, test)()
     monkeypatch.setattr(broken, method, result)
-    with pytest.raises((AssertionError, FormatError)):
+    with pytest.raises((AssertionError, FormatError, RuntimeError)):
         getattr(contract, test)()
+
+
+def _zero(self: _DenseDecoder, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
+    return self._cache.views(payloads[0].zero_())
+
+
+def _fed_into_the_same_memory(
+    self: _DenseDecoder, index: int, payload: torch.Tensor, allocate: Lend
+) -> torch.Tensor:
+    if not hasattr(self, "memory"):
+        self.memory = payload.clone()
+    return self.memory.copy_(payload)
+
+
+def _into_the_same_memory(self: _DenseEncoder, tensors: list[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
+    if not hasattr(self, "memory"):
+        self.memory = lend(self._schema.nbytes)
+    return [self.memory]
+
+
+def _without_conversion(self: _DenseEncoder, tensors: list[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
+    payload = lend(self._schema.nbytes)
+    for view, tensor in zip(self._schema.views(payload), tensors, strict=True):
+        view.copy_(tensor.view(torch.int32).view(view.dtype)[..., : view.shape[-1]])
+    return [payload]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +133,11 @@ def test_the_contract_notices(
         ),
         (_DenseDecoder, "decode", lambda *_: [], "many_updates", r"decode\(\) returns one tensor for each"),
         (_DenseEncoder, "encode", lambda *_: [torch.empty(64)], "memory_is_exactly_lent", "memory from lend"),
+        (_DenseEncoder, "encode", _into_the_same_memory, "memory_is_exactly_lent", "memory from lend"),
+        (_DenseEncoder, "encode", _without_conversion, "other_dtype", "encoded and converted"),
+        (_DenseDecoder, "decode", _zero, "many_updates", "the payload was changed"),
+        (_DenseDecoder, "feed", _fed_into_the_same_memory, "many_updates", "the update before"),
+        (DenseEncoding, "receiver_copies", True, "many_updates", "receiver_copies is True"),
     ],
 )
 def test_the_contract_says_what_an_encoding_did_wrong(

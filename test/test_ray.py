@@ -473,6 +473,14 @@ def test_arguments() -> None:
         scheme.init_on_sender(model=mlp(1), num_workers=2, remote_collectors=["an actor"])
 
 
+def test_two_senders_of_one_name(troupe: Troupe) -> None:
+    with troupe.scheme() as first, troupe.scheme() as second:
+        first.init_on_sender(model=mlp(1), num_workers=1)
+        second.name = first.name
+        with pytest.raises(LifecycleError, match=f"another sender of scheme '{first.name}' .* another name="):
+            second.init_on_sender(model=mlp(1), num_workers=1)
+
+
 def test_remote_collectors_that_are_no_list_of_actors() -> None:
     kind: Any = ray.remote(num_cpus=0)(Owner)
     actor = ray.remote(num_cpus=0)(type("Idle", (), {})).remote()

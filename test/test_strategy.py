@@ -1,6 +1,11 @@
 """The strategies keep their contract."""
 
+from typing import Any
+
+import pytest
+
 from weight_update import WeightStrategy
+from weight_update.strategy.named_weights import NamedWeights
 from weight_update.testing import StrategyContract
 
 
@@ -12,3 +17,17 @@ class TestTensorDict(StrategyContract):
 class TestStateDict(StrategyContract):
     def make_strategy(self) -> WeightStrategy:
         return WeightStrategy("state_dict")
+
+
+class WithoutIntegers(WeightStrategy):
+    def named(self, source: Any) -> NamedWeights:
+        named = super().named(source)
+        kept = {name: value for name, value in named.tensors.items() if value.is_floating_point()}
+        return NamedWeights(kept, named.extra)
+
+
+def test_the_contract_notices_weights_that_are_left_out() -> None:
+    contract = StrategyContract()
+    contract.make_strategy = WithoutIntegers  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match=r"leaves out weights of the module: .*'of_int32'.*'steps'"):
+        contract.test_every_weight_is_read()

@@ -153,3 +153,39 @@ def test_a_tensor_without_memory_of_its_own_is_refused(sides: Any) -> None:
     refused = pytest.raises(WeightSyncError, match="'weight' is a Wrapper without memory of its own")
     with MemoryWeightSyncScheme("state_dict", timeout=10.0) as scheme, refused:
         connect_pair(scheme, source, target)
+
+
+class Packed(nn.Module):
+    """A layer that saves a tensor under a name of its own, as quantized layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = torch.ones(2), nn.Linear(2, 2)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}packed_scale"] = self.scale
+        destination[f"{prefix}same"] = self.inner.weight
+
+
+@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
+def test_a_weight_that_is_neither_a_parameter_nor_a_buffer_is_refused(extract_as: Any) -> None:
+    source, target = nn.Sequential(Packed()), nn.Sequential(Packed())
+    refused = pytest.raises(WeightSyncError, match=r"'0\.packed_scale' of .* make it a buffer, or .*select=")
+    with MemoryWeightSyncScheme(extract_as, timeout=10.0) as scheme, refused:
+        connect_pair(scheme, source, target)
+
+
+def test_a_weight_that_is_neither_a_parameter_nor_a_buffer_may_be_left_out() -> None:
+    source, target = nn.Sequential(Packed()), nn.Sequential(Packed())
+    with MemoryWeightSyncScheme(WeightStrategy(select=["0.inner"]), timeout=10.0) as scheme:
+        connect_pair(scheme, source, target).shutdown()
+    assert torch.equal(target[0].inner.weight, source[0].inner.weight)
+
+
+def test_a_weight_that_is_saved_twice_is_sent() -> None:
+    source, target = Packed(), Packed()
+    source.register_buffer("packed_scale", source.scale)
+    target.register_buffer("packed_scale", target.scale)
+    with MemoryWeightSyncScheme(timeout=10.0) as scheme:
+        connect_pair(scheme, source, target).shutdown()

@@ -168,7 +168,13 @@ class WeightSyncScheme(SchemeUpdates):
         self, ctx: Any, workers: Sequence[int]
     ) -> tuple[dict[int, TransportBackend], SenderListener | None]:
         """Return the links to ``workers``, which may be ``NOBODY`` alone, and the listener."""
-        links = self.open_sender([idx for idx in workers if idx != NOBODY], ctx)
+        asked = [idx for idx in workers if idx != NOBODY]
+        links = self.open_sender(asked, ctx)
+        if not _one_for_each(asked, links):
+            raise TypeError(
+                f"{type(self).__name__}.open_sender() returned {links!r:.100}; return a dict with a "
+                f"TransportBackend of its own for each of the workers {asked}"
+            )
         if NOBODY in workers:
             if self.listener is None:
                 raise ValueError(
@@ -421,6 +427,13 @@ class WeightSyncScheme(SchemeUpdates):
         self._receiver = receiver
         # The model may keep the receiver alive longer than this object.
         self._close_at_end(receiver, _close_receiver, weakref.ref(receiver))
+
+
+def _one_for_each(workers: Sequence[int], links: object) -> bool:
+    """Return whether ``links`` is a dict with a transport of its own for each of ``workers``."""
+    if not isinstance(links, dict) or {*links} != {*workers}:
+        return False
+    return len({id(one) for one in links.values() if isinstance(one, TransportBackend)}) == len(links)
 
 
 def _close_receiver(receiver: weakref.ref[Receiver]) -> None:

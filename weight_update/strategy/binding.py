@@ -269,7 +269,7 @@ class Binding:
             if name not in places:
                 raise UnsupportedSourceError(
                     f"{name!r} of {type(module).__name__} is neither a parameter nor a buffer, so it "
-                    "can be read but not written"
+                    "can be read but not written; make it a buffer, or use 'tensordict' and select="
                 )
             yield name, places[name]
 

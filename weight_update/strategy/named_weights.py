@@ -218,10 +218,13 @@ class WeightReader:
 
         Raises:
             ValueError: a prefix matches no name, or no weight is chosen.
+            UnsupportedSourceError: nothing is selected, and the module has weights that are not read.
         """
-        if self.select is None:
-            return None
         source = called(source)
+        if self.select is None:
+            if self.convert is None and self.extract_as == "tensordict" and isinstance(source, nn.Module):
+                require_all_read(source, self.named(source))
+            return None
         tensors = self.named(source).tensors
         if self.select == "trainable":
             names = set(tensors) - frozen_or_transient(source, tensors)
@@ -271,6 +274,24 @@ def _exact(schema: WeightSchema, tensors: Mapping[str, torch.Tensor], *, more: b
             for a, b in schema.ties
         )
     )
+
+
+def require_all_read(module: nn.Module, named: NamedWeights) -> None:
+    """Raise UnsupportedSourceError if a submodule, such as a quantized layer, saves more than ``named``."""
+    for prefix, part in named_parts(module):
+        if _as_in_torch(part, "_save_to_state_dict"):
+            continue
+        saved: dict[str, Any] = {}
+        part._save_to_state_dict(saved, prefix, True)
+        unread = {n: v for n, v in saved.items() if n not in named.tensors and n not in named.extra}
+        read = set(map(memory_identity, named.tensors.values())) if unread else set()
+        for name, value in unread.items():
+            if not isinstance(value, torch.Tensor) or memory_identity(value) not in read:
+                raise UnsupportedSourceError(
+                    f"{name!r} of {type(part).__name__} is in the state dict, but neither a parameter nor a "
+                    "buffer, so it would not be sent; make it a buffer, or choose the weights to send by "
+                    "WeightStrategy(select=...)"
+                )
 
 
 def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:

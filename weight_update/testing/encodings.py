@@ -82,12 +82,21 @@ class EncodingContract:
         named = dict(mlp(1).named_parameters())
         before = fingerprint(named)
         channel = Channel(self.make_encoding(), named)
-        payloads = channel.encode(named)
-        assert payloads, "encode() returned no payload"
-        assert {payload.data_ptr() for payload in payloads} <= {lent.data_ptr() for lent in channel.lent}, (
-            "encode() returned a payload that does not begin where memory from lend() does"
-        )
+        for _ in range(2):
+            assert channel.encode(named), "encode() returned no payload"
         assert fingerprint(named) == before, "encode() changed the weights"
+
+    def test_other_dtype(self) -> None:
+        """Each update may have other tensors, which are converted to the dtypes of the schema."""
+        model = mlp(1)
+        channel = Channel(self.make_encoding(), dict(mlp(1).bfloat16().named_parameters()))
+        for version in range(3):
+            model.get_parameter("0.bias").data[version] += 1
+            named = {name: value.detach().clone() for name, value in model.named_parameters()}
+            expected = {name: value.bfloat16() for name, value in named.items()}
+            assert fingerprint(channel.send(named)) == fingerprint(expected), (
+                f"other weights were decoded than were encoded and converted, in update {version}"
+            )
 
     def test_payload_of_wrong_size(self) -> None:
         """Cut, extended, missing or additional payloads are a FormatError."""
@@ -134,6 +143,19 @@ class EncodingContract:
         payload.fill_(0xAA)
         kept.write(channel.flat)
         assert fingerprint(channel.received()) == fingerprint(named)
+
+    def test_tracked_weights(self) -> None:
+        """Only tracked entries are compared, others may be None, and elements that differ are counted."""
+        channel, named = self.tracked()
+        assert isinstance(channel.encoding, DeltaEncoding)
+        names = channel.schema.names
+        tracker = channel.encoding.tracker(channel.schema, [names.index("0.weight")])
+        tracker.begin([named[name] for name in names])
+        named["0.weight"].view(-1)[3] += 1
+        difference = tracker.compare([named[name] if name == "0.weight" else None for name in names])
+        assert (difference.changed, difference.total) == (1, named["0.weight"].numel())
+        tracker.advance(difference)
+        assert fingerprint(dict(zip(names, tracker.weights(), strict=True))) == fingerprint(named)
 
     def test_first_changes(self) -> None:
         """``bootstrap`` carries the entries that ``bootstraps`` names, whatever the receiver has."""
@@ -191,6 +213,8 @@ class Channel:
         self.encoding, self.schema = encoding, WeightSchema.of(named)
         self.lent: list[torch.Tensor] = []
         self._encoder = encoding.whole.encoder(self.schema)
+        self._decoder = decoder_for(encoding.whole.name, self.schema)
+        self._in_force: Named = {}
         self.flat = torch.zeros(self.schema.nbytes, dtype=torch.uint8)
         self.tracker: Tracker[Any] | None = None
         if isinstance(encoding, DeltaEncoding):
@@ -205,7 +229,14 @@ class Channel:
 
     def encode(self, named: Named) -> list[torch.Tensor]:
         """Payloads of ``named``: whole the first time, then as the encoding has it."""
-        tensors = [named[name] for name in self.schema.names]
+        self.lent.clear()
+        payloads = self._encode([named[name] for name in self.schema.names])
+        assert {payload.data_ptr() for payload in payloads} <= {lent.data_ptr() for lent in self.lent}, (
+            "encode() returned a payload that does not begin where memory from lend() of this call does"
+        )
+        return payloads
+
+    def _encode(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if self.tracker is None or self._version is None:
             return self._encoder.encode(tensors, self.lend)
         self._difference = self.tracker.compare(tensors)
@@ -216,9 +247,8 @@ class Channel:
     def decode(self, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the weights that ``payloads`` decode to."""
         if self.tracker is None or self._version is None:
-            decoder = decoder_for(self.encoding.whole.name, self.schema)
-            fed = [decoder.feed(i, payload, self.lend) for i, payload in enumerate(payloads)]
-            values = decoder.decode(fed)
+            fed = [self._decoder.feed(i, payload, self.lend) for i, payload in enumerate(payloads)]
+            values = self._decoder.decode(fed)
             assert len(values) == len(self.schema.tensors), (
                 "decode() returns one tensor for each schema entry"
             )
@@ -237,7 +267,13 @@ class Channel:
 
     def send(self, named: Named) -> Named:
         """Encode, decode and settle."""
-        values = self.decode([payload.clone() for payload in self.encode(named)])
+        given, before = self.encode(named), fingerprint(self._in_force)
+        payloads = [payload.clone() for payload in given]
+        values = self.decode(payloads)
+        assert all(map(torch.equal, payloads, given)), "the payload was changed while it was decoded"
+        assert fingerprint(self._in_force) == before, (
+            "decode() wrote into the tensors of the update before, which are still in use"
+        )
         if self.tracker is not None:
             if self._version is None:
                 self.tracker.begin([named[name] for name in self.schema.names])
@@ -246,4 +282,12 @@ class Channel:
             for view, value in zip(self.schema.views(self.flat), values, strict=True):
                 view.copy_(value)
         self._version = 0 if self._version is None else self._version + 1
-        return dict(zip(self.schema.names, values, strict=True))
+        self._in_force = dict(zip(self.schema.names, values, strict=True))
+        if self.encoding.whole.receiver_copies:
+            decoded = fingerprint(self._in_force)
+            for payload in payloads:
+                payload.fill_(0xAA)
+            assert fingerprint(self._in_force) == decoded, (
+                "receiver_copies is True, but decode() returned views into the payload"
+            )
+        return self._in_force

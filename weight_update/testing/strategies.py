@@ -77,6 +77,15 @@ class StrategyContract:
         strategy.apply_weights(target, source, inplace=False)
         assert addresses(strategy, target) == addresses(strategy, source)
 
+    def test_every_weight_is_read(self) -> None:
+        """Parameters and persistent buffers of every dtype are read, frozen ones and scalars too."""
+        state = Zoo(1).state_dict()
+        expected = {name: value for name, value in state.items() if not name.endswith("_extra_state")}
+        found = self.make_strategy().named(Zoo(1)).tensors
+        missing = sorted(expected.keys() - found.keys())
+        assert not missing, f"named() leaves out weights of the module: {missing}"
+        assert fingerprint({name: found[name] for name in expected}) == fingerprint(expected)
+
     def test_extract_copies_nothing(self) -> None:
         """Extracted weights are live."""
         strategy, model = self.make_strategy(), mlp(1)

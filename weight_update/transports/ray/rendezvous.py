@@ -163,7 +163,11 @@ class RendezvousActor:
 
 
 def start_rendezvous(name: str, namespace: str | None) -> Any:
-    """Start the actor on this node; return its handle without waiting for it."""
+    """Start the actor on this node; return its handle without waiting for it.
+
+    Raises:
+        LifecycleError: another sender has an actor of this name.
+    """
     ray = require_ray()
     strategies = ray.util.scheduling_strategies
     here = strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -174,6 +178,11 @@ def start_rendezvous(name: str, namespace: str | None) -> Any:
             name=name, namespace=namespace, num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
         )
         return remote.remote()
+    except ValueError as error:
+        raise LifecycleError(
+            f"another sender of scheme {name!r} runs in Ray namespace {namespace!r}: give this scheme "
+            "another name=, or shut the other one down"
+        ) from error
     finally:
         cloudpickle.unregister_pickle_by_value(me)
 
