@@ -297,9 +297,10 @@ class ControlPipe(Substitute):
         super().__init__(pipe)
         self._batches, self._worker, self._drops = batches, worker, drops
         self._paused = False
+        self._answers = 0  # answers of the worker that were not read, usually because of Ctrl-C
 
     def send(self, order: tuple[Any, str]) -> None:
-        """Send an order.
+        """Send an order, after dropping the answers to earlier ones.
 
         Raises:
             WorkerError: the worker is gone, and the order is not to end.
@@ -310,12 +311,19 @@ class ControlPipe(Substitute):
         if self._paused and order[1] == "close":
             self.send((None, "restart"))  # a paused worker would take it for an error
         self._paused = order[1] == "pause" or (self._paused and order[1] not in ("close", "restart"))
-        if order[1] in _COLLECT:
-            self._batches.ask(self._worker)
-        elif order[1] not in _AT_ANY_TIME and not self._original.closed:
+        answered = order[1] not in (*_COLLECT, *_AT_ANY_TIME)
+        if answered and not self._original.closed:
             self._batches.settle(self._worker)
+            self._drop_answers()
         try:
+            if order[1] in _COLLECT:
+                self._batches.ask(self._worker)
             self._original.send(order)
+            self._answers += answered
+        except KeyboardInterrupt:
+            if order[1] in _COLLECT:  # a worker that gets it twice at once makes one batch
+                self._original.send(order)
+            raise
         except OSError as error:
             if not self._drops and order[1] not in ("close", "restart"):
                 raise self._error() from error
@@ -332,10 +340,16 @@ class ControlPipe(Substitute):
 
     def recv(self) -> Any:
         """Return the next answer; raise WorkerError if the worker is gone."""
+        self._answers -= 1
         try:
             return self._original.recv()
         except (EOFError, OSError) as error:
             raise self._error() from error
+
+    def _drop_answers(self) -> None:
+        while self._answers:
+            if self.poll(_READ_SECONDS):
+                self.recv()
 
     def _error(self) -> WorkerError | LifecycleError:
         if self._original.closed:

@@ -193,6 +193,8 @@ class ProcessGroupCollector(Launched):
         in_group, self._in_group = self._in_group, False
         if in_group and dist.is_initialized():
             dist.destroy_process_group()
+        elif in_group:  # PyTorch counts groups that were not formed, and new workers would not
+            dist.distributed_c10d._world.group_count = 0
 
 
 def _await(idx: int, parts: list[Any], arrived: queue.SimpleQueue[tuple[int, Exception | None]]) -> None:

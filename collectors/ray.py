@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +17,8 @@ from collectors.closing import close_all
 from collectors.frames import FRAMES_TIMEOUT
 from collectors.ray_learner import LearnerSender, hand_over
 from collectors.remote import Remote
-from collectors.requests import Request
+from collectors.requests import Request, real
+from collectors.versions import KEY
 from weight_update import (
     LifecycleError,
     LinkClosedError,
@@ -257,6 +258,22 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         data: TensorDictBase = join(batches)
         self.collected_frames += data.numel()
         return data
+
+    @property
+    def remote_collectors(self) -> list[Any]:
+        """The actors; raises LifecycleError after the shutdown."""
+        if not self._remote_collectors:
+            self._require_open()
+        return self._remote_collectors
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a ``state_dict`` on the actors; the next update gets a number above the restored versions."""
+        super().load_state_dict(state_dict)
+        states = [state_dict] if isinstance(state_dict, Mapping) else state_dict
+        versions = [version for state in states if isinstance(version := state.get(KEY), int)]
+        for scheme in real(self._schemes).values() if versions else ():
+            if scheme.initialized_on_sender:  # otherwise a learner sends
+                scheme.continue_from(max(versions))
 
     # -- end ---------------------------------------------------------------------------------------
 

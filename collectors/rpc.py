@@ -177,6 +177,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments of all workers, and return the next seed."""
+        self._require_open()
         for rref in self.collector_rrefs:
             seed = rref.rpc_sync().set_seed(seed, static_seed)
         return seed

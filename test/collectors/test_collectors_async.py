@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from collector_parts import OPTIONS, Env, make_policy, require_exact, weights_of
+from test_collectors_end import interrupt
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from collectors import MultiAsyncCollector, MultiSyncCollector
@@ -152,6 +153,46 @@ def test_an_iteration_after_ctrl_c_between_the_first_batches_has_frames_of_every
     with pytest.raises(KeyboardInterrupt):
         next(iter(collector))
     require_new(iter(collector), 2, seen)
+
+
+@pytest.mark.parametrize("cls", [MultiAsyncCollector, MultiSyncCollector])
+@pytest.mark.parametrize("written", [False, True])
+def test_an_iteration_after_ctrl_c_while_a_worker_is_asked_has_no_step_twice(cls, written, made):
+    collector, seen = collect(made, Slow, workers=2, cls=cls), set()
+    pipe = collector.pipes[1]
+    send = pipe._original.send
+
+    def interrupted(order):
+        pipe._original.send = send
+        if written:
+            send(order)
+        raise KeyboardInterrupt
+
+    pipe._original.send = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(collector))
+    require_new(iter(collector), 3, seen)
+
+
+def test_a_state_after_ctrl_c_is_not_an_older_one(made, monkeypatch):
+    collector = collect(made, Counted, workers=2)
+    monkeypatch.setattr(collector, "_recv_and_check", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        collector.state_dict()
+    monkeypatch.undo()
+    collector.update_policy_weights_(weights_of(1.0))
+    state = collector.state_dict()
+    for worker in ("worker0", "worker1"):
+        assert set(state[worker]["policy_state_dict"]["module.layers.0"].tolist()) == {1.0}
+    collector.set_seed(1)
+
+
+def test_answers_to_a_call_that_failed_are_not_those_of_the_next_one(made):
+    collector = collect(made, Counted, workers=2)
+    for method in ("missing", "absent"):
+        with pytest.raises(AttributeError, match=f"Attribute {method}"):
+            collector.map_fn(method)
+    assert collector.get_distant_attr("policy_version") == [0, 0]
 
 
 @pytest.fixture(autouse=True)

@@ -293,3 +293,43 @@ def test_an_interpreter_ends_without_shutdown(cls, end, code, tmp_path):
     workers = [int(pid) for pid in done.stdout.split()]
     assert len(workers) == 2
     wait_until(lambda: not any(map(psutil.pid_exists, workers)), 20.0)
+
+
+QUITS = """
+    import os
+    import sys
+    sys.path.insert(0, {here!r})
+    from collector_parts import OPTIONS, Env, make_policy, use_forkserver
+    from collectors import DistributedCollector
+    from weight_update import WorkerError
+
+    program = DistributedCollector._program
+
+    def make():
+        options = dict(frames_per_batch=8, total_frames=-1, launcher="mp", collector_kwargs=OPTIONS)
+        return DistributedCollector([Env] * 2, make_policy(), **options)
+
+    def quit(**options):
+        if options["rank"] == 2:
+            os._exit(3)
+        program(**options)
+
+    if __name__ == "__main__":
+        use_forkserver()
+        DistributedCollector._program = staticmethod(quit)
+        try:
+            make()
+        except WorkerError as error:
+            print(error, flush=True)
+        DistributedCollector._program = staticmethod(program)
+        collector = make()
+        print(*next(iter(collector)).shape)
+        collector.shutdown()
+"""
+
+
+def test_a_collector_after_one_whose_group_was_not_formed(tmp_path):
+    program = tmp_path / "quits.py"
+    program.write_text(textwrap.dedent(QUITS).format(here=str(Path(__file__).parent)))
+    done = run_python(program, timeout=60.0, quick_spawn=True)
+    assert done.stdout.splitlines() == ["worker 1 has ended (exit code 3)", "8"], done.stderr

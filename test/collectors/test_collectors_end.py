@@ -262,7 +262,7 @@ def test_everything_is_closed_when_one_close_raises(cls, monkeypatch):
     assert ours() == []
 
 
-def interrupt(*args):
+def interrupt(*args, **options):
     raise KeyboardInterrupt
 
 

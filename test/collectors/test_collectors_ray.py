@@ -240,6 +240,25 @@ def end_receivers(collector: Any) -> None:
         scheme.shutdown()
 
 
+def test_versions_go_on_above_that_of_a_state() -> None:
+    collector = make(make_policy(1.0), actors=1, total_frames=-1)
+    state = collector.state_dict()
+    state[0]["policy_version"] = 6
+    collector.load_state_dict(state)
+    frames = iter(collector)
+    with pytest.warns(UserWarning, match="before weight synchronization was initialized"):
+        assert seen(next(frames)) == ({6}, {1.0})
+    assert collector.update_policy_weights_(make_policy(2.0)).version == 7
+    assert seen(next(frames)) == ({7}, {2.0})
+    collector.load_state_dict(state)
+    assert seen(next(frames)) == ({6}, {1.0})
+    assert collector.update_policy_weights_(make_policy(3.0)).version == 8
+    collector.shutdown()
+    for call in (collector.state_dict, lambda: collector.set_seed(1), lambda: collector.map_fn("stats")):
+        with pytest.raises(LifecycleError, match="this collector was shut down; make a new collector"):
+            call()
+
+
 @pytest.mark.slow
 def test_the_legacy_updater(made: Any) -> None:
     with pytest.warns(

@@ -1,5 +1,6 @@
 """RPCCollector in step: every way to update its workers, and what it refuses."""
 
+import contextlib
 import multiprocessing
 import sys
 import warnings
@@ -44,6 +45,8 @@ def main():
     for _ in range(2):
         collector.shutdown()
     assert multiprocessing.active_children() == []
+    with contextlib.suppress(LifecycleError):
+        raise AssertionError(f"a seed after the shutdown: {collector.set_seed(1)}")
     last = [one for one in told if isinstance(one, PolicyLag)][-1]
     assert (last.version, last.frames, last.mean, last.max) == (collector.policy_version, 8, 0.5, 1)
     try:
