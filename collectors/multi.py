@@ -257,8 +257,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
     def _errors_of_workers(self) -> str:
         """Return the errors of workers that failed before they connected."""
         found = []
-        for idx, pipe in enumerate(self.pipes):
-            if self.procs[idx].ident is None:  # TorchRL dropped the error of start()
+        for idx, (pipe, process) in enumerate(zip(self.pipes, self.procs, strict=False)):
+            if process.ident is None:  # TorchRL dropped the error of start()
                 found.append(
                     f"worker {idx}: its process could not be started. Either an argument cannot be pickled "
                     "(instead of policy.compile(), give compile_policy), or the program lacks "

@@ -16,6 +16,8 @@ import pytest
 from collector_parts import OPTIONS, Env, make_policy, weights_of
 from interpreters import run_python
 from marks import slow
+from tensordict.nn import TensorDictModule
+from torch import nn
 
 from collectors import Collector, MultiAsyncCollector, MultiSyncCollector, updating
 from weight_update import (
@@ -210,6 +212,13 @@ def test_a_worker_that_dies_before_it_connects_is_named_at_once(scheme):
 def test_what_a_worker_raised_before_it_connected_is_told():
     with pytest.raises(WorkerError, match=r"worker 0: (.|\n)*this environment is broken"):
         MultiSyncCollector([Fails, Env], make_policy(), frames_per_batch=8, **OPTIONS)
+    assert ours() == []
+
+
+def test_a_policy_without_values_is_reported_before_workers_start():
+    policy = TensorDictModule(nn.LazyLinear(2), in_keys=["observation"], out_keys=["action"])
+    with pytest.raises(UnsupportedSourceError, match=r"module\.weight, .*call the model once with a batch"):
+        MultiSyncCollector([Env] * 2, policy, frames_per_batch=8, **OPTIONS)
     assert ours() == []
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from pairs import connect_pair
+from tensordict.nn import TensorDictModule
 from torch import nn
 
 import weight_update
@@ -141,6 +142,17 @@ def test_a_wrapped_model_is_recognized_in_send(connected: Callable[..., MemoryWe
     with pytest.raises(SchemaMismatchError) as other:
         scheme.send(nn.Linear(3, 3))
     assert "wrapped" not in str(other.value)
+
+
+def test_a_wrapper_around_a_tensordict_module_is_recognized(
+    connected: Callable[..., MemoryWeightSyncScheme],
+) -> None:
+    policy = TensorDictModule(nn.Linear(2, 2), in_keys=["observation"], out_keys=["action"])
+    scheme = connected(policy, copy.deepcopy(policy))
+    with pytest.raises(
+        SchemaMismatchError, match=r"names of the weights given contain module\.,.*was wrapped"
+    ):
+        scheme.send(nn.DataParallel(policy))
 
 
 def test_a_report_of_a_patch_says_what_changed(connected: Callable[..., MemoryWeightSyncScheme]) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -314,10 +315,11 @@ def wrapper_hint(names: Mapping[str, Sequence[str]]) -> str:
     if len({tuple(given) for given in plain.values()}) > 1:
         return ""
     found = {
-        side: {one for name in given for one in _WRAPPERS.findall(name)} for side, given in names.items()
+        side: Counter(one for name in given for one in _WRAPPERS.findall(name))
+        for side, given in names.items()
     }
     for side, wrappers in found.items():
-        extra = wrappers.difference(*(others for other, others in found.items() if other != side))
+        extra = wrappers - sum((others for other, others in found.items() if other != side), Counter())
         if extra:
             added = " and ".join(f"{one}." for one in sorted(extra))
             return (
