@@ -147,9 +147,7 @@ class ClientBase:
         reply = self.ask("hello", **self._hello())
         self.plan = SyncPlan(**reply["plan"])
         self.id = reply["id"]
-        if reply["lease"] is not None:
-            lease = float(reply["lease"])
-            start_thread("weight_update-beat", _send_beats, weakref.ref(self), self.closed, lease)
+        start_thread("weight_update-beat", _send_beats, weakref.ref(self), self.closed, reply["lease"])
         return reply
 
     def _hello(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Service(SessionManager, ABC):
     )
     """Methods that clients may call, by name."""
 
-    def __init__(self, plan: SyncPlan, *, timeout: float = 60.0, **options: Any) -> None:
+    def __init__(self, plan: SyncPlan, *, timeout: float, **options: Any) -> None:
         super().__init__(plan, **options)
         self._timeout = timeout
         self._reserved = -1
