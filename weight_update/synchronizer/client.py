@@ -151,7 +151,9 @@ class ClientBase:
         return reply
 
     def _hello(self) -> dict[str, Any]:
+        """Return the arguments of the call ``hello``, by which the synchronizer learns of this client."""
         return {
+            "session": self.session,
             "role": self.role,
             "id": self.id,
             "step": self.step,
@@ -159,10 +161,6 @@ class ClientBase:
             "version": self.version,
             "ticket": self._endpoint,
         }
-
-    def _say_hello(self, timeout: float) -> Reply:
-        """Say hello again: the synchronizer was started again, or has missed this side."""
-        return self.channel.call("hello", {"session": self.session, **self._hello()}, timeout)
 
     def _retry(self, name: str, args: dict[str, Any], limit: float, wait: bool) -> Reply:
         while True:
@@ -189,7 +187,7 @@ class ClientBase:
         reply = self.channel.call(name, args, patience, 2 * self.transfer_timeout)
         known = reply.get("refused") != "unknown"
         if not known:
-            reply = self._say_hello(patience)
+            reply = self.channel.call("hello", self._hello(), patience)
         if "closed" in reply:
             raise LinkClosedError(reply["closed"])
         if "refused" in reply:
@@ -212,5 +210,5 @@ def _send_beats(ref: weakref.ref[ClientBase], closed: threading.Event, lease: fl
             with contextlib.suppress(TransportError):  # the next call raises it
                 reply = client.channel.call("beat", {"session": client.session}, lease)
                 if reply.get("refused") == "unknown" and not client._stopped:
-                    client._say_hello(lease)
+                    client.channel.call("hello", client._hello(), lease)
         del client
