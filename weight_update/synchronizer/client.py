@@ -138,7 +138,7 @@ class ClientBase:
             TransportError: the call failed in the synchronizer.
         """
         self._caller = threading.current_thread()
-        self._stopped = args.get("status") == RunningStatus.STOPPED.value
+        self._stopped = args.get("status") == RunningStatus.STOPPED
         limit = time.monotonic() + self.timeout if deadline is None else deadline
         return self._retry(name, {"session": self.session, **args}, limit, wait)
 

@@ -81,15 +81,15 @@ class SessionTable:
 
     def of(self, name: str) -> Session:
         """Return a session, and renew its lease; raise Refused if there is none, and Closed after the end."""
-        self.require_not_replaced(name)
+        self.require_current(name)
         if name not in self.sessions:
             raise Refused("unknown")
         session = self.sessions[name]
         session.seen = time.monotonic()
         return session
 
-    def require_not_replaced(self, name: str) -> None:
-        """Raise Refused if another client has taken this one's place, and Closed if there is no service."""
+    def require_current(self, name: str) -> None:
+        """Raise Closed after the end, and Refused if another client has taken this one's place."""
         if self.closed:
             raise Closed("the synchronizer was closed")
         if name in self._replaced:
@@ -187,7 +187,7 @@ class SessionManager:
             ticket: trainer: endpoint of its publisher, if it has one.
         """
         with self.changed:
-            self.table.require_not_replaced(session)
+            self.table.require_current(session)
             if session in self.table.sessions:
                 member = self.table.of(session).member
                 id = member.id if isinstance(member, ExplorerState) else None
@@ -238,17 +238,17 @@ class SessionManager:
         """Note what a client is doing. REQUIRE_SYNC announces a wish without waiting."""
         with self.changed:
             member = self.table.of(session).member
-            if status == RunningStatus.STOPPED.value:
+            if status == RunningStatus.STOPPED:
                 self.gone(session, None)
             elif isinstance(member, TrainerState):
                 self.machine.trainer_at(step)
-                if status == RunningStatus.REQUIRE_SYNC.value and self.plan.direct:
+                if status == RunningStatus.REQUIRE_SYNC and self.plan.direct:
                     self.machine.trainer_announces()
                 else:
                     self.machine.trainer_withdraws()
             elif isinstance(member, ExplorerState):
                 self.machine.explorer_at(member.id, step)
-                if status == RunningStatus.REQUIRE_SYNC.value:
+                if status == RunningStatus.REQUIRE_SYNC:
                     self.machine.explorer_announces(member.id)
                 else:
                     self.machine.explorer_withdraws(member.id)
