@@ -27,6 +27,7 @@ from weight_update import (
     WorkerEvent,
 )
 from weight_update.observers import ChromeTraceObserver
+from weight_update.sender import observers as sender_observers
 from weight_update.testing.models import mlp, scramble
 from weight_update.testing.processes import eventually, freeze, wait_until
 from weight_update.testing.worker_processes import WorkerProcesses
@@ -291,3 +292,25 @@ def test_an_observer_may_close_its_observers() -> None:
 def test_an_observer_that_cannot_be_called_is_refused() -> None:
     with pytest.raises(TypeError, match="an observer is a function of an event, not str"):
         MemoryWeightSyncScheme().add_observer("updates.csv")  # type: ignore[arg-type]
+
+
+def test_for_an_observer_that_blocks_not_everything_is_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sender_observers, "_MOST_WAITING", 5)
+    observers, told, begun, released = Observers(), Told(), threading.Event(), threading.Event()
+
+    def block(event: Any) -> None:
+        begun.set()
+        assert released.wait(20)
+        told.append(event)
+
+    observers.add(block)
+    observers.tell(WorkerEvent("joined", 0))
+    assert begun.wait(20)
+    for worker in range(1, 100):
+        observers.tell(WorkerEvent("joined", worker))
+    released.set()
+    observers.close()
+    assert [event.worker for event in told] == [0, 1, 2, 3, 4, 5]
+    assert "an observer blocks" in caplog.text

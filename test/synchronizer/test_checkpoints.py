@@ -101,6 +101,22 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
         pass
 
 
+def test_many_versions_that_stay_are_read_twice_by_a_publish(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=20)
+    for version in range(20):
+        store.publish(version, weights(version), step=version)
+    opened, read = os.open, list[str]()
+
+    def note(path: Any, *args: Any, **options: Any) -> int:
+        read.append(Path(path).name)
+        return opened(path, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", note)
+        store.publish(20, weights(20), step=20)
+    assert read.count("000000000010.json") == 2, "once before and once after the version is written"
+
+
 @pytest.mark.parametrize("version", [1.0, "1", True, None, -1])
 def test_a_version_to_read_is_an_integer(tmp_path: Path, version: Any) -> None:
     store = CheckpointStore(tmp_path)

@@ -106,7 +106,7 @@ def test_directly_an_explorer_that_waits_for_a_trainer_is_told_of_the_end(
 
 
 def test_directly_a_trainer_that_was_replaced_begins_no_transfer() -> None:
-    where = DirectService(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN))
+    where = DirectService(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN), lease=30.0, timeout=60.0)
     ticket = {"token": "t", "address": "127.0.0.1", "port": 0, "shared": False}
     where.call("hello", {"session": "old", "role": "trainer", "ticket": ticket})
     for id in range(2):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sync_parts import Explored, ExplorerThread, synchronizer, train
+from sync_parts import Explored, ExplorerThread, connected, exchange, model_at, synchronizer, train
 
-from weight_update import SyncMethod, SyncStyle
+from weight_update import LifecycleError, SyncMethod, SyncStyle
 
 INTERVAL, OFFSET, STALENESS, STEPS = 4, 2, 2, 14
 
@@ -42,6 +42,15 @@ def test_weights_get_where_and_when_they_should(
             if style is not SyncStyle.FULLY_ASYNC:
                 assert published[sync.metrics["version"]] == sync.weights
         check_style(style, seen)
+
+
+@pytest.mark.parametrize("method", list(SyncMethod))
+def test_inside_hold_no_thread_waits_for_weights(method: SyncMethod, tmp_path: Path) -> None:
+    style = SyncStyle.EXPLORER_DRIVEN
+    with connected(method, style, tmp_path, model_at(0), model_at(-1)) as (_, trainer, explorer):
+        exchange(trainer, explorer)
+        with explorer.hold(), pytest.raises(LifecycleError, match="inside hold"):
+            explorer.blocking.sync_weight()
 
 
 def check_style(style: SyncStyle, seen: Explored) -> None:

@@ -276,10 +276,26 @@ class GarbageCollector:
     def collect(self) -> None:
         """Remove all files that are not needed. Log a file that cannot be removed once, and try it again."""
         try:
-            self._hide_old_versions()
-            self._remove_unnamed_files()
+            # In this order: a writer publishes its manifest before it ends its lease.
+            files = self._index.data_files()
+            in_use = self._leases.in_use()
+            manifests = {version: self._index.good(version) for version in self._index.versions()}
+            self._remove_old_manifests(manifests, in_use)
+            in_use |= self._leases.in_use()
+            for version, stem, path in files:
+                manifest = manifests.get(version)
+                named = manifest is None or manifest.stem == stem  # by a broken manifest, too
+                if stem not in in_use and not (named and self._index.path(version).exists()):
+                    self._remove(path)
         except OSError as error:
             _log.warning("old checkpoints could not be removed yet: %s", error)
+
+    def _remove_old_manifests(self, manifests: Mapping[int, Manifest | None], in_use: set[str]) -> None:
+        complete = 0
+        for version, manifest in manifests.items():
+            if complete >= self._keep and (manifest is None or manifest.stem not in in_use):
+                self._remove(self._index.path(version))
+            complete += manifest is not None
 
     def _remove(self, path: Path) -> None:
         try:
@@ -289,25 +305,3 @@ class GarbageCollector:
             if path not in self._unremovable:
                 self._unremovable.add(path)
                 _log.warning("old checkpoints could not be removed yet: %s", error)
-
-    def _hide_old_versions(self) -> None:
-        in_use, complete = self._leases.in_use(), 0
-        for version in self._index.versions():
-            manifest = self._index.good(version)
-            if complete >= self._keep and (manifest is None or manifest.stem not in in_use):
-                self._remove(self._index.path(version))
-            complete += manifest is not None
-
-    def _remove_unnamed_files(self) -> None:
-        files = self._index.data_files()
-        in_use = self._leases.in_use()
-        for version, stem, path in files:
-            # In this order: a writer publishes its manifest before it ends its lease.
-            if stem not in in_use and not self._is_named(version, stem):
-                self._remove(path)
-
-    def _is_named(self, version: int, stem: str) -> bool:
-        if not self._index.path(version).exists():
-            return False
-        manifest = self._index.good(version)
-        return manifest is None or manifest.stem == stem

@@ -18,6 +18,7 @@ from weight_update.transports.rate_limit import RateLimitedLog
 
 _log = RateLimitedLog(logging.getLogger(__name__))
 _END_SECONDS = 5.0
+_MOST_WAITING = 10_000  # updates and events, while a function blocks
 
 
 class PendingUpdate(Protocol):
@@ -36,7 +37,8 @@ class Observers:
     """Functions that one thread calls for each update and event.
 
     Updates come in their order, and events in theirs. An update that waits for workers does not delay events.
-    The thread starts with the first function. Without functions, nothing is kept or computed.
+    The thread starts with the first function. Without functions, nothing is kept or computed. If a function
+    blocks, updates and events are kept up to a limit; further ones are dropped with a warning.
 
     Args:
         sources: ``add_observer`` of each scheme whose updates and events are passed to the functions, too.
@@ -87,8 +89,12 @@ class Observers:
 
     def tell(self, event: Event | PendingUpdate) -> None:
         """Call all functions for an event, or for an update as soon as it is settled."""
-        if self.functions:
+        if not self.functions:
+            return
+        if self._items.qsize() < _MOST_WAITING:
             self._items.put(event)
+        else:
+            _log.warning("an observer blocks: %d updates and events wait; one is dropped", _MOST_WAITING)
 
     def close(self) -> None:
         """Deliver the remaining updates and events, and end the thread."""

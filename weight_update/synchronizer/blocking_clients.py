@@ -128,7 +128,12 @@ class BlockingExplorer(ClientBase):
         return bool(reply["need"])
 
     def sync_weight(self) -> Metrics:
-        """Wait for weights that are new enough; without them, the metrics have a ``reason``."""
+        """Wait for weights that are new enough; without them, the metrics have a ``reason``.
+
+        Raises:
+            LifecycleError: the calling thread is inside :meth:`hold`.
+        """
+        self._method.gate.require_outside()  # the update would wait for this thread
         with self._syncing:
             start, step, before = time.perf_counter(), self.step, self.version
             metrics: dict[str, Any] = {"waited": 0.0}

@@ -138,7 +138,7 @@ class ClientBase:
             TransportError: the call failed in the synchronizer.
         """
         self._caller = threading.current_thread()
-        self._stopped = args.get("status") == RunningStatus.STOPPED.value
+        self._stopped = args.get("status") == RunningStatus.STOPPED
         limit = time.monotonic() + self.timeout if deadline is None else deadline
         return self._retry(name, {"session": self.session, **args}, limit, wait)
 
@@ -147,13 +147,13 @@ class ClientBase:
         reply = self.ask("hello", **self._hello())
         self.plan = SyncPlan(**reply["plan"])
         self.id = reply["id"]
-        if reply["lease"] is not None:
-            lease = float(reply["lease"])
-            start_thread("weight_update-beat", _send_beats, weakref.ref(self), self.closed, lease)
+        start_thread("weight_update-beat", _send_beats, weakref.ref(self), self.closed, reply["lease"])
         return reply
 
     def _hello(self) -> dict[str, Any]:
+        """Return the arguments of the call ``hello``, by which the synchronizer learns of this client."""
         return {
+            "session": self.session,
             "role": self.role,
             "id": self.id,
             "step": self.step,
@@ -161,10 +161,6 @@ class ClientBase:
             "version": self.version,
             "ticket": self._endpoint,
         }
-
-    def _say_hello(self, timeout: float) -> Reply:
-        """Say hello again: the synchronizer was started again, or has missed this side."""
-        return self.channel.call("hello", {"session": self.session, **self._hello()}, timeout)
 
     def _retry(self, name: str, args: dict[str, Any], limit: float, wait: bool) -> Reply:
         while True:
@@ -191,7 +187,7 @@ class ClientBase:
         reply = self.channel.call(name, args, patience, 2 * self.transfer_timeout)
         known = reply.get("refused") != "unknown"
         if not known:
-            reply = self._say_hello(patience)
+            reply = self.channel.call("hello", self._hello(), patience)
         if "closed" in reply:
             raise LinkClosedError(reply["closed"])
         if "refused" in reply:
@@ -214,5 +210,5 @@ def _send_beats(ref: weakref.ref[ClientBase], closed: threading.Event, lease: fl
             with contextlib.suppress(TransportError):  # the next call raises it
                 reply = client.channel.call("beat", {"session": client.session}, lease)
                 if reply.get("refused") == "unknown" and not client._stopped:
-                    client._say_hello(lease)
+                    client.channel.call("hello", client._hello(), lease)
         del client

@@ -106,8 +106,9 @@ class SubscribingExplorer(ExplorerMethod):
 
     def held(self, version: int | None) -> Held:
         subscriber = self.subscriber  # another thread may close it
-        number = None if subscriber is None else subscriber.scheme.version
-        return None if subscriber is None or number is None else [key_of(subscriber.endpoint), number]
+        if subscriber is None or (number := subscriber.scheme.version) is None:
+            return None
+        return [key_of(subscriber.endpoint), number]
 
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
         start = time.perf_counter()

@@ -44,7 +44,7 @@ class Service(SessionManager, ABC):
     )
     """Methods that clients may call, by name."""
 
-    def __init__(self, plan: SyncPlan, *, timeout: float = 60.0, **options: Any) -> None:
+    def __init__(self, plan: SyncPlan, *, timeout: float, **options: Any) -> None:
         super().__init__(plan, **options)
         self._timeout = timeout
         self._reserved = -1
@@ -181,13 +181,11 @@ class Service(SessionManager, ABC):
 
     def _lag(self, explorer: ExplorerState) -> str:
         """Return whether a trainer has come and, for FIXED, how far it is from the step that is awaited."""
-        trainer, fixed = self.machine.trainer, self.plan.style is SyncStyle.FIXED
-        if trainer is None and not fixed:
-            return ": the trainer has not come"
-        if not fixed or (trainer is not None and trainer.step >= explorer.wanted):
-            return ""
-        at = "has not come" if trainer is None else f"is at step {trainer.step}"
-        return f": it waits for weights of the trainer's step {explorer.wanted}, and the trainer {at}"
+        trainer = self.machine.trainer
+        if self.plan.style is SyncStyle.FIXED and (trainer is None or trainer.step < explorer.wanted):
+            at = "has not come" if trainer is None else f"is at step {trainer.step}"
+            return f": it waits for weights of the trainer's step {explorer.wanted}, and the trainer {at}"
+        return ": the trainer has not come" if trainer is None else ""
 
     def _end_transfer(self, ids: Iterable[int], version: int, failures: dict[int, str]) -> None:
         """Note that what was on its way to explorers has arrived, or failed."""

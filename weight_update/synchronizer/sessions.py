@@ -58,14 +58,14 @@ class Session:
 class SessionTable:
     """The sessions by name, and the leases of clients.
 
-    A client that is not heard of for ``lease`` seconds (None: for ever) counts as gone: ``on_lapsed`` is
-    called with the name of its session and the reason. All methods are called with the lock ``changed`` held.
+    A client that is not heard of for ``lease`` seconds counts as gone: ``on_lapsed`` is called with the name
+    of its session and the reason. All methods are called with the lock ``changed`` held.
     """
 
     def __init__(
-        self, changed: threading.Condition, lease: float | None, on_lapsed: Callable[[str, str], None]
+        self, changed: threading.Condition, lease: float, on_lapsed: Callable[[str, str], None]
     ) -> None:
-        self.lease: float | None = lease
+        self.lease: float = lease
         self.closed: bool = False
         self._changed, self._on_lapsed = changed, on_lapsed
         self.sessions: dict[str, Session] = {}
@@ -75,21 +75,21 @@ class SessionTable:
     def add(self, name: str, member: MemberState) -> None:
         """Add the session of a client that has come."""
         self.sessions[name] = Session(member)
-        if self.lease is not None and not self._watching:
+        if not self._watching:
             self._watching = True
-            start_thread("weight_update-lease", self._watch, self.lease)
+            start_thread("weight_update-lease", self._watch)
 
     def of(self, name: str) -> Session:
         """Return a session, and renew its lease; raise Refused if there is none, and Closed after the end."""
-        self.require_not_replaced(name)
+        self.require_current(name)
         if name not in self.sessions:
             raise Refused("unknown")
         session = self.sessions[name]
         session.seen = time.monotonic()
         return session
 
-    def require_not_replaced(self, name: str) -> None:
-        """Raise Refused if another client has taken this one's place, and Closed if there is no service."""
+    def require_current(self, name: str) -> None:
+        """Raise Closed after the end, and Refused if another client has taken this one's place."""
         if self.closed:
             raise Closed("the synchronizer was closed")
         if name in self._replaced:
@@ -116,8 +116,9 @@ class SessionTable:
         members = [session.member for session in self.sessions.values() if session.linked == key]
         return [member for member in members if isinstance(member, ExplorerState)]
 
-    def _watch(self, lease: float) -> None:
+    def _watch(self) -> None:
         """Sleep until the first lease would end, as a thread, while there are clients."""
+        lease = self.lease
         with self._changed:
             while not self.closed and (sessions := dict(self.sessions)):
                 now = time.monotonic()
@@ -139,7 +140,7 @@ class SessionManager:
 
     Args:
         plan: the rules.
-        lease: seconds after which a client that is not heard of counts as gone; None for never.
+        lease: seconds after which a client that is not heard of counts as gone.
         version_file: keeps the number of the newest version; None to remember nothing.
 
     Attributes:
@@ -151,9 +152,7 @@ class SessionManager:
         observers: functions that are told of explorers and of published versions.
     """
 
-    def __init__(
-        self, plan: SyncPlan, *, lease: float | None = None, version_file: VersionFile | None = None
-    ) -> None:
+    def __init__(self, plan: SyncPlan, *, lease: float, version_file: VersionFile | None = None) -> None:
         self.plan = plan
         self.machine: StateMachine = StateMachine(plan, on_change=self._wake)
         self.changed: threading.Condition = threading.Condition(threading.RLock())
@@ -188,7 +187,7 @@ class SessionManager:
             ticket: trainer: endpoint of its publisher, if it has one.
         """
         with self.changed:
-            self.table.require_not_replaced(session)
+            self.table.require_current(session)
             if session in self.table.sessions:
                 member = self.table.of(session).member
                 id = member.id if isinstance(member, ExplorerState) else None
@@ -239,17 +238,17 @@ class SessionManager:
         """Note what a client is doing. REQUIRE_SYNC announces a wish without waiting."""
         with self.changed:
             member = self.table.of(session).member
-            if status == RunningStatus.STOPPED.value:
+            if status == RunningStatus.STOPPED:
                 self.gone(session, None)
             elif isinstance(member, TrainerState):
                 self.machine.trainer_at(step)
-                if status == RunningStatus.REQUIRE_SYNC.value and self.plan.direct:
+                if status == RunningStatus.REQUIRE_SYNC and self.plan.direct:
                     self.machine.trainer_announces()
                 else:
                     self.machine.trainer_withdraws()
             elif isinstance(member, ExplorerState):
                 self.machine.explorer_at(member.id, step)
-                if status == RunningStatus.REQUIRE_SYNC.value:
+                if status == RunningStatus.REQUIRE_SYNC:
                     self.machine.explorer_announces(member.id)
                 else:
                     self.machine.explorer_withdraws(member.id)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weight_update.synchronizer.plan import RunningStatus, SyncStyle
+from weight_update.synchronizer.plan import SyncStyle
 from weight_update.synchronizer.state import (
     REQUIRE_SYNC,
+    RUNNING,
     STOPPED,
     TRAINER_STOPPED,
     ExplorerState,
@@ -99,7 +100,7 @@ class StateMachine(State):
         if self.trainer.waits:
             self.trainer_gave_up("it went on")
         elif self.trainer.status is REQUIRE_SYNC:
-            self.trainer.status = RunningStatus.RUNNING
+            self.trainer.status = RUNNING
 
     def explorer_requires(self, id: int) -> None:
         """Let an explorer wait for new weights."""
@@ -121,7 +122,7 @@ class StateMachine(State):
         if explorer.waits:
             self.gave_up(id, "it went on")
         elif explorer.status is REQUIRE_SYNC:
-            explorer.status = RunningStatus.RUNNING
+            explorer.status = RUNNING
             self._settle()
 
     def gave_up(self, id: int, reason: str = "no new weights came in time") -> bool:

@@ -91,11 +91,10 @@ class Publisher:
                 here = joined if spread else wanted & joined
                 try:
                     handle = self._scheme.send_async(weights, [*here])
-                except UnknownWorkerError:
+                    break
+                except UnknownWorkerError:  # unless one of them left just now, it is an error
                     if here <= set(self.joined()):
                         raise
-                else:  # otherwise one of them left just now
-                    break
             if observe is not None:
                 remember(self._versions, handle.version, observe)
             if spread:
