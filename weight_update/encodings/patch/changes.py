@@ -45,10 +45,8 @@ class Segment:
     @property
     def positions(self) -> torch.Tensor:
         """The positions, 1-D int64."""
-        offsets = self.gaps.offsets
-        if isinstance(offsets, np.ndarray):
-            offsets = torch.from_numpy(offsets)
-        return offsets.to(torch.int64) + self.gaps.first
+        found = self.gaps.positions
+        return torch.from_numpy(found) if isinstance(found, np.ndarray) else found
 
     @property
     def cpu_gaps(self) -> Gaps:
@@ -83,7 +81,7 @@ class Sparse:
 
         def segment(start: int) -> Segment:
             part = slice(start, start + _SHARE)
-            return Segment(Gaps.of(0, positions[part].numpy()), values[part])
+            return Segment(Gaps.of(positions[part].numpy()), values[part])
 
         starts = range(0, len(positions), _SHARE)
         return cls(width, tuple(in_threads(segment, starts, threads_for(len(positions)))), relative)

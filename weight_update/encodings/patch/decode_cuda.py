@@ -37,7 +37,7 @@ def _read_steps(arrays: ArrayReader, count: int, width: int, device: torch.devic
         there = torch.from_numpy(part).to(device)
         if where.size:
             parts = read_units(where, part.size, count, device)
-            plane[torch.cat([one.offsets + one.first for one in parts])] = there
+            plane[torch.cat([one.positions for one in parts])] = there
         elif part.size:
             plane.copy_(there)
     code = zigzag.view(SIGNED[width]).view(-1)

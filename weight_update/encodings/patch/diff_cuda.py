@@ -173,7 +173,7 @@ class _Found:
         waiting, coded = self._waiting.pop(width), self._coded.setdefault(width, [])
         first = coded[-1].gaps.last + 1 if coded else 0  # so that the units of all segments can be joined
         positions, values = map(torch.cat, zip(*waiting, strict=True))
-        coded.append(Segment(DeviceGaps.of(first, positions - first), values))
+        coded.append(Segment(DeviceGaps.of(first, positions), values))
 
 
 def _find(tile: Tile, new: torch.Tensor, old: torch.Tensor) -> list[ElementDiff]:

@@ -33,24 +33,24 @@ class DeviceGaps:
     count: int
 
     @classmethod
-    def of(cls, first: int, offsets: torch.Tensor) -> DeviceGaps:
-        """Return the positions ``first + offsets`` (1-D int64, not empty, increasing).
+    def of(cls, first: int, positions: torch.Tensor) -> DeviceGaps:
+        """Return ``positions`` (1-D int64, not empty, increasing, at least ``first``) as gaps.
 
         Units have 1 byte, or 4 if the positions are far apart.
         """
-        gaps = gaps_of(offsets)
-        last, *needed = torch.stack([offsets[-1], units_needed(gaps, 1), units_needed(gaps, 4)]).tolist()
-        size, count = (4, needed[1]) if last > len(offsets) * SPARSE else (1, needed[0])
-        return cls(first, first + last, units_of(gaps, size, count), len(offsets))
+        gaps = gaps_of(positions, first)
+        last, *needed = torch.stack([positions[-1], units_needed(gaps, 1), units_needed(gaps, 4)]).tolist()
+        size, count = (4, needed[1]) if last - first > len(positions) * SPARSE else (1, needed[0])
+        return cls(first, last, units_of(gaps, size, count), len(positions))
 
     @property
-    def offsets(self) -> torch.Tensor:
-        """The positions minus ``first``, int64."""
+    def positions(self) -> torch.Tensor:
+        """The positions, int64."""
         units = _unsigned(self.units)
         sums = units.cumsum(0)
         if self.count < len(units):
             sums = sums[units != escape_of(self.units.itemsize)]
-        return sums.add_(torch.arange(self.count, device=sums.device))
+        return sums.add_(torch.arange(self.first, self.first + self.count, device=sums.device))
 
     @classmethod
     def view(cls, gaps: Gaps) -> DeviceGaps:
@@ -90,9 +90,9 @@ def _refuse(units: Array, count: int, limit: int) -> NoReturn:
     raise FormatError("the memory of a patch was overwritten while the patch was read")
 
 
-def gaps_of(positions: torch.Tensor) -> torch.Tensor:
-    """Return the gaps of positions (1-D int64)."""
-    return positions.diff(prepend=positions.new_full((1,), -1)) - 1
+def gaps_of(positions: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Return the gaps of positions (1-D int64); a first gap of 0 means ``first``."""
+    return positions.diff(prepend=positions.new_full((1,), first - 1)) - 1
 
 
 def units_needed(gaps: torch.Tensor, size: int) -> torch.Tensor:
