@@ -21,7 +21,7 @@ from weight_update.compression import resolve_compression
 from weight_update.encodings.patch import gaps as gaps_module
 from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.arrays import ArrayReader, ArrayWriter
-from weight_update.encodings.patch.changes import BITS, Changes, Sparse
+from weight_update.encodings.patch.changes import Changes, Sparse
 from weight_update.encodings.patch.diff_cpu import Scanner
 from weight_update.encodings.patch.format import decode_patch, encode_patch
 from weight_update.encodings.patch.gaps import UNITS, Gaps, cut_units, join_units, merge_gaps
@@ -29,6 +29,7 @@ from weight_update.encodings.patch.values import decode_steps, encode_steps
 from weight_update.errors import FormatError
 from weight_update.testing import random_bits
 from weight_update.wire.compiled import load
+from weight_update.wire.schema import BITS
 
 pytestmark = pytest.mark.skipif(
     kernels.library is None, reason="there was no C compiler when the package was installed"
@@ -76,7 +77,7 @@ def test_differences(width: int, fraction: float, relative: bool) -> None:
         moved = first + np.where(expected >= count, between, 0)
         assert (gaps.positions - moved).tolist() == expected.tolist()
         assert gaps.positions[-1] == gaps.last
-        assert values.dtype == kernels.INTEGER[width]
+        assert values.dtype == f"i{width}"
         steps = elements - before if relative else elements
         assert values.tobytes() == steps[expected].tobytes()
         assert buffer.units[-1] == buffer.values[-1] == 77

@@ -16,10 +16,7 @@ from weight_update.encodings.patch.gaps import Gaps
 from weight_update.encodings.patch.gaps_cuda import DeviceGaps
 from weight_update.errors import FormatError
 from weight_update.threads import in_threads, threads_for
-from weight_update.wire.schema import TensorMeta, WeightSchema
-
-BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype for the bits of an element, by width in bytes; 16-byte elements count as two of 8."""
+from weight_update.wire.schema import BITS, TensorMeta, WeightSchema
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 _C = TypeVar("_C", bound="Changes")
@@ -65,7 +62,7 @@ class Sparse:
     """The changed elements of one width.
 
     Attributes:
-        width: bytes of an element: 1, 2, 4 or 8.
+        width: bytes of an element: 1, 2, 4 or 8. Elements of 16 bytes count as two of 8.
         segments: one or more segments by ascending position, in elements of this width from the start of
             the buffer. Values are new bit patterns of dtype ``BITS[width]``.
         relative: whether values are added to the old bits, modulo 2**(8 * width), instead of replacing them.

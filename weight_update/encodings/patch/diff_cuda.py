@@ -19,12 +19,12 @@ from typing import Literal
 import torch
 
 from weight_update.encodings.dense import copy_together
-from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Segment, Sparse
+from weight_update.encodings.patch.changes import ByteRange, Changes, Segment, Sparse
 from weight_update.encodings.patch.diff_cpu import DENSE_ABOVE, Scan, check_sizes
 from weight_update.encodings.patch.gaps_cuda import PART, DeviceGaps
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.wire.memory import await_stream
-from weight_update.wire.schema import WeightSchema
+from weight_update.wire.schema import BITS, WeightSchema
 
 TILE = 32 << 20
 """Bytes of a tile. Each tile costs one wait for the device, whose memory holds three tiles."""

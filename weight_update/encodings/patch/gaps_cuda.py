@@ -7,10 +7,10 @@ from typing import NoReturn
 
 import torch
 
-from weight_update.encodings.dense import SIGNED
 from weight_update.encodings.patch.arrays import Array
 from weight_update.encodings.patch.gaps import SPARSE, Gaps, escape_of, join_units
 from weight_update.errors import FormatError
+from weight_update.wire.schema import BITS
 
 PART = 1 << 22
 """Units, or positions, that are computed with at a time: this takes up to 50 bytes of memory for each."""
@@ -23,7 +23,7 @@ class DeviceGaps:
     Attributes:
         first: the position that a first gap of 0 means.
         last: the last position.
-        units: 1-D, of dtype ``SIGNED[size]``, with the bits of unsigned units.
+        units: 1-D, of dtype ``BITS[size]``, with the bits of unsigned units.
         count: number of positions.
     """
 
@@ -101,9 +101,9 @@ def units_needed(gaps: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def units_of(gaps: torch.Tensor, size: int, needed: int) -> torch.Tensor:
-    """Return the ``needed`` units of gaps, of dtype ``SIGNED[size]``."""
+    """Return the ``needed`` units of gaps, of dtype ``BITS[size]``."""
     escapes = gaps // escape_of(size)
-    units = torch.full((needed,), -1, dtype=SIGNED[size], device=gaps.device)
+    units = torch.full((needed,), -1, dtype=BITS[size], device=gaps.device)
     units[(escapes + 1).cumsum(0) - 1] = (gaps - escapes * escape_of(size)).to(units.dtype)
     return units
 
