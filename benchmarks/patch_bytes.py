@@ -29,8 +29,8 @@ from benchmarks.updates import Update
 from weight_update import PatchEncoding
 from weight_update.compression import Compression, pack, resolve_compression
 from weight_update.encodings import Tracker
-from weight_update.encodings.patch.changes import BITS
 from weight_update.encodings.patch.format import encode_patch
+from weight_update.wire.schema import BITS
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "flat": {"values": "raw"},

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from weight_update.encodings.patch.changes import BITS
+from weight_update.wire.schema import BITS
 
 Tensors = Sequence[torch.Tensor]
 

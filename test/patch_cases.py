@@ -10,9 +10,9 @@ import torch
 from hypothesis import strategies as st
 
 from weight_update.compression import resolve_compression
-from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Sparse
+from weight_update.encodings.patch.changes import ByteRange, Changes, Sparse
 from weight_update.encodings.patch.format import Patch, PatchOptions, decode_patch, encode_patch
-from weight_update.wire.schema import WeightSchema
+from weight_update.wire.schema import BITS, WeightSchema
 
 DTYPES = [
     torch.bool,

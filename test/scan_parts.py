@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from weight_update.encodings.patch.changes import BITS, Changes
-from weight_update.wire.schema import WeightSchema
+from weight_update.encodings.patch.changes import Changes
+from weight_update.wire.schema import BITS, WeightSchema
 
 Tensors = Sequence[torch.Tensor]
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from weight_update.encodings import PatchEncoding
-from weight_update.encodings.patch.changes import BITS
 from weight_update.testing import random_bits
-from weight_update.wire.schema import WeightSchema
+from weight_update.wire.schema import BITS, WeightSchema
 
 pytestmark = [
     pytest.mark.gpu,

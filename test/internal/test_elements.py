@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Sparse
-from weight_update.wire.schema import WeightSchema
+from weight_update.encodings.patch.changes import ByteRange, Changes, Sparse
+from weight_update.wire.schema import BITS, WeightSchema
 
 pytestmark = pytest.mark.usefixtures("inner_loops")
 

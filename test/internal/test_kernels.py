@@ -21,7 +21,7 @@ from weight_update.compression import resolve_compression
 from weight_update.encodings.patch import gaps as gaps_module
 from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.arrays import ArrayReader, ArrayWriter
-from weight_update.encodings.patch.changes import BITS, Changes, Sparse
+from weight_update.encodings.patch.changes import Changes, Sparse
 from weight_update.encodings.patch.diff_cpu import Scanner
 from weight_update.encodings.patch.format import decode_patch, encode_patch
 from weight_update.encodings.patch.gaps import UNITS, Gaps, cut_units, join_units, merge_gaps
@@ -29,6 +29,7 @@ from weight_update.encodings.patch.values import decode_steps, encode_steps
 from weight_update.errors import FormatError
 from weight_update.testing import random_bits
 from weight_update.wire.compiled import load
+from weight_update.wire.schema import BITS
 
 pytestmark = pytest.mark.skipif(
     kernels.library is None, reason="there was no C compiler when the package was installed"
@@ -73,9 +74,10 @@ def test_differences(width: int, fraction: float, relative: bool) -> None:
             continue
         units, values = buffer.take()
         gaps = Gaps(first, buffer.last, units, buffer.found)
-        assert (gaps.offsets - np.where(expected >= count, between, 0)).tolist() == expected.tolist()
-        assert gaps.first + gaps.offsets[-1] == gaps.last
-        assert values.dtype == kernels.INTEGER[width]
+        moved = first + np.where(expected >= count, between, 0)
+        assert (gaps.positions - moved).tolist() == expected.tolist()
+        assert gaps.positions[-1] == gaps.last
+        assert values.dtype == f"i{width}"
         steps = elements - before if relative else elements
         assert values.tobytes() == steps[expected].tobytes()
         assert buffer.units[-1] == buffer.values[-1] == 77
@@ -105,7 +107,7 @@ def test_tiles_with_too_many_differences(width: int) -> None:
     buffer.scan(table, False)
     assert table["found"].tolist() == [2, 640, 2]
     units, values = buffer.take()
-    assert Gaps(0, buffer.last, units, buffer.found).offsets.tolist() == [5, 639, 1300, 1301]
+    assert Gaps(0, buffer.last, units, buffer.found).positions.tolist() == [5, 639, 1300, 1301]
     assert values.tolist() == [1] * 4
 
 
@@ -129,7 +131,7 @@ def test_weights_that_change_while_they_are_compared(width: int) -> None:
             buffer.start(0)
             buffer.scan(table, False)
             units, _ = buffer.take()
-            places = Gaps(0, buffer.last, units, buffer.found).offsets if buffer.found else np.empty(0)
+            places = Gaps(0, buffer.last, units, buffer.found).positions if buffer.found else np.empty(0)
             assert (places % 64 == 63).all()
 
 
@@ -152,11 +154,11 @@ def test_units(seed: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     segments = random_segments(np.random.default_rng(seed), wide)
     positions = np.concatenate([first + offsets.astype(np.int64) for first, offsets in segments])
     limit = int(positions[-1]) + 1
-    compiled = merge_gaps([Gaps.of(*one) for one in segments])
+    compiled = merge_gaps([Gaps.of(first + offsets) for first, offsets in segments])
     joined = join_units(np.concatenate(compiled), len(positions), limit)
     assert joined.dtype == (np.int32 if limit < 1 << 31 else np.int64)
     monkeypatch.setattr(kernels, "library", None)
-    plain = merge_gaps([Gaps.of(*one) for one in segments])
+    plain = merge_gaps([Gaps.of(first + offsets) for first, offsets in segments])
     assert {one.dtype for one in compiled} == {one.dtype for one in plain}
     assert np.concatenate(compiled).tobytes() == np.concatenate(plain).tobytes()
     assert (
@@ -193,10 +195,10 @@ def test_parts_of_units(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gaps_module, "_STEP", 100)
     segments = random_segments(np.random.default_rng(seed), False)
     positions = np.concatenate([first + offsets.astype(np.int64) for first, offsets in segments])
-    units = np.concatenate(merge_gaps([Gaps.of(*one) for one in segments]))
+    units = np.concatenate(merge_gaps([Gaps.of(first + offsets) for first, offsets in segments]))
     parts = cut_units(units, len(positions), int(positions[-1]) + 1)
-    assert np.concatenate([one.first + one.offsets for one in parts]).tolist() == positions.tolist()
-    assert all(one.first + one.offsets[-1] == one.last and len(one.offsets) == one.count for one in parts)
+    assert np.concatenate([one.positions for one in parts]).tolist() == positions.tolist()
+    assert all(one.positions[-1] == one.last and len(one.positions) == one.count for one in parts)
     assert np.concatenate(merge_gaps(parts)).tobytes() == units.tobytes()
     for count, limit in (
         (len(positions) - 1, 1 << 40),

@@ -13,9 +13,9 @@ from fuzz import examples
 from hypothesis import given
 from patch_cases import ALL_OPTIONS, Case, any_options, bf16_case, cases, lend, make_case, noise, options
 
-from weight_update.encodings.patch.changes import BITS, Changes, Sparse
+from weight_update.encodings.patch.changes import Changes, Sparse
 from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
-from weight_update.wire.schema import WeightSchema
+from weight_update.wire.schema import BITS, WeightSchema
 
 pytestmark = pytest.mark.usefixtures("inner_loops")
 

@@ -110,13 +110,13 @@ def test_positions_are_decoded_part_by_part(
 
 @pytest.mark.parametrize(("gap", "size"), [(100, 1), (4000, 1), (5000, 4), (1 << 40, 4)])
 def test_positions_far_apart_take_little_memory(gap: int, size: int, device: torch.device) -> None:
-    offsets = torch.arange(1, 4, device=device) * gap
-    gaps = gaps_cuda.DeviceGaps.of(7, offsets)
+    positions = 7 + torch.arange(1, 4, device=device) * gap
+    gaps = gaps_cuda.DeviceGaps.of(7, positions)
     assert gaps.units.itemsize == size
     assert gaps.units.nbytes < 1 << 14
     assert gaps.last == 7 + 3 * gap
-    assert torch.equal(gaps.offsets, offsets)
-    assert torch.equal(torch.from_numpy(gaps.cpu().offsets.astype(np.int64)), offsets.cpu())
+    assert torch.equal(gaps.positions, positions)
+    assert torch.equal(torch.from_numpy(gaps.cpu().positions), positions.cpu())
 
 
 def test_memory_that_is_overwritten_while_it_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

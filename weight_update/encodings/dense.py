@@ -27,7 +27,7 @@ from weight_update.threads import in_threads
 from weight_update.wire.compiled import load
 from weight_update.wire.fixed import PLAIN, FixedTensors, is_plain
 from weight_update.wire.memory import await_stream
-from weight_update.wire.schema import WeightSchema
+from weight_update.wire.schema import BITS, WeightSchema
 
 Array = npt.NDArray[Any]
 _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -44,9 +44,6 @@ _PIECE = 8 << 20  # bytes for one thread at a time
 _BATCHES = 64  # between which progress is noted
 
 _NBYTES, _IS_CUDA = map(operator.attrgetter, ("nbytes", "is_cuda"))
-SIGNED: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Signed integer dtype by size in bytes; torch computes with few unsigned ones."""
-
 _COPIED_EXACTLY = {
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float32, torch.float64, torch.complex64, torch.complex128),
@@ -244,7 +241,7 @@ def _copy_from_gpu(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tens
         group[1].append(source.resolve_conj().resolve_neg())
     for (to, of), (ours, theirs) in groups.items():
         if to is of and of not in _COPIED_EXACTLY:
-            integers = SIGNED[of.itemsize]
+            integers = BITS[of.itemsize]
             ours, theirs = ([one.view(integers) for one in part] for part in (ours, theirs))
         if to is of or {to, of} <= _CONVERTED_TOGETHER:
             torch._foreach_copy_(ours, theirs, non_blocking=queued)

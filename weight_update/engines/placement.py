@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weight_update.encodings.patch.changes import BITS
+from weight_update.wire.schema import BITS
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Any]
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]

@@ -32,6 +32,9 @@ _DTYPE_NAMES = [
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 ]
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
+BITS: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtype for the bits of an element, by bytes; torch computes with few unsigned ones."""
+
 compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from weight_update.wire.memory import byte_view
+from weight_update.wire.schema import BITS
 
 _LAYERS = 16
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def change(tensors: Mapping[str, torch.Tensor], share: float) -> None:
     """Change that share of the elements at random places by one unit in the last place."""
     for value in tensors.values():
-        bits = _BITS.get(value.dtype.itemsize)
+        bits = BITS.get(value.dtype.itemsize)
         if bits is not None and value.numel() and value.is_contiguous():
             flat = value.view(-1).view(bits)
             places = torch.randint(flat.numel(), (round(share * flat.numel()),))

@@ -16,10 +16,7 @@ from weight_update.encodings.patch.gaps import Gaps
 from weight_update.encodings.patch.gaps_cuda import DeviceGaps
 from weight_update.errors import FormatError
 from weight_update.threads import in_threads, threads_for
-from weight_update.wire.schema import TensorMeta, WeightSchema
-
-BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype for the bits of an element, by width in bytes; 16-byte elements count as two of 8."""
+from weight_update.wire.schema import BITS, TensorMeta, WeightSchema
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 _C = TypeVar("_C", bound="Changes")
@@ -45,10 +42,8 @@ class Segment:
     @property
     def positions(self) -> torch.Tensor:
         """The positions, 1-D int64."""
-        offsets = self.gaps.offsets
-        if isinstance(offsets, np.ndarray):
-            offsets = torch.from_numpy(offsets)
-        return offsets.to(torch.int64) + self.gaps.first
+        found = self.gaps.positions
+        return torch.from_numpy(found) if isinstance(found, np.ndarray) else found
 
     @property
     def cpu_gaps(self) -> Gaps:
@@ -67,7 +62,7 @@ class Sparse:
     """The changed elements of one width.
 
     Attributes:
-        width: bytes of an element: 1, 2, 4 or 8.
+        width: bytes of an element: 1, 2, 4 or 8. Elements of 16 bytes count as two of 8.
         segments: one or more segments by ascending position, in elements of this width from the start of
             the buffer. Values are new bit patterns of dtype ``BITS[width]``.
         relative: whether values are added to the old bits, modulo 2**(8 * width), instead of replacing them.
@@ -83,7 +78,7 @@ class Sparse:
 
         def segment(start: int) -> Segment:
             part = slice(start, start + _SHARE)
-            return Segment(Gaps.of(0, positions[part].numpy()), values[part])
+            return Segment(Gaps.of(positions[part].numpy()), values[part])
 
         starts = range(0, len(positions), _SHARE)
         return cls(width, tuple(in_threads(segment, starts, threads_for(len(positions)))), relative)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from weight_update.encodings.dense import SIGNED
 from weight_update.encodings.patch.arrays import ArrayReader
-from weight_update.encodings.patch.changes import BITS, Segment, Sparse
+from weight_update.encodings.patch.changes import Segment, Sparse
 from weight_update.encodings.patch.gaps import UNITS, most_units
 from weight_update.encodings.patch.gaps_cuda import read_units
 from weight_update.encodings.patch.values import read_plane
+from weight_update.wire.schema import BITS
 
 
 def read_sparse(
@@ -37,9 +37,9 @@ def _read_steps(arrays: ArrayReader, count: int, width: int, device: torch.devic
         there = torch.from_numpy(part).to(device)
         if where.size:
             parts = read_units(where, part.size, count, device)
-            plane[torch.cat([one.offsets + one.first for one in parts])] = there
+            plane[torch.cat([one.positions for one in parts])] = there
         elif part.size:
             plane.copy_(there)
-    code = zigzag.view(SIGNED[width]).view(-1)
+    code = zigzag.view(BITS[width]).view(-1)
     largest = torch.iinfo(code.dtype).max  # clears the sign, which a shift of signed integers repeats
-    return (((code >> 1) & largest) ^ -(code & 1)).view(BITS[width])
+    return ((code >> 1) & largest) ^ -(code & 1)

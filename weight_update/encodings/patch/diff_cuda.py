@@ -19,12 +19,12 @@ from typing import Literal
 import torch
 
 from weight_update.encodings.dense import copy_together
-from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Segment, Sparse
+from weight_update.encodings.patch.changes import ByteRange, Changes, Segment, Sparse
 from weight_update.encodings.patch.diff_cpu import DENSE_ABOVE, Scan, check_sizes
 from weight_update.encodings.patch.gaps_cuda import PART, DeviceGaps
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.wire.memory import await_stream
-from weight_update.wire.schema import WeightSchema
+from weight_update.wire.schema import BITS, WeightSchema
 
 TILE = 32 << 20
 """Bytes of a tile. Each tile costs one wait for the device, whose memory holds three tiles."""
@@ -173,7 +173,7 @@ class _Found:
         waiting, coded = self._waiting.pop(width), self._coded.setdefault(width, [])
         first = coded[-1].gaps.last + 1 if coded else 0  # so that the units of all segments can be joined
         positions, values = map(torch.cat, zip(*waiting, strict=True))
-        coded.append(Segment(DeviceGaps.of(first, positions - first), values))
+        coded.append(Segment(DeviceGaps.of(first, positions), values))
 
 
 def _find(tile: Tile, new: torch.Tensor, old: torch.Tensor) -> list[ElementDiff]:

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from weight_update.encodings.dense import SIGNED
 from weight_update.encodings.patch.arrays import ArrayWriter, narrowest
 from weight_update.encodings.patch.changes import Sparse
 from weight_update.encodings.patch.format import PatchOptions
 from weight_update.encodings.patch.gaps import UNITS
 from weight_update.encodings.patch.gaps_cuda import DeviceGaps, gaps_of, units_needed, units_of
 from weight_update.encodings.patch.positions_coo import Grid
-from weight_update.wire.schema import WeightSchema
+from weight_update.wire.schema import BITS, WeightSchema
 
 Tensor = torch.Tensor
 
@@ -33,14 +32,14 @@ def add_on_device(out: ArrayWriter, part: Sparse, schema: WeightSchema, options:
     else:
         _add_integers(out, [part.positions])
     if part.relative:
-        _add_byte_planes(out, part.values.view(SIGNED[part.width]))
+        _add_byte_planes(out, part.values)
     else:
         out.put(part.values.contiguous().view(torch.uint8), part.width)
 
 
 def _add(out: ArrayWriter, numbers: Tensor, width: int) -> None:
     """Add integers that fit ``width`` bytes, unsigned."""
-    out.put(numbers.to(SIGNED[width]).view(torch.uint8), width)  # modulo: the bits of the unsigned one
+    out.put(numbers.to(BITS[width]).view(torch.uint8), width)  # modulo: the bits of the unsigned one
 
 
 def _add_integers(out: ArrayWriter, arrays: Sequence[Tensor]) -> None:

@@ -21,13 +21,13 @@ import torch
 from weight_update.compression import Compression
 from weight_update.encodings.base import CPU, Lend
 from weight_update.encodings.patch.arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
-from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Segment, Sparse
+from weight_update.encodings.patch.changes import ByteRange, Changes, Segment, Sparse
 from weight_update.encodings.patch.decode_cuda import read_sparse
 from weight_update.encodings.patch.gaps import UNITS, cut_units, merge_gaps, most_units
 from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode_coo, require_increasing
 from weight_update.encodings.patch.values import decode_steps, encode_steps
 from weight_update.errors import FormatError
-from weight_update.wire.schema import WeightSchema
+from weight_update.wire.schema import BITS, WeightSchema
 
 _HEAD = struct.Struct("<4sBBBBIIqq")
 _SECTION = struct.Struct("<QQ")

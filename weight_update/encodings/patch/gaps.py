@@ -43,18 +43,19 @@ class Gaps:
     count: int
 
     @classmethod
-    def of(cls, first: int, offsets: Array) -> Gaps:
-        """Return the positions ``first + offsets`` (1-D int32 or int64, not empty, increasing)."""
-        start, span = int(offsets[0]), int(offsets[-1]) - int(offsets[0])
-        offsets = offsets - offsets.dtype.type(start)
-        sparse = span > len(offsets) * SPARSE
+    def of(cls, positions: Array) -> Gaps:
+        """Return ``positions`` (1-D int32 or int64, not empty, increasing) as gaps."""
+        first, last = int(positions[0]), int(positions[-1])
+        offsets = positions - positions.dtype.type(first)
+        sparse = last - first > len(positions) * SPARSE
         units = kernels_numpy.code(offsets, 4) if sparse else kernels.code(offsets)
-        return cls(first + start, first + start + span, units, len(offsets))
+        return cls(first, last, units, len(positions))
 
     @property
-    def offsets(self) -> Array:
-        """The positions minus ``first``, int32 or int64."""
-        return join_units(self.units, self.count, self.last + 1 - self.first)
+    def positions(self) -> Array:
+        """The positions, int64."""
+        offsets = join_units(self.units, self.count, self.last + 1 - self.first)
+        return offsets.astype(np.int64) + self.first
 
 
 def merge_gaps(parts: Sequence[Gaps]) -> list[Array]:
@@ -64,7 +65,7 @@ def merge_gaps(parts: Sequence[Gaps]) -> list[Array]:
     """
     count = sum(part.count for part in parts)
     if any(part.units.itemsize != 1 for part in parts):
-        positions = np.concatenate([part.offsets.astype(np.int64) + part.first for part in parts])
+        positions = np.concatenate([part.positions for part in parts])
         gaps = np.diff(positions, prepend=-1) - 1
         size = min(UNITS, key=lambda size: size * (count + int((gaps // escape_of(size)).sum())))
         return [spread(gaps, size)]

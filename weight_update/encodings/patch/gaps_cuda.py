@@ -7,10 +7,10 @@ from typing import NoReturn
 
 import torch
 
-from weight_update.encodings.dense import SIGNED
 from weight_update.encodings.patch.arrays import Array
 from weight_update.encodings.patch.gaps import SPARSE, Gaps, escape_of, join_units
 from weight_update.errors import FormatError
+from weight_update.wire.schema import BITS
 
 PART = 1 << 22
 """Units, or positions, that are computed with at a time: this takes up to 50 bytes of memory for each."""
@@ -23,7 +23,7 @@ class DeviceGaps:
     Attributes:
         first: the position that a first gap of 0 means.
         last: the last position.
-        units: 1-D, of dtype ``SIGNED[size]``, with the bits of unsigned units.
+        units: 1-D, of dtype ``BITS[size]``, with the bits of unsigned units.
         count: number of positions.
     """
 
@@ -33,24 +33,24 @@ class DeviceGaps:
     count: int
 
     @classmethod
-    def of(cls, first: int, offsets: torch.Tensor) -> DeviceGaps:
-        """Return the positions ``first + offsets`` (1-D int64, not empty, increasing).
+    def of(cls, first: int, positions: torch.Tensor) -> DeviceGaps:
+        """Return ``positions`` (1-D int64, not empty, increasing, at least ``first``) as gaps.
 
         Units have 1 byte, or 4 if the positions are far apart.
         """
-        gaps = gaps_of(offsets)
-        last, *needed = torch.stack([offsets[-1], units_needed(gaps, 1), units_needed(gaps, 4)]).tolist()
-        size, count = (4, needed[1]) if last > len(offsets) * SPARSE else (1, needed[0])
-        return cls(first, first + last, units_of(gaps, size, count), len(offsets))
+        gaps = gaps_of(positions, first)
+        last, *needed = torch.stack([positions[-1], units_needed(gaps, 1), units_needed(gaps, 4)]).tolist()
+        size, count = (4, needed[1]) if last - first > len(positions) * SPARSE else (1, needed[0])
+        return cls(first, last, units_of(gaps, size, count), len(positions))
 
     @property
-    def offsets(self) -> torch.Tensor:
-        """The positions minus ``first``, int64."""
+    def positions(self) -> torch.Tensor:
+        """The positions, int64."""
         units = _unsigned(self.units)
         sums = units.cumsum(0)
         if self.count < len(units):
             sums = sums[units != escape_of(self.units.itemsize)]
-        return sums.add_(torch.arange(self.count, device=sums.device))
+        return sums.add_(torch.arange(self.first, self.first + self.count, device=sums.device))
 
     @classmethod
     def view(cls, gaps: Gaps) -> DeviceGaps:
@@ -90,9 +90,9 @@ def _refuse(units: Array, count: int, limit: int) -> NoReturn:
     raise FormatError("the memory of a patch was overwritten while the patch was read")
 
 
-def gaps_of(positions: torch.Tensor) -> torch.Tensor:
-    """Return the gaps of positions (1-D int64)."""
-    return positions.diff(prepend=positions.new_full((1,), -1)) - 1
+def gaps_of(positions: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Return the gaps of positions (1-D int64); a first gap of 0 means ``first``."""
+    return positions.diff(prepend=positions.new_full((1,), first - 1)) - 1
 
 
 def units_needed(gaps: torch.Tensor, size: int) -> torch.Tensor:
@@ -101,9 +101,9 @@ def units_needed(gaps: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def units_of(gaps: torch.Tensor, size: int, needed: int) -> torch.Tensor:
-    """Return the ``needed`` units of gaps, of dtype ``SIGNED[size]``."""
+    """Return the ``needed`` units of gaps, of dtype ``BITS[size]``."""
     escapes = gaps // escape_of(size)
-    units = torch.full((needed,), -1, dtype=SIGNED[size], device=gaps.device)
+    units = torch.full((needed,), -1, dtype=BITS[size], device=gaps.device)
     units[(escapes + 1).cumsum(0) - 1] = (gaps - escapes * escape_of(size)).to(units.dtype)
     return units
 

@@ -16,9 +16,6 @@ from weight_update.encodings.patch import kernels_numpy
 from weight_update.encodings.patch.kernels_numpy import Array
 from weight_update.wire.compiled import load
 
-INTEGER: dict[int, np.dtype[Any]] = {int(kind[1]): np.dtype(kind) for kind in ("u1", "i2", "i4", "i8")}
-"""Integer dtype for the bits of an element, by width in bytes."""
-
 TILE = np.dtype([("new", "u8"), ("old", "u8"), ("n", "i8"), ("at", "i8"), ("most", "i8"), ("found", "i8")])
 """Elements to compare: their addresses, number and first position; see :meth:`GapBuffer.scan`."""
 
@@ -78,7 +75,7 @@ class GapBuffer:
             return
         state = self._state
         for tile in tiles:
-            positions, values = kernels_numpy.differences(tile, INTEGER[self.width], relative)
+            positions, values = kernels_numpy.differences(tile, f"i{self.width}", relative)
             tile["found"] = len(positions)
             if 0 < len(positions) <= tile["most"]:
                 units = kernels_numpy.code(positions - state.next)
@@ -101,7 +98,7 @@ class GapBuffer:
         memory = np.empty(split + self._state.used, np.uint8)  # one array, because large ones get large pages
         memory[:split] = self.values[:split]
         memory[split:] = self.units[: self._state.used]
-        return memory[split:], memory[:split].view(INTEGER[self.width])
+        return memory[split:], memory[:split].view(f"i{self.width}")
 
 
 def code(offsets: Array) -> Array:

@@ -35,7 +35,7 @@ def encode_steps(out: ArrayWriter, steps: Sequence[Array]) -> None:
         elif 2 * filled < total:
             together = np.concatenate(plane)
             places = np.flatnonzero(together)
-            where, plane = merge_gaps([Gaps.of(0, places)]), [together[places]]
+            where, plane = merge_gaps([Gaps.of(places)]), [together[places]]
         out.join(where)
         out.join(plane)
 
