@@ -101,14 +101,7 @@ class VLLMBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         if init_info.control is not None and self.rank == 0:
             self._calls = LeadingCalls(init_info.control, init_info.pause, init_info.timeout)
         engine = VLLMReceiver(self.loader, self._turns, in_chunks=init_info.in_chunks, calls=self._calls)
-        scheme = receiving_scheme(
-            init_info.scheme,
-            init_info.address,
-            init_info.port,
-            init_info.token,
-            init_info.timeout,
-            init_info.connect_timeout,
-        )
+        scheme = receiving_scheme(vars(init_info))
         scheme.init_on_receiver(model=engine, worker_idx=init_info.first_worker + self.rank)
         self.scheme = scheme
         try:
