@@ -115,18 +115,16 @@ class VLLMBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Do nothing: whether weights are loaded as a whole is known when an update has come."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        if self.scheme is None:
+        scheme = self.scheme
+        if scheme is None:
             raise RuntimeError("this worker has no sender; call init_weight_transfer_engine() first")
         if update_info.version is None and self.parallel_config.world_size > 1:
             raise ValueError(
                 'several workers must load the same version: name it, update_weights({"version": n})'
             )
-        timeout = self.scheme.timeout if update_info.timeout is None else update_info.timeout
-        self._turns.serve(update_info.version, timeout, self._check)
-
-    def _check(self) -> None:
-        assert self.scheme is not None
-        self.scheme.receive(0)  # raises if the sender is gone
+        timeout = scheme.timeout if update_info.timeout is None else update_info.timeout
+        # receive() raises if the sender is gone
+        self._turns.serve(update_info.version, timeout, lambda: scheme.receive(0))
 
     def finish_weight_update(self) -> None:
         """Do nothing: a version is in force when it is loaded."""
