@@ -15,6 +15,11 @@ from torch import nn
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.schema import DTYPES
 
+# torch warns once in a process that complex32 is experimental; tests treat warnings as errors.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.empty(1, dtype=torch.complex32)
+
 
 def random_bits(shape: Iterable[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Return a tensor of random bits; floating dtypes get NaNs of all payloads, infinities and -0.0."""
@@ -25,16 +30,6 @@ def random_bits(shape: Iterable[int], dtype: torch.dtype, seed: int) -> torch.Te
     nbytes = math.prod(shape) * dtype.itemsize
     raw = torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8)
     return raw.view(dtype).view(shape)
-
-
-def _spend_warning() -> None:
-    # torch warns once in a process that complex32 is experimental; tests treat warnings as errors.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.empty(1, dtype=torch.complex32)
-
-
-_spend_warning()
 
 
 def special_floats() -> torch.Tensor:
