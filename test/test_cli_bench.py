@@ -276,6 +276,16 @@ def test_a_late_answer_is_not_that_of_a_later_call() -> None:
     assert worker.answer(1.0) == "of the quick call"
 
 
+def test_a_worker_that_could_not_make_its_model_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers.torch, "set_num_threads", lambda number: None)
+    here, there = multiprocessing.Pipe()
+    here.send((1, "stop", ()))
+    workers._serve(there, 0, {"shared": rounds.SCHEMES["shared"]()}, ModelSource(1.0, "no_such:net"))
+    number, good, problem = here.recv()
+    assert (number, good) == (0, False)
+    assert "no_such" in problem
+
+
 def test_the_answers_of_all_workers_are_read_before_an_error_is_raised() -> None:
     class Fails(ProcessWorker):
         def __init__(self) -> None:

@@ -521,8 +521,7 @@ def test_a_worker_of_vllm() -> None:
     receivers = []
 
     def join() -> None:
-        keys = ("scheme", "address", "port", "token", "timeout", "connect_timeout")
-        receivers.append(receiving_scheme(*map(init_info(scheme).get, keys)))
+        receivers.append(receiving_scheme(init_info(scheme)))
         receivers[0].init_on_receiver(model=model, worker_idx=0)
         receivers[0].connect()
 

@@ -16,6 +16,7 @@ from weight_update.cli.output import json_option, show
 
 _PACKAGES = ("torch", "tensordict", "torchrl", "ray")
 _PROC = "mount /proc and /sys, or run on Linux"
+_NAMES = "use the address of the peer; the name server does not answer"
 
 
 def _peers(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, int]]:
@@ -57,9 +58,6 @@ def checks(peers: Sequence[tuple[str, int]] = ()) -> list[Check]:
         Check("CUDA IPC", gpu.look_at_ipc, gpu.IPC_CURE, gpu.GPU_SECONDS),
         Check("NCCL", gpu.look_at_nccl, gpu.NCCL_CURE, gpu.GPU_SECONDS),
     ]
-
-
-_NAMES = "use the address of the peer; the name server does not answer"
 
 
 @click.command("doctor", epilog="Example: weight-update doctor --peer 10.0.0.5:29650")

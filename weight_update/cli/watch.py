@@ -68,20 +68,17 @@ def _looks(url: str, every: float) -> Iterator[Document]:
     """
     before: Metrics | None = None
     while True:
-        before, document = _look(url, before)
+        try:
+            now = fetch(url)
+            document = document_of(now, before)
+        except (OSError, HTTPException, ValueError, OverflowError) as error:
+            reason = _reason(error)
+            if before is None:
+                raise click.ClickException(f"cannot watch {url}: {reason}. {_CURE}") from error
+            raise click.ClickException(f"the trainer at {url} is gone: {reason}") from error
+        before = now
         yield document
         time.sleep(every)
-
-
-def _look(url: str, before: Metrics | None) -> tuple[Metrics, Document]:
-    try:
-        now = fetch(url)
-        return now, document_of(now, before)
-    except (OSError, HTTPException, ValueError, OverflowError) as error:
-        reason = _reason(error)
-        if before is None:
-            raise click.ClickException(f"cannot watch {url}: {reason}. {_CURE}") from error
-        raise click.ClickException(f"the trainer at {url} is gone: {reason}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -71,8 +71,7 @@ class Gathering:
         assert self._options.gather is not None
         self._ranks.hear()
         items = iter(self._options.gather(iter(tensors.items())))
-        more = True
-        while more:
+        while True:
             self._ranks.tell({"go": 0})
             item = next(items, None)
             more = item is not None
@@ -83,8 +82,9 @@ class Gathering:
                         f"{self._ranks.name(place)} than on rank {self._ranks.members[0]}",
                         {},
                     )
-            if item is not None:
-                yield item
+            if item is None:
+                return
+            yield item
             del item
 
     def _agree(self, tensors: Tensors) -> None:

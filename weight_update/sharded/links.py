@@ -103,7 +103,7 @@ class RankLinks:
         for to, work in sent:
             if to not in self._gone:
                 try:
-                    self._wait(to, work, deadline)
+                    self.finish(to, work, deadline)
                 except WeightSyncError as error:
                     problems.append(error)
         if problems:
@@ -143,9 +143,13 @@ class RankLinks:
         """Begin to receive bytes, on the leader; they are complete after :meth:`finish`."""
         return self._begin(place, lambda: self._group.recv([into], place, tag))
 
-    def finish(self, place: int, work: Any) -> None:
-        """Wait until a transfer that was begun is complete."""
-        self._wait(place, work)
+    def finish(self, place: int, work: Any, deadline: float | None = None) -> None:
+        """Wait until a transfer that was begun is complete; without a deadline, wait ``patience`` seconds."""
+        left = self.patience if deadline is None else max(deadline - time.monotonic(), _MOMENT)
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            raise self._lost(place, error) from None
 
     def _send(self, to: int, message: Message) -> list[Any]:
         body = json.dumps(message, separators=(",", ":")).encode()
@@ -167,7 +171,7 @@ class RankLinks:
 
     def _take(self, place: int, nbytes: int, tag: int, deadline: float | None) -> bytes:
         into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._wait(place, self.pull(place, into, tag), deadline)
+        self.finish(place, self.pull(place, into, tag), deadline)
         return into.numpy().tobytes()
 
     def _begin(self, place: int, begin: Callable[[], Any]) -> Any:
@@ -175,13 +179,6 @@ class RankLinks:
             raise kept_error(self.broken or LifecycleError("this scheme was shut down"))
         try:
             return begin()
-        except RuntimeError as error:
-            raise self._lost(place, error) from None
-
-    def _wait(self, place: int, work: Any, deadline: float | None = None) -> None:
-        left = self.patience if deadline is None else max(deadline - time.monotonic(), _MOMENT)
-        try:
-            work.wait(timedelta(seconds=left))
         except RuntimeError as error:
             raise self._lost(place, error) from None
 

@@ -99,8 +99,7 @@ def exchange(
     """Send from another thread, so that a transport whose ``send_chunk`` waits for a reader works too."""
     thread = in_background(source.send_chunk, chunk, timeout)
     got = must_receive(target, timeout)
-    thread.join(timeout)
-    assert not thread.is_alive(), "the chunk has arrived, but send_chunk has not returned"
+    must_end(thread, timeout, "the chunk has arrived, but send_chunk() has not returned")
     return got
 
 

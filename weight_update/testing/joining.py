@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 from weight_update.errors import (
@@ -82,16 +83,11 @@ class JoiningTests(SchemeCase):
         """``weights=`` takes a TensorDict, a dict or a callable, live."""
         source = mlp(1)
         readers: dict[str, Callable[[Any], Any]] = {
-            "tensordict": torch.nn.Module.state_dict,
+            "tensordict": TensorDict.from_module,
             "dict": lambda model: dict(model.named_parameters()),
             "callable": lambda model: lambda: model,
         }
-        weights = readers[kind](source)
-        if kind == "tensordict":
-            from tensordict import TensorDict
-
-            weights = TensorDict.from_module(source)
-        procs = assemble(weights=weights)
+        procs = assemble(weights=readers[kind](source))
         assert_equal(procs, source)
         scramble(source, 2)
         procs.scheme.send()

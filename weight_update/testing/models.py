@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import warnings
 from collections.abc import Iterable
@@ -14,35 +15,28 @@ from torch import nn
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.schema import DTYPES
 
+# torch warns once in a process that complex32 is experimental; tests treat warnings as errors.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.empty(1, dtype=torch.complex32)
+
 
 def random_bits(shape: Iterable[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Return a tensor of random bits; floating dtypes get NaNs of all payloads, infinities and -0.0."""
     shape = tuple(shape)
     generator = torch.Generator().manual_seed(seed)
-    count = int(torch.tensor(shape, dtype=torch.int64).prod())
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).to(torch.bool)
-    raw = torch.randint(0, 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8)
     return raw.view(dtype).view(shape)
-
-
-def _spend_warning() -> None:
-    # torch warns once in a process that complex32 is experimental; tests treat warnings as errors.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.empty(1, dtype=torch.complex32)
-
-
-_spend_warning()
 
 
 def special_floats() -> torch.Tensor:
     """float32 values whose bits are easily lost: quiet and signalling NaNs of both signs, -0.0, tiny ones."""
     patterns = [0x7FC00000, 0x7FC01234, 0x7F800001, 0x7FFFFFFF, 0x80000000, 0x00000001, 0x7F800000]
-    negative = [-0x00400000, -0x00000001, -0x007FFFFF]
-    return (
-        torch.tensor([p - (1 << 32) if p >> 31 else p for p in patterns] + negative).int().view(torch.float32)
-    )
+    negative = [0xFFC00000, 0xFFFFFFFF, 0xFF800001]
+    return torch.tensor(patterns + negative, dtype=torch.uint32).view(torch.float32)
 
 
 class Zoo(nn.Module):

@@ -29,7 +29,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
         raise TimeoutError(f"a condition of the test did not become true within {seconds:g} s")
 
 
-def freeze(pid: int, timeout: float = 10.0) -> None:
+def freeze(pid: int) -> None:
     """Stop a process (SIGSTOP) and wait until all of its threads have stopped.
 
     The signal is only delivered when a thread is scheduled next: until then other threads go on.
@@ -39,8 +39,8 @@ def freeze(pid: int, timeout: float = 10.0) -> None:
     """
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
-    if not eventually(lambda: all(map(_has_stopped, tasks.glob("*/stat"))), timeout):
-        raise TimeoutError(f"process {pid} did not stop within {timeout:g} s")
+    if not eventually(lambda: all(map(_has_stopped, tasks.glob("*/stat")))):
+        raise TimeoutError(f"process {pid} did not stop in time")
 
 
 def _has_stopped(stat: Path) -> bool:

@@ -17,8 +17,7 @@ GPU_SECONDS = 30.0
 """Seconds that a check may take in which a process imports torch, or NCCL starts."""
 _BYTE = 42
 _OPEN = """
-import os, sys
-from weight_update.transports.distributed.store import HashStore
+import sys
 from weight_update.transports.shared_memory.cuda_slots import CudaSlotMapping
 fd, handle = int(sys.argv[1]), bytes.fromhex(sys.argv[2])
 print(int(CudaSlotMapping("doctor", handle, fd).first(1)[0]))

@@ -32,8 +32,8 @@ def read_directory(directory: Path) -> dict[str, Any]:
         CorruptCheckpointError: there are no checkpoints.
     """
     index = ManifestIndex(directory)
-    rows, named, newest = list[dict[str, Any]](), set[str](), None
-    unclear = set[int | None]()
+    rows, named, unclear = list[dict[str, Any]](), set[str](), set[int | None]()
+    newest, newest_weights = None, dict[str, Any]()
     for version in index.versions():
         try:
             row, manifest, weights = _read_version(index, version)
@@ -45,7 +45,7 @@ def read_directory(directory: Path) -> dict[str, Any]:
         else:
             named.add(manifest.file)
         if newest is None and weights is not None:
-            newest = version, weights
+            newest, newest_weights = version, weights
     others = [row for row in _other_files(index, named) if index.version_of(Path(row["file"])) not in unclear]
     if not rows and not others:
         raise CorruptCheckpointError(
@@ -55,11 +55,11 @@ def read_directory(directory: Path) -> dict[str, Any]:
         "good": all(row["state"] == "ok" for row in rows),
         "kind": "checkpoint directory",
         "path": str(directory),
-        "newest_complete_version": None if newest is None else newest[0],
-        **_cure(index, [row for row in rows if row["problem"]], None if newest is None else newest[0]),
+        "newest_complete_version": newest,
+        **_cure(index, rows, newest),
         "versions": rows,
         "other_files": others,
-        **_tensors({} if newest is None else newest[1]),
+        **_tensors(newest_weights),
     }
 
 
@@ -98,8 +98,9 @@ def _newest_complete(index: ManifestIndex) -> int | None:
     return None
 
 
-def _cure(index: ManifestIndex, damaged: Sequence[Mapping[str, Any]], newest: int | None) -> dict[str, str]:
+def _cure(index: ManifestIndex, rows: Sequence[Mapping[str, Any]], newest: int | None) -> dict[str, str]:
     """Return the fact that states what to do about damaged versions; no fact if there are none."""
+    damaged = [row for row in rows if row["problem"]]
     if not damaged:
         return {}
     complete = "wait for the next one" if newest is None else f"use version {newest}, the newest complete one"

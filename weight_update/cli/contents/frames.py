@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ def read_frames(path: Path) -> dict[str, Any]:
     """
     raw = memoryview(read_regular(path))
     reader = _Reader()
-    for start, chunk, problem in _frames(raw):
-        reader.take(start, chunk, problem)
+    for start, found in _frames(raw):
+        reader.take(start, found)
     reader.finish()
     schema = reader.schema
     return {
@@ -46,20 +45,20 @@ def read_frames(path: Path) -> dict[str, Any]:
     }
 
 
-def _frames(raw: memoryview) -> Iterator[tuple[int, WeightChunk | None, str | None]]:
-    """Yield offset, frame and problem; after damage that hides where a frame ends, nothing follows."""
+def _frames(raw: memoryview) -> Iterator[tuple[int, WeightChunk | FormatError]]:
+    """Yield the offset of each frame, and the frame or its error; end if damage hides where a frame ends."""
     start = 0
     while start < len(raw):
         try:
             prelude = Prelude.decode(raw[start : start + PRELUDE_BYTES])
         except FormatError as error:
-            yield start, None, str(error)
+            yield start, error
             return
         end = start + PRELUDE_BYTES + prelude.header_bytes + prelude.payload_bytes
         try:
-            yield start, WeightChunk.decode(raw[start:end]), None
+            yield start, WeightChunk.decode(raw[start:end])
         except FormatError as error:
-            yield start, None, str(error)
+            yield start, error
         start = end
 
 
@@ -80,16 +79,16 @@ class _Reader:
         self.chain: list[int] = []
         self._parts: list[WeightChunk] = []
 
-    def take(self, start: int, chunk: WeightChunk | None, problem: str | None) -> None:
-        """Add a frame; ``chunk`` is None for a damaged one."""
-        self.rows.append(_row(start, chunk))
+    def take(self, start: int, found: WeightChunk | FormatError) -> None:
+        """Add a frame, or the error of a damaged one."""
+        self.rows.append(_row(start, None if isinstance(found, FormatError) else found))
         try:
-            if chunk is None:
-                raise FormatError(str(problem))
-            if chunk.header.get("schema") is not None and chunk.kind in (Kind.HELLO, Kind.WELCOME):
-                self.schema = WeightSchema.from_header(chunk.header["schema"])
-            if chunk.kind is Kind.UPDATE:
-                self._take_update(chunk)
+            if isinstance(found, FormatError):
+                raise found
+            if found.header.get("schema") is not None and found.kind in (Kind.HELLO, Kind.WELCOME):
+                self.schema = WeightSchema.from_header(found.header["schema"])
+            if found.kind is Kind.UPDATE:
+                self._take_update(found)
         except FormatError as error:
             self._blame(str(error))
             self._parts.clear()
@@ -120,19 +119,20 @@ class _Reader:
         header = parts[0].header
         version, base = header["version"], header["base"]
         known = self.schema is not None and self.schema.digest == header["schema"]
+        schema = self.schema if known else None
         if base is None:
             self.chain = [version]
-            if known:
-                _decode_all(parts, self.schema)
+            if schema is not None:
+                _decode_all(parts, schema)
             return
         if self.chain and self.chain[-1] != base:
             raise FormatError(
                 f"the update applies to version {base}, the update before makes {self.chain[-1]}"
             )
-        made = [base, *_versions_of(parts, self.schema if known else None), version]
-        self.chain = [*(self.chain or [base]), *made[1:-1]]
-        if made[-2] != version:
-            raise FormatError(f"the deltas end at version {made[-2]}, not {version}")
+        made = _versions_of(parts, schema)
+        self.chain = [*(self.chain or [base]), *made]
+        if made[-1] != version:
+            raise FormatError(f"the deltas end at version {made[-1]}, not {version}")
 
 
 def _row(start: int, chunk: WeightChunk | None) -> dict[str, Any]:
@@ -171,9 +171,8 @@ def _head_of(chunk: WeightChunk) -> PatchHead:
     return PatchHead.decode(payloads_of([chunk])[0].numpy())
 
 
-def _decode_all(parts: Sequence[WeightChunk], schema: WeightSchema | None) -> None:
+def _decode_all(parts: Sequence[WeightChunk], schema: WeightSchema) -> None:
     """Decode all weights of a full update; raise FormatError if the payloads do not fit the schema."""
-    assert schema is not None
     decoder = decoder_for(parts[0].header["encoding"], schema)
     payloads = payloads_of(parts)
     if not decoder.is_flat:
@@ -187,17 +186,14 @@ def _fresh(nbytes: int) -> torch.Tensor:
 
 def _versions_of(parts: Sequence[WeightChunk], schema: WeightSchema | None) -> list[int]:
     """Return the versions that the deltas of an update make; raise FormatError if they do not follow."""
-    encoding = parts[0].header["encoding"]
-    steps = list[tuple[int, int]]()
+    header = parts[0].header
+    encoding, latest, made = header["encoding"], header["base"], list[int]()
+    if schema is None and encoding != PatchEncoding.name:
+        return [header["version"]]  # deltas of other encodings cannot be read without the schema
     for chunk in parts:
-        if schema is not None:
-            delta = read_delta(encoding, payloads_of([chunk])[0], schema)
-            steps.append((delta.base, delta.version))
-        elif encoding == PatchEncoding.name:
-            steps.append((_head_of(chunk).base, _head_of(chunk).version))
-    if not steps:
-        return [parts[0].header["version"]]
-    for (_, made), (base, _) in pairwise([(0, parts[0].header["base"]), *steps]):
-        if made != base:
-            raise FormatError(f"a delta applies to version {base}, the one before makes {made}")
-    return [version for _, version in steps]
+        delta = _head_of(chunk) if schema is None else read_delta(encoding, payloads_of([chunk])[0], schema)
+        if delta.base != latest:
+            raise FormatError(f"a delta applies to version {delta.base}, the one before makes {latest}")
+        latest = delta.version
+        made.append(latest)
+    return made

@@ -127,16 +127,11 @@ class ProcessWorker(Worker):
 def _serve(
     pipe: Connection, index: int, schemes: Mapping[str, WeightSyncScheme], source: ModelSource
 ) -> None:
-    receivers: Any = None
-
-    def make() -> None:
-        nonlocal receivers
-        receivers = _Receivers(index, schemes, source)
-
+    good, receivers = _outcome(_Receivers, index, schemes, source)
     with contextlib.suppress(EOFError, OSError):  # the program was ended
-        pipe.send((0, *_outcome(make)))
+        pipe.send((0, good, None if good else receivers))
         command = ""
-        while command != "stop":
+        while good and command != "stop":
             number, command, args = pipe.recv()
             pipe.send((number, *_outcome(getattr(receivers, command), *args)))
 

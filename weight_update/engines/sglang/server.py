@@ -82,7 +82,7 @@ class SGLangServer(InferenceEngine):
         except BaseException:
             if self.version is not None:
                 with contextlib.suppress(RuntimeError, WeightSyncError):  # the first error says more
-                    self._calls.post("continue_generation", {})
+                    self._calls.post("continue_generation")
             raise
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -97,7 +97,7 @@ class SGLangServer(InferenceEngine):
     def finish_update(self, version: int) -> None:
         """End the update, and let the server continue."""
         self._session.close(version)
-        self._calls.post("continue_generation", {})
+        self._calls.post("continue_generation")
         self.version = version
 
     def abort_update(self, version: int) -> None:
@@ -124,28 +124,28 @@ class _ServerCalls(SGLangCalls):
         return found
 
     def pause(self) -> None:
-        self.post("pause_generation", {"mode": self._pause})
+        self.post("pause_generation", mode=self._pause)
 
     def begin(self) -> None:
-        self.post("begin_weight_update", {})
+        self.post("begin_weight_update")
 
     def load(self, order: str) -> None:
         # One for each rank. SGLang's unpickler takes tensors, strings, lists and tuples.
         content = base64.b64encode(pickle.dumps([(order, torch.empty(0, device="cpu"))])).decode()
-        body = {"serialized_named_tensors": [content] * self._ranks, "load_format": LOADER}
-        self.post("update_weights_from_tensor", {**body, "flush_cache": False})
+        named = {"serialized_named_tensors": [content] * self._ranks}
+        self.post("update_weights_from_tensor", **named, load_format=LOADER, flush_cache=False)
 
     def end(self) -> None:
-        self.post("end_weight_update", {})
+        self.post("end_weight_update")
 
     def flush(self) -> None:
         # With a timeout, SGLang waits until no request is left. Those that were retracted stay.
-        self.post(f"flush_cache?timeout={self._timeout:g}" if self._pause == "abort" else "flush_cache", {})
+        self.post(f"flush_cache?timeout={self._timeout:g}" if self._pause == "abort" else "flush_cache")
 
     def set_version(self, version: int) -> None:
-        self.post("update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self.post("update_weight_version", new_version=str(version), abort_all_requests=False)
 
-    def post(self, route: str, body: dict[str, Any]) -> None:
+    def post(self, route: str, **body: Any) -> None:
         """Call a route; raise as :func:`~weight_update.engines.http.call`."""
         self._call("POST", route, body)
 

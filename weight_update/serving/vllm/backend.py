@@ -101,14 +101,7 @@ class VLLMBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         if init_info.control is not None and self.rank == 0:
             self._calls = LeadingCalls(init_info.control, init_info.pause, init_info.timeout)
         engine = VLLMReceiver(self.loader, self._turns, in_chunks=init_info.in_chunks, calls=self._calls)
-        scheme = receiving_scheme(
-            init_info.scheme,
-            init_info.address,
-            init_info.port,
-            init_info.token,
-            init_info.timeout,
-            init_info.connect_timeout,
-        )
+        scheme = receiving_scheme(vars(init_info))
         scheme.init_on_receiver(model=engine, worker_idx=init_info.first_worker + self.rank)
         self.scheme = scheme
         try:
@@ -122,18 +115,16 @@ class VLLMBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Do nothing: whether weights are loaded as a whole is known when an update has come."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        if self.scheme is None:
+        scheme = self.scheme
+        if scheme is None:
             raise RuntimeError("this worker has no sender; call init_weight_transfer_engine() first")
         if update_info.version is None and self.parallel_config.world_size > 1:
             raise ValueError(
                 'several workers must load the same version: name it, update_weights({"version": n})'
             )
-        timeout = self.scheme.timeout if update_info.timeout is None else update_info.timeout
-        self._turns.serve(update_info.version, timeout, self._check)
-
-    def _check(self) -> None:
-        assert self.scheme is not None
-        self.scheme.receive(0)  # raises if the sender is gone
+        timeout = scheme.timeout if update_info.timeout is None else update_info.timeout
+        # receive() raises if the sender is gone
+        self._turns.serve(update_info.version, timeout, lambda: scheme.receive(0))
 
     def finish_weight_update(self) -> None:
         """Do nothing: a version is in force when it is loaded."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -72,24 +72,18 @@ def _in_object_store(scheme: RemoteWeightSyncScheme) -> bool:
     return isinstance(scheme, RayWeightSyncScheme) and scheme.data == "object_store"
 
 
-def receiving_scheme(
-    scheme: str, address: str, port: int, token: str, timeout: float, connect_timeout: float
-) -> WeightSyncScheme:
-    """Return the scheme of a worker, not initialized yet, from fields of :func:`init_info`.
+def receiving_scheme(info: Mapping[str, Any]) -> WeightSyncScheme:
+    """Return the scheme of a worker, not initialized yet, from a dict of :func:`init_info`.
 
     Raises:
-        ValueError: ``scheme`` is neither ``"shared"`` nor ``"distributed"``.
+        ValueError: ``info["scheme"]`` is neither ``"shared"`` nor ``"distributed"``.
     """
-    common: dict[str, Any] = {
-        "address": address,
-        "token": token,
-        "timeout": timeout,
-        "connect_timeout": connect_timeout,
-    }
+    scheme = info["scheme"]
+    common = {key: info[key] for key in ("address", "token", "timeout", "connect_timeout")}
     if scheme == "shared":
         return SharedMemWeightSyncScheme("state_dict", **common)
     if scheme == "distributed":
-        return DistributedWeightSyncScheme(strategy="state_dict", port=port, **common)
+        return DistributedWeightSyncScheme(strategy="state_dict", port=info["port"], **common)
     raise ValueError(f"unknown scheme {scheme!r} in init_info (known: 'shared', 'distributed')")
 
 

@@ -50,13 +50,13 @@ class Placements:
         These are the changed weights in another form, and all weights of the modules that these fill: a
         reload fills the whole module.
         """
-        names, modules = self.others.intersection(changed), set[str]()
-        found = set(names)
+        names, modules = set[str](), set[str]()
+        found = set(self.others.intersection(changed))
         while found:
             modules.update(*(self.modules[name] for name in found))
             names |= found
             found = {name for name, used in self.modules.items() if not modules.isdisjoint(used)} - names
-        return set(names), modules
+        return names, modules
 
     def __str__(self) -> str:
         unused = sum(not blocks for blocks in self.blocks.values())

@@ -82,9 +82,8 @@ class Turns:
                 self._waiting = None
 
     def _takes(self, version: int) -> bool:
-        if self._closed or self.is_inline:
-            return not self._closed
-        return self._owner is not None and (self._target is None or version <= self._target)
+        serves = self._owner is not None and (self._target is None or version <= self._target)
+        return not self._closed and (serves or self.is_inline)
 
     def run(self, work: Callable[[], Any]) -> Any:
         """Return the result of ``work``, called in the thread that serves.
