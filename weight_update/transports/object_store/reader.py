@@ -164,8 +164,9 @@ class ObjectStoreReader(TransportBackend):
     def _chunks_of(self, manifest: Manifest, known: list[tuple[str, int]]) -> Iterator[WeightChunk]:
         if self._hello is not None:
             welcome = self._load(manifest.welcome)
-            reply, self._hello = self._reply(self._hello, welcome, manifest.newest), None
-            self._welcome, self._schema = manifest.welcome.sha256, self._schema_of(welcome)
+            schema = WeightSchema.from_header(welcome.header["schema"])
+            reply, self._hello = _reply(self._hello, welcome, schema, manifest.newest), None
+            self._welcome, self._schema = manifest.welcome.sha256, schema
             yield reply
             if reply.kind is Kind.REFUSED:
                 return
@@ -188,21 +189,6 @@ class ObjectStoreReader(TransportBackend):
     def _arrived(self, run: str, version: int) -> None:
         self._position, self._joining, self._deadline = (run, version), False, None
         self._recover()
-
-    @staticmethod
-    def _schema_of(welcome: WeightChunk) -> WeightSchema:
-        return WeightSchema.from_header(welcome.header["schema"])
-
-    def _reply(self, hello: WeightChunk, welcome: WeightChunk, newest: int) -> WeightChunk:
-        """Return the answer to a HELLO: the description of the weights, or a refusal if they do not fit."""
-        if hello.header["schema"] is not None:
-            theirs = WeightSchema.from_header(hello.header["schema"])
-            try:
-                self._schema_of(welcome).require_same(theirs, f"worker {hello.header['worker']}", more=True)
-            except SchemaMismatchError as error:
-                reason = str(error).partition("\n")[0]
-                return WeightChunk(Kind.REFUSED, {"reason": reason, "problems": list(error.problems)})
-        return replace(welcome, header={**welcome.header, "version": newest})
 
     def _merged(self, chain: Sequence[StoredVersion], schema: WeightSchema) -> WeightChunk:
         """Return the newest version of a chain as one dense update."""
@@ -241,6 +227,18 @@ class ObjectStoreReader(TransportBackend):
         if source.digest != frame.sha256:
             raise FormatError(f"the digest of {frame.name} is wrong")
         return chunk
+
+
+def _reply(hello: WeightChunk, welcome: WeightChunk, schema: WeightSchema, newest: int) -> WeightChunk:
+    """Return the answer to a HELLO: the description of the weights, or a refusal if they do not fit."""
+    if hello.header["schema"] is not None:
+        theirs = WeightSchema.from_header(hello.header["schema"])
+        try:
+            schema.require_same(theirs, f"worker {hello.header['worker']}", more=True)
+        except SchemaMismatchError as error:
+            reason = str(error).partition("\n")[0]
+            return WeightChunk(Kind.REFUSED, {"reason": reason, "problems": list(error.problems)})
+    return replace(welcome, header={**welcome.header, "version": newest})
 
 
 class _Pieces:
