@@ -13,6 +13,7 @@ from torch.distributed import rpc
 
 from weight_update.arguments import refuse_arguments
 from weight_update.errors import LinkClosedError
+from weight_update.text import brief
 from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.reconnecting import LinkConnection
@@ -117,10 +118,9 @@ def _call(rref: Any, model_id: str, applied: WeightChunk, timeout: float) -> fut
         try:
             failure = future.value()
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
             problem = (
                 f"the update is in force, but the worker's _receive_weights_scheme() could not be called "
-                f"through RPC, or did not return within {timeout:g} s ({reason})"
+                f"through RPC, or did not return within {timeout:g} s ({brief(error)})"
             )
             failure = problem, ""
         chunk = applied

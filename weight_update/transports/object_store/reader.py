@@ -20,6 +20,7 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
 )
+from weight_update.text import brief
 from weight_update.transports.base import Allocate, TransportBackend
 from weight_update.transports.object_store.manifest import Manifest, StoredFrame, StoredVersion, read_manifest
 from weight_update.transports.object_store.store import ObjectStore
@@ -236,8 +237,7 @@ def _reply(hello: WeightChunk, welcome: WeightChunk, schema: WeightSchema, newes
         try:
             schema.require_same(theirs, f"worker {hello.header['worker']}", more=True)
         except SchemaMismatchError as error:
-            reason = str(error).partition("\n")[0]
-            return WeightChunk(Kind.REFUSED, {"reason": reason, "problems": list(error.problems)})
+            return WeightChunk(Kind.REFUSED, {"reason": brief(error), "problems": list(error.problems)})
     return replace(welcome, header={**welcome.header, "version": newest})
 
 
