@@ -19,7 +19,7 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.host_name import this_host
 from weight_update.transports.ray.actors import ActorWatch
-from weight_update.transports.ray.object_store import ObjectStore
+from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import (
     find_rendezvous,
     look_up,
@@ -83,7 +83,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         self.actors: dict[int, Any] = {}
         self._watch = ActorWatch(self.actors)
         self._rendezvous: Any = None
-        self._object_store = ObjectStore()
+        self._object_store = RayObjectStore()
 
     @takes_options_of(RemoteWeightSyncScheme.init_on_sender)
     def init_on_sender(

@@ -12,7 +12,7 @@ from weight_update.transports.ray.rendezvous import running_ray
 from weight_update.wire.frames import WeightChunk
 
 
-class ObjectStore:
+class RayObjectStore:
     """Payloads of one sender in Ray's object store. Each is put there once, whatever the number of links.
 
     An object is released when its chunk is garbage-collected, or a chunk of a later version is put.
