@@ -108,7 +108,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
 
     @property
     def _notice(self) -> str:
-        return f"weight_update/{self.model_id or 'policy'}"
+        return f"weight_update/{self._model_name}"
 
 
 def _default_store() -> Any:

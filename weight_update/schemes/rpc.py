@@ -203,7 +203,3 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         state = super().__getstate__()
         state["sender"] = self.sender or own_name()
         return state
-
-    @property
-    def _model_name(self) -> str:
-        return self.model_id or "policy"
