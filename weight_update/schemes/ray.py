@@ -147,9 +147,10 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         if self.data == "torch":
             link = super().create_transport(worker_idx=worker_idx, end=end)
         else:
-            find, host = None if end == "sender" else self._find_rendezvous, self.host_name()
-            options: dict[str, Any] = {"token": self.token, "host": host, "directory": self.directory}
-            link = RayTransport(find, self._object_store, **options)
+            find = None if end == "sender" else self._find_rendezvous
+            link = RayTransport(
+                find, self._object_store, token=self.token, host=self.host_name(), directory=self.directory
+            )
         if end == "sender":
             link.explain = functools.partial(self._watch.named, worker_idx)
         return link  # type: ignore[no-any-return]
