@@ -37,9 +37,9 @@ from weight_update import DistributedWeightSyncScheme, SyncFailedError, WeightCh
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.transports.distributed.rendezvous import Announcement, find_sender
 from weight_update.transports.rate_limit import Refusals
-from weight_update.transports.shared_memory.unix_stream import deadline_of
 from weight_update.transports.signed_stream import MAX_JSON_BYTES, SignedStream
 from weight_update.transports.signed_stream import call as call_sender
+from weight_update.transports.socket_stream import deadline_of
 from weight_update.wire.frames import Kind
 
 WORKERS = 2

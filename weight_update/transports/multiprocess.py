@@ -29,7 +29,7 @@ from weight_update.transports.shared_memory.slots import (
     open_slot,
     slot_of,
 )
-from weight_update.transports.shared_memory.unix_stream import (
+from weight_update.transports.socket_stream import (
     close_in_children,
     deadline_of,
     peer_credentials,

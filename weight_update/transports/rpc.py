@@ -17,7 +17,7 @@ from weight_update.text import brief
 from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.reconnecting import LinkConnection
-from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.transports.socket_stream import deadline_of, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 
 _TORCHRL = ("collector_info", "collector_rref", "collector_class")

@@ -17,7 +17,7 @@ from typing import Any
 from weight_update.errors import FormatError, SyncTimeoutError, undo_on_error
 from weight_update.text import format_seconds
 from weight_update.transports.handshake import prove_token
-from weight_update.transports.shared_memory.unix_stream import (
+from weight_update.transports.socket_stream import (
     SocketStream,
     close_in_children,
     deadline_of,

@@ -21,8 +21,8 @@ from weight_update.text import format_seconds
 from weight_update.threads import start_thread
 from weight_update.transports.distributed.store import TCPStore, disown, own
 from weight_update.transports.handshake import PROOF_BYTES, proof
-from weight_update.transports.shared_memory.unix_stream import SocketStream
 from weight_update.transports.signed_stream import dial, listen
+from weight_update.transports.socket_stream import SocketStream
 
 REPLY_SECONDS = 10.0
 """Seconds that a store may take to answer where the caller sets no limit."""

@@ -15,7 +15,7 @@ import torch
 
 from weight_update.errors import LinkClosedError
 from weight_update.transports.distributed.checksum import Checksum
-from weight_update.transports.shared_memory.unix_stream import SocketStream
+from weight_update.transports.socket_stream import SocketStream
 from weight_update.wire.compiled import load
 from weight_update.wire.memory import byte_view
 

@@ -23,8 +23,8 @@ from weight_update.transports.join_listener import answering_refusals, link_for
 from weight_update.transports.listener import Listener
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
-from weight_update.transports.shared_memory.unix_stream import SHORTAGES, SocketStream, seconds_left
 from weight_update.transports.signed_stream import SignedStream, call, dial, listen
+from weight_update.transports.socket_stream import SHORTAGES, SocketStream, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 
 _log = logging.getLogger(__name__)

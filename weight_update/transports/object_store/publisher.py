@@ -24,7 +24,7 @@ from weight_update.transports.object_store.manifest import (
     read_manifest,
 )
 from weight_update.transports.object_store.store import ObjectStore
-from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.transports.socket_stream import deadline_of, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.memory import byte_view
 

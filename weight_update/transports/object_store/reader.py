@@ -24,7 +24,7 @@ from weight_update.text import brief
 from weight_update.transports.base import Allocate, TransportBackend
 from weight_update.transports.object_store.manifest import Manifest, StoredFrame, StoredVersion, read_manifest
 from weight_update.transports.object_store.store import ObjectStore
-from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.transports.socket_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk, fresh_bytes, payloads_of
 from weight_update.wire.memory import byte_view
 from weight_update.wire.schema import WeightSchema

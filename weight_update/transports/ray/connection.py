@@ -16,7 +16,7 @@ from weight_update.transports.base import Allocate
 from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, one_line, ray_runs, running_ray
 from weight_update.transports.reconnecting import LinkConnection
-from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.transports.socket_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Prelude, WeightChunk, fresh_bytes
 from weight_update.wire.memory import byte_view
 

@@ -18,7 +18,7 @@ from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, look_up, ray_runs, running_ray
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
-from weight_update.transports.shared_memory.unix_stream import seconds_left
+from weight_update.transports.socket_stream import seconds_left
 from weight_update.wire.frames import WeightChunk
 
 _NO_HANDLE = (

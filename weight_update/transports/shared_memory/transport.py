@@ -32,7 +32,7 @@ from weight_update.transports.shared_memory.slots import (
     SlotTable,
     slot_of,
 )
-from weight_update.transports.shared_memory.unix_stream import (
+from weight_update.transports.socket_stream import (
     SHORTAGES,
     SocketStream,
     deadline_of,
