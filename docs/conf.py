@@ -56,7 +56,7 @@ _INTERNAL = [  # classes and aliases that signatures show, but users do not name
     "DeviceMap",
     "ExtractAs",
     "Method",
-    "ObjectStore",
+    "RayObjectStore",
     "Select",
     "Service",
     "UpdateOwner",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
 from weight_update.transports.signed_stream import SignedStream, dial, listen
+from weight_update.transports.socket_stream import SocketStream, deadline_of
 
 
 def signed_pair(*, tcp: bool = False, key: bytes = bytes(32)) -> tuple[SignedStream, SignedStream]:

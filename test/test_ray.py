@@ -47,7 +47,7 @@ from weight_update.testing.lifecycle import LifecycleTests
 from weight_update.testing.processes import eventually, freeze
 from weight_update.testing.ray_workers import RayWorker
 from weight_update.transports.host_name import this_host
-from weight_update.transports.ray.object_store import ObjectStore
+from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import find_rendezvous, start_rendezvous, stop_rendezvous
 from weight_update.transports.ray.transport import RayListener, RayTransport
 from weight_update.wire.frames import Kind
@@ -446,7 +446,7 @@ def test_a_full_store_is_an_error_that_says_what_to_do(monkeypatch: pytest.Monke
     monkeypatch.setattr(ray, "put", full)  # Ray spills to disk first, and nobody wants to fill that
     welcome = {"schema": {}, "strategy": "", "keep": False, "version": None, "digests": None}
     with pytest.raises(NotEnoughMemoryError, match="object_store_memory"):
-        ObjectStore().put(WeightChunk(Kind.WELCOME, welcome, torch.zeros(1 << 20, dtype=torch.uint8)))
+        RayObjectStore().put(WeightChunk(Kind.WELCOME, welcome, torch.zeros(1 << 20, dtype=torch.uint8)))
 
 
 @pytest.mark.slow  # test_kills.py has trainers that die, with other schemes

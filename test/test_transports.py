@@ -46,7 +46,7 @@ from weight_update.transports.distributed.rendezvous import Announcement, Sender
 from weight_update.transports.distributed.transport import DistributedListener
 from weight_update.transports.shared_memory.slots import slot_of
 from weight_update.transports.shared_memory.transport import SharedMemListener
-from weight_update.transports.shared_memory.unix_stream import SocketStream
+from weight_update.transports.socket_stream import SocketStream
 from weight_update.wire.frames import Kind, WeightChunk
 
 

@@ -24,8 +24,8 @@ from weight_update import (
 )
 from weight_update.transports.distributed.rendezvous import find_sender
 from weight_update.transports.handshake import prove_token
-from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
 from weight_update.transports.signed_stream import call
+from weight_update.transports.socket_stream import SocketStream, deadline_of
 from weight_update.wire.frames import Kind
 
 LIMIT = 1.0

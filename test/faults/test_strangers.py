@@ -39,7 +39,7 @@ from weight_update import SharedMemWeightSyncScheme, WeightChunk
 from weight_update.errors import JoinRefusedError
 from weight_update.testing.processes import freeze
 from weight_update.transports.handshake import Challenge, prove_token
-from weight_update.transports.shared_memory.unix_stream import SocketStream
+from weight_update.transports.socket_stream import SocketStream
 from weight_update.wire.frames import Kind
 
 WORKERS = 2

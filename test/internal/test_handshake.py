@@ -16,7 +16,7 @@ from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError,
 from weight_update.testing.chunks import in_background
 from weight_update.testing.processes import eventually
 from weight_update.transports.handshake import Challenge, prove_token
-from weight_update.transports.shared_memory.unix_stream import SocketStream
+from weight_update.transports.socket_stream import SocketStream
 
 TOKEN = "confidential"
 

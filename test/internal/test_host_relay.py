@@ -24,8 +24,8 @@ from weight_update.transports.distributed.relay.host_relay import HostRelay
 from weight_update.transports.distributed.relay.router import RemoteConnection, Router
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.slots import SharedBuffer, open_slot
-from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
 from weight_update.transports.signed_stream import SignedStream, call, listen
+from weight_update.transports.socket_stream import SocketStream, deadline_of
 
 HERE = "127.0.0.1"
 TOKEN = "confidential"

@@ -26,7 +26,7 @@ from weight_update.transports import listener as module
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
-from weight_update.transports.shared_memory.unix_stream import SocketStream
+from weight_update.transports.socket_stream import SocketStream
 
 TOKEN = "confidential"
 LONG = 10.0

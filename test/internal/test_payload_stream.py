@@ -200,8 +200,9 @@ def test_an_end_that_is_gone(pair: Pair, end: int) -> None:
         lambda: pair[1].recv_payload(discarded_pieces(NBYTES), LONG, Forwarder(None)),
         lambda: pair[0].send_payload(torch.zeros(NBYTES, dtype=torch.uint8), LONG),
     )
-    with pytest.raises(LinkClosedError):
+    with pytest.raises(LinkClosedError) as failure:
         actions[end]()
+    assert str(failure.value).count("the other end is gone") == 1
 
 
 @pytest.mark.parametrize("waits", ["for a message", "for a payload", "to send"])

@@ -18,8 +18,8 @@ from stream_parts import signed_pair
 from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError
 from weight_update.testing.chunks import in_background
 from weight_update.testing.processes import eventually
-from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
 from weight_update.transports.signed_stream import MAX_JSON_BYTES, SignedStream, dial, listen
+from weight_update.transports.socket_stream import SocketStream, deadline_of
 
 KEY = bytes(range(32))
 LONG = 10.0

@@ -19,8 +19,8 @@ from weight_update import (
 )
 from weight_update.synchronizer import rpc
 from weight_update.transports import signed_stream
-from weight_update.transports.shared_memory.unix_stream import SocketStream
 from weight_update.transports.signed_stream import SignedStream
+from weight_update.transports.socket_stream import SocketStream
 
 
 @pytest.fixture

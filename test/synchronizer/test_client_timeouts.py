@@ -27,8 +27,8 @@ from weight_update import (
 from weight_update.synchronizer.rpc import CONTEXT, SocketChannel
 from weight_update.testing.processes import freeze
 from weight_update.transports.listener import Listener
-from weight_update.transports.shared_memory.unix_stream import SocketStream, seconds_left
 from weight_update.transports.signed_stream import SignedStream
+from weight_update.transports.socket_stream import SocketStream, seconds_left
 
 TIMEOUT = 0.5
 SOON = 8 * TIMEOUT  # other programs run on this machine, too

@@ -28,7 +28,7 @@ from weight_update.receiver.staging import ReceiverOptions
 from weight_update.receiver.updates import UpdateHandler, as_memory_error, summary_of
 from weight_update.threads import start_thread
 from weight_update.transports.base import TransportBackend
-from weight_update.transports.shared_memory.unix_stream import SHORTAGES, seconds_left
+from weight_update.transports.socket_stream import SHORTAGES, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk, require_chunk
 from weight_update.wire.schema import WeightSchema
 

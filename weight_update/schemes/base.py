@@ -380,8 +380,12 @@ class WeightSyncScheme(SchemeUpdates):
 
     def _observer(self) -> ContextObserver | None:
         """Return the observer that tells the context, if there is one, of a receiver's updates."""
-        context, name = self.context, self.model_id or "policy"
-        return None if context is None else ContextObserver(context, name, self.strategy.export)
+        context, export = self.context, self.strategy.export
+        return None if context is None else ContextObserver(context, self._model_name, export)
+
+    @property
+    def _model_name(self) -> str:
+        return self.model_id or "policy"
 
     def _connect_limit(self, timeout: float | None) -> float:
         return self.connect_timeout if timeout is None else require_seconds("timeout", timeout)

@@ -18,7 +18,7 @@ from weight_update.schemes.collector import first_worker_of
 from weight_update.schemes.options import RemoteOptions, takes_options_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.text import format_seconds
+from weight_update.text import brief, format_seconds
 from weight_update.threads import start_thread
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.relay.nccl import require_known
@@ -85,7 +85,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         if isinstance(answer, Exception):
             raise SyncTimeoutError(
                 f"no sender of {self._notice!r} announced itself in the store of the default process group "
-                f"within {format_seconds(timeout)} ({str(answer).partition(chr(10))[0]})"
+                f"within {format_seconds(timeout)} ({brief(answer)})"
             ) from None
         return Whereabouts(*json.loads(answer))
 
@@ -108,7 +108,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
 
     @property
     def _notice(self) -> str:
-        return f"weight_update/{self.model_id or 'policy'}"
+        return f"weight_update/{self._model_name}"
 
 
 def _default_store() -> Any:

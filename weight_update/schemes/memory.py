@@ -34,25 +34,22 @@ class _Listener:
         Raise JoinRefusedError if the worker cannot be admitted, or another receiver has its link.
         """
         with self._lock:  # several receivers may ask at once
-            return self._link(worker_idx)
-
-    def _link(self, worker_idx: int) -> MemoryTransport:
-        link = self.links.get(worker_idx)
-        if not self._closed and (link is None or (link.closed and worker_idx not in self._initial)):
-            self._admit(worker_idx)
-            self._taken.discard(worker_idx)
             link = self.links.get(worker_idx)
-        if self._closed or link is None:
-            mine, theirs = MemoryTransport.pair()
-            mine.close()
-            return theirs
-        if worker_idx in self._taken and not link.closed:
-            raise JoinRefusedError(
-                f"another receiver is worker {worker_idx}: give each receiver an index of its own, or shut "
-                "down the other one first"
-            )
-        self._taken.add(worker_idx)
-        return link
+            if not self._closed and (link is None or (link.closed and worker_idx not in self._initial)):
+                self._admit(worker_idx)
+                self._taken.discard(worker_idx)
+                link = self.links.get(worker_idx)
+            if self._closed or link is None:
+                mine, theirs = MemoryTransport.pair()
+                mine.close()
+                return theirs
+            if worker_idx in self._taken and not link.closed:
+                raise JoinRefusedError(
+                    f"another receiver is worker {worker_idx}: give each receiver an index of its own, or "
+                    "shut down the other one first"
+                )
+            self._taken.add(worker_idx)
+            return link
 
     def start(self) -> None:
         """Do nothing: links exist from the beginning."""

@@ -19,7 +19,7 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.host_name import this_host
 from weight_update.transports.ray.actors import ActorWatch
-from weight_update.transports.ray.object_store import ObjectStore
+from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import (
     find_rendezvous,
     look_up,
@@ -83,7 +83,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         self.actors: dict[int, Any] = {}
         self._watch = ActorWatch(self.actors)
         self._rendezvous: Any = None
-        self._object_store = ObjectStore()
+        self._object_store = RayObjectStore()
 
     @takes_options_of(RemoteWeightSyncScheme.init_on_sender)
     def init_on_sender(
@@ -147,9 +147,10 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         if self.data == "torch":
             link = super().create_transport(worker_idx=worker_idx, end=end)
         else:
-            find, host = None if end == "sender" else self._find_rendezvous, self.host_name()
-            options: dict[str, Any] = {"token": self.token, "host": host, "directory": self.directory}
-            link = RayTransport(find, self._object_store, **options)
+            find = None if end == "sender" else self._find_rendezvous
+            link = RayTransport(
+                find, self._object_store, token=self.token, host=self.host_name(), directory=self.directory
+            )
         if end == "sender":
             link.explain = functools.partial(self._watch.named, worker_idx)
         return link  # type: ignore[no-any-return]

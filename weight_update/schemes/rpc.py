@@ -21,7 +21,7 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.threads import start_thread
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.rpc import RPCTransport, called_for
-from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.transports.socket_stream import deadline_of, seconds_left
 
 _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 5.0
@@ -203,7 +203,3 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         state = super().__getstate__()
         state["sender"] = self.sender or own_name()
         return state
-
-    @property
-    def _model_name(self) -> str:
-        return self.model_id or "policy"

@@ -12,7 +12,7 @@ from torch.distributed import rpc
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.schemes.remote import Whereabouts
-from weight_update.text import format_seconds
+from weight_update.text import brief, format_seconds
 
 _LEAST_SECONDS = 0.001  # RPC waits for ever with 0
 
@@ -69,8 +69,7 @@ class Question:
             where = rpc.rpc_sync(sender, _answer, args=(self._key, own_name(), self._name), timeout=limit)
             found = where or self._answers.get(timeout=max(deadline - time.monotonic(), 0.0))
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise LinkClosedError(f"RPC worker {sender!r} cannot be asked ({reason})") from None
+            raise LinkClosedError(f"RPC worker {sender!r} cannot be asked ({brief(error)})") from None
         except queue.Empty:
             raise SyncTimeoutError(
                 f"RPC worker {sender!r} announced no sender of {self._key!r} within "

@@ -25,7 +25,7 @@ from weight_update.synchronizer.service import Service, outcome_of
 from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.threads import start_thread
-from weight_update.transports.shared_memory.unix_stream import deadline_of
+from weight_update.transports.socket_stream import deadline_of
 
 _log = logging.getLogger(__name__)
 _SOURCE = "checkpoint"

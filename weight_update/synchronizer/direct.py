@@ -23,7 +23,7 @@ from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.state import ExplorerState, remember
 from weight_update.synchronizer.transfer import Endpoint, Publisher, is_loopback, key_of, settle
 from weight_update.text import format_seconds
-from weight_update.transports.shared_memory.unix_stream import deadline_of
+from weight_update.transports.socket_stream import deadline_of
 
 _log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from weight_update.synchronizer.service import Service, has_ended, outcome_of
 from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, is_loopback, key_of, settle
-from weight_update.transports.shared_memory.unix_stream import deadline_of
+from weight_update.transports.socket_stream import deadline_of
 from weight_update.wire.schema import WeightSchema
 
 _log = logging.getLogger(__name__)

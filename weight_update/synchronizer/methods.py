@@ -19,7 +19,7 @@ from weight_update.schemes.sender_side import close_all
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, key_of
-from weight_update.transports.shared_memory.unix_stream import deadline_of
+from weight_update.transports.socket_stream import deadline_of
 
 OUTAGES = (TransportError, SyncTimeoutError, SyncFailedError, OSError)
 """Errors that are a reason why nothing was published; others reach the caller."""

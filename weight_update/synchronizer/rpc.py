@@ -27,8 +27,8 @@ from weight_update.text import format_seconds
 from weight_update.transports import signed_stream
 from weight_update.transports.listener import Listener
 from weight_update.transports.rate_limit import RateLimitedLog
-from weight_update.transports.shared_memory.unix_stream import SocketStream, seconds_left
 from weight_update.transports.signed_stream import SignedStream
+from weight_update.transports.socket_stream import SocketStream, seconds_left
 
 _log = logging.getLogger(__name__)
 CONTEXT = "synchronizer"

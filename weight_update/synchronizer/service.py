@@ -16,7 +16,7 @@ from weight_update.synchronizer.sessions import Closed, Held, Refused, Reply, Se
 from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState, remember
 from weight_update.synchronizer.transfer import Endpoint, key_of
 from weight_update.text import format_seconds
-from weight_update.transports.shared_memory.unix_stream import deadline_of
+from weight_update.transports.socket_stream import deadline_of
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from weight_update.synchronizer.state import TRAINER_STOPPED, ExplorerState, Mem
 from weight_update.synchronizer.state_machine import StateMachine
 from weight_update.synchronizer.transfer import Endpoint, is_loopback
 from weight_update.threads import start_thread
-from weight_update.transports.shared_memory.unix_stream import seconds_left
+from weight_update.transports.socket_stream import seconds_left
 
 Reply = dict[str, Any]
 """The answer to a call: plain values."""

@@ -14,7 +14,7 @@ from weight_update.encodings import decoder_for
 from weight_update.errors import FormatError, SyncTimeoutError
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.transports.socket_stream import deadline_of, seconds_left
 from weight_update.wire.frames import Kind, Step, WeightChunk, extra_of, frames_of, payloads_of, require_chunk
 from weight_update.wire.schema import WeightSchema
 

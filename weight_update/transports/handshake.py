@@ -15,7 +15,7 @@ import socket
 import struct
 
 from weight_update.errors import FormatError, JoinRefusedError
-from weight_update.transports.shared_memory.unix_stream import SocketStream, peer_credentials
+from weight_update.transports.socket_stream import SocketStream, peer_credentials
 
 _MAGIC = b"WUH1"
 PROOF_BYTES = 32

@@ -14,7 +14,7 @@ from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutE
 from weight_update.threads import start_thread
 from weight_update.transports.handshake import Challenge, require_same_user
 from weight_update.transports.rate_limit import Refusals
-from weight_update.transports.shared_memory.unix_stream import (
+from weight_update.transports.socket_stream import (
     SHORTAGES,
     SocketStream,
     close_in_children,

@@ -29,7 +29,7 @@ from weight_update.transports.shared_memory.slots import (
     open_slot,
     slot_of,
 )
-from weight_update.transports.shared_memory.unix_stream import (
+from weight_update.transports.socket_stream import (
     close_in_children,
     deadline_of,
     peer_credentials,
@@ -135,8 +135,7 @@ class MPTransport(TransportBackend):
         directory: str | None = None,
         name: str | None = None,
     ) -> None:
-        self._end, self._name = end or "sender", name
-        self._undecided = end is None
+        self._end, self._name = end, name
         self._reader_lock: ReaderLock | None = None
         self._took_over = False
         self._outbox, self._inbox = weight_queue, ack_queue
@@ -166,7 +165,7 @@ class MPTransport(TransportBackend):
         try:
             self._other = WatchedProcess(pid)
         except ProcessLookupError:
-            self._gone = self._end == "sender"  # a receiver may be in another pid namespace
+            self._gone = self._end != "receiver"  # which may be in another pid namespace
         except (OSError, AttributeError):
             pass  # this system does not tell
 
@@ -175,7 +174,7 @@ class MPTransport(TransportBackend):
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         """Send one chunk; never waits."""
-        self._undecided = False
+        self._end = self._end or "sender"
         if self._closed or self._other_is_dead():
             raise LinkClosedError("the other process is gone")
         if self._refused:
@@ -194,7 +193,7 @@ class MPTransport(TransportBackend):
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
-        self._undecided = False
+        self._end = self._end or "sender"
         deadline = deadline_of(self._timeout if timeout is None else timeout)
         while True:
             ended = self._closed or self._other_is_dead()  # first: it may have sent chunks before it died
@@ -210,7 +209,7 @@ class MPTransport(TransportBackend):
                 return None
 
     def receive_weights(self, timeout: float | None = None, **options: Any) -> Any | None:
-        if self._undecided:
+        if self._end is None:
             self._end, self._outbox, self._inbox = "receiver", self._inbox, self._outbox
             self._reader = QueueReader(self._inbox)
         return super().receive_weights(timeout, **options)

@@ -16,7 +16,7 @@ from weight_update.errors import (
     WeightSyncError,
 )
 from weight_update.transports.base import Allocate, Capabilities, TransportBackend
-from weight_update.transports.shared_memory.unix_stream import SHORTAGES, deadline_of, seconds_left
+from weight_update.transports.socket_stream import SHORTAGES, deadline_of, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 
 

@@ -13,10 +13,11 @@ from torch.distributed import rpc
 
 from weight_update.arguments import refuse_arguments
 from weight_update.errors import LinkClosedError
+from weight_update.text import brief
 from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.reconnecting import LinkConnection
-from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.transports.socket_stream import deadline_of, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 
 _TORCHRL = ("collector_info", "collector_rref", "collector_class")
@@ -117,10 +118,9 @@ def _call(rref: Any, model_id: str, applied: WeightChunk, timeout: float) -> fut
         try:
             failure = future.value()
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
             problem = (
                 f"the update is in force, but the worker's _receive_weights_scheme() could not be called "
-                f"through RPC, or did not return within {timeout:g} s ({reason})"
+                f"through RPC, or did not return within {timeout:g} s ({brief(error)})"
             )
             failure = problem, ""
         chunk = applied

@@ -17,7 +17,7 @@ from typing import Any
 from weight_update.errors import FormatError, SyncTimeoutError, undo_on_error
 from weight_update.text import format_seconds
 from weight_update.transports.handshake import prove_token
-from weight_update.transports.shared_memory.unix_stream import (
+from weight_update.transports.socket_stream import (
     SocketStream,
     close_in_children,
     deadline_of,
@@ -141,7 +141,7 @@ def dial(address: str, port: int, deadline: float | None) -> SocketStream:
             left = seconds_left(deadline)
             sock.settimeout(None if left is None else left / (len(found) - tried))
             sock.connect(where)
-            no_delay(sock)
+            set_tcp_options(sock)
         except OSError:
             sock.close()
             if tried + 1 == len(found):
@@ -151,12 +151,13 @@ def dial(address: str, port: int, deadline: float | None) -> SocketStream:
     raise OSError("the name has no address")
 
 
-def no_delay(sock: socket.socket) -> None:
+def set_tcp_options(sock: socket.socket) -> None:
     """Send small messages at once, and end the connection when the other machine vanishes."""
+    pause = max(_VANISHED_SECONDS // _PROBES, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(_VANISHED_SECONDS // _PROBES, 1))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(_VANISHED_SECONDS // _PROBES, 1))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _VANISHED_SECONDS)
 
 
@@ -176,5 +177,5 @@ def listen(address: str, port: int = 0) -> socket.socket:
             f"cannot listen on {address}:{port} ({reason}); give address= of a network interface "
             "of this machine, and a free port=, or 0 for any",
         ) from None
-    no_delay(sock)  # and all that it accepts
+    set_tcp_options(sock)  # and all that it accepts
     return sock

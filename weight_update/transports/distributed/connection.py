@@ -22,8 +22,8 @@ from weight_update.transports.distributed.relay.payload_stream import (
 )
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.slots import SlotTable, open_slot
-from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.transports.signed_stream import SignedStream
+from weight_update.transports.socket_stream import deadline_of, seconds_left
 from weight_update.wire.frames import (
     MAX_HEADER_BYTES,
     PRELUDE_BYTES,

@@ -21,8 +21,8 @@ from weight_update.text import format_seconds
 from weight_update.threads import start_thread
 from weight_update.transports.distributed.store import TCPStore, disown, own
 from weight_update.transports.handshake import PROOF_BYTES, proof
-from weight_update.transports.shared_memory.unix_stream import SocketStream
 from weight_update.transports.signed_stream import dial, listen
+from weight_update.transports.socket_stream import SocketStream
 
 REPLY_SECONDS = 10.0
 """Seconds that a store may take to answer where the caller sets no limit."""
@@ -84,11 +84,9 @@ class SenderStore:
 
     def announce(self, where: Announcement, token: str) -> None:
         """Write the announcement, and keep writing it until :meth:`close`; called once."""
-        body = json.dumps(asdict(where)).encode()
-        signed = proof(token, b"A", b"", f"{_CONTEXT} {body.decode()}") + body
-        self._server.set(_key(token), signed)
-        args = _key(token), signed
-        self._thread = start_thread("weight_update-announce", self._repeat, *args, in_order=True)
+        key, signed = _key(token), _signed(json.dumps(asdict(where)).encode(), token)
+        self._server.set(key, signed)
+        self._thread = start_thread("weight_update-announce", self._repeat, key, signed, in_order=True)
 
     def close(self) -> None:
         """Close the store; calling it twice is fine."""
@@ -177,11 +175,14 @@ def _key(token: str) -> str:
     return f"weight_update/{proof(token, b'A', b'', _CONTEXT).hex()}"
 
 
+def _signed(body: bytes, token: str) -> bytes:
+    return proof(token, b"A", b"", f"{_CONTEXT} {body.decode(errors='replace')}") + body
+
+
 def _verified(signed: bytes, token: str) -> Announcement:
     """Return the announcement; raise FormatError if it is not signed with ``token``."""
-    shown, body = signed[:PROOF_BYTES], signed[PROOF_BYTES:]
-    expected = proof(token, b"A", b"", f"{_CONTEXT} {body.decode(errors='replace')}")
-    if not hmac.compare_digest(shown, expected):
+    body = signed[PROOF_BYTES:]
+    if not hmac.compare_digest(signed, _signed(body, token)):
         raise FormatError("the announcement is not signed with our token")
     return Announcement(**json.loads(body))
 

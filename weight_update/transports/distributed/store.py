@@ -17,7 +17,7 @@ _owned: list[Any] = []
 
 
 def own(thing: Any) -> Any:
-    """Keep ``thing`` alive until :meth:`disown`; return it.
+    """Keep ``thing`` alive until :func:`disown`; return it.
 
     Objects with threads must not be destroyed in a forked child, where those threads do not exist. A child
     inherits this list, and never empties it.
@@ -27,5 +27,5 @@ def own(thing: Any) -> Any:
 
 
 def disown(thing: Any) -> None:
-    """Release ``thing``, in the process that called :meth:`own`; calling it twice is fine."""
+    """Release ``thing``, in the process that called :func:`own`; calling it twice is fine."""
     _owned[:] = [one for one in _owned if one is not thing]

@@ -15,7 +15,7 @@ import torch
 
 from weight_update.errors import LinkClosedError
 from weight_update.transports.distributed.checksum import Checksum
-from weight_update.transports.shared_memory.unix_stream import SocketStream
+from weight_update.transports.socket_stream import SocketStream
 from weight_update.wire.compiled import load
 from weight_update.wire.memory import byte_view
 
@@ -33,23 +33,26 @@ def transfer_piece(
         total.add(piece)
         return
     wait = stream.await_room if sends else stream.await_more
-    stream.retry(wait, deadline, _transfer(library, sends, stream, piece, total))
+    if not stream.retry(wait, deadline, _transfer(library, sends, stream, piece, total)):
+        raise LinkClosedError("the other end is gone")
     total.end_piece(piece)
 
 
 def _transfer(
     loops: ctypes.CDLL, sends: bool, stream: SocketStream, piece: torch.Tensor, total: Checksum
-) -> Callable[[], None]:
-    """Return a function that transfers a piece, or raises BlockingIOError and goes on in its next call."""
+) -> Callable[[], bool]:
+    """Return a function that transfers a piece, or raises BlockingIOError and goes on in its next call.
+
+    It returns False if the connection ended.
+    """
     done, number = ctypes.c_int64(0), ctypes.c_int64(piece.numel())
     addresses = ctypes.byref(done), ctypes.c_void_p(total.sums.ctypes.data)
 
-    def go_on() -> None:
+    def go_on() -> bool:
         fd, start = stream.sock.fileno(), ctypes.c_void_p(piece.data_ptr())
-        error = loops.wu_transfer(int(sends), fd, start, number, *addresses)
-        if error < 0:
-            raise LinkClosedError("the other end is gone")
+        error: int = loops.wu_transfer(int(sends), fd, start, number, *addresses)
         if error > 0:
             raise OSError(error, os.strerror(error))
+        return error == 0
 
     return go_on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import uuid
@@ -23,8 +24,8 @@ from weight_update.transports.join_listener import answering_refusals, link_for
 from weight_update.transports.listener import Listener
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
-from weight_update.transports.shared_memory.unix_stream import SHORTAGES, SocketStream, seconds_left
 from weight_update.transports.signed_stream import SignedStream, call, dial, listen
+from weight_update.transports.socket_stream import SHORTAGES, SocketStream, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 
 _log = logging.getLogger(__name__)
@@ -88,27 +89,18 @@ class DistributedTransport(SharedMemTransport):
                     f"{error}; if the sender runs in another network namespace, give it and this worker "
                     "different host="
                 ) from None
-        name, context = uuid.uuid4().hex, _context(sender)
+        name = uuid.uuid4().hex
         self._last = stream = self._dial(address, sender.port, deadline)
-        signed = SignedStream(stream, self.authenticate(stream, context, deadline), listener=False)
+        key = self.authenticate(stream, _context(sender), deadline)
+        signed = SignedStream(stream, key, listener=False)
         with undo_on_error(stream.close):
             signed.send_json({"do": "join", "name": name, "host": self.host}, seconds_left(deadline))
-
-        def connect_for_payloads() -> SignedStream:
-            until = time.monotonic() + _PAYLOADS_SECONDS
-            while True:
-                try:
-                    another = call(address, sender.port, self._token, context, until)
-                    with undo_on_error(another.close):
-                        another.send_json({"do": "take payloads", "name": name}, seconds_left(until))
-                    return another
-                except LinkClosedError:  # the listener is too busy, or the sender has ended
-                    if time.monotonic() > until:
-                        raise
-                    time.sleep(_RETRY_SECONDS)
-
         return WorkerConnection(
-            signed, self._token, connect=connect_for_payloads, directory=self._directory, slots=self._slots
+            signed,
+            self._token,
+            connect=functools.partial(_connect_for_payloads, address, sender, self._token, name),
+            directory=self._directory,
+            slots=self._slots,
         )
 
     def _dial(self, address: str, port: int, deadline: float | None) -> SocketStream:
@@ -143,6 +135,21 @@ class DistributedTransport(SharedMemTransport):
         client = RelayClient(hello.header["pid"], self._backend)
         remote = RemoteConnection(stream, self._token, name=name, host=host, client=client, router=router)
         self.take_over(remote, hello)
+
+
+def _connect_for_payloads(address: str, sender: Announcement, token: str, name: str) -> SignedStream:
+    """Connect to a sender for the payloads of the worker that joined as ``name``."""
+    until = time.monotonic() + _PAYLOADS_SECONDS
+    while True:
+        try:
+            signed = call(address, sender.port, token, _context(sender), until)
+            with undo_on_error(signed.close):
+                signed.send_json({"do": "take payloads", "name": name}, seconds_left(until))
+            return signed
+        except LinkClosedError:  # the listener is too busy, or the sender has ended
+            if time.monotonic() > until:
+                raise
+            time.sleep(_RETRY_SECONDS)
 
 
 class DistributedListener(Listener):

@@ -123,7 +123,7 @@ def _sign(text: str, token: str) -> str:
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
-def read_manifest(store: ObjectStore, token: str, timeout: float | None = None) -> Manifest | None:
+def read_manifest(store: ObjectStore, token: str, timeout: float | None) -> Manifest | None:
     """Return the manifest, or None if nothing was published yet; raise as ``read`` and ``decode``."""
     try:
         return Manifest.decode(store.read(MANIFEST_NAME, 0, _MAX_BYTES, timeout), token)

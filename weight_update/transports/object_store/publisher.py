@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
@@ -24,7 +24,7 @@ from weight_update.transports.object_store.manifest import (
     read_manifest,
 )
 from weight_update.transports.object_store.store import ObjectStore
-from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.transports.socket_stream import deadline_of, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.memory import byte_view
 
@@ -89,18 +89,21 @@ class ObjectStorePublisher(TransportBackend):
         return WeightChunk(Kind.HELLO, {**header, "error": None, "instance": self._run})
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        actions: dict[Kind, Callable[[WeightChunk, float | None], None]] = {
-            Kind.WELCOME: self._begin,
-            Kind.UPDATE: self._take,
-            Kind.COMMIT: self._commit,
-            Kind.ABORT: self._abort,
-            Kind.REFUSED: self._come_back,
-        }
         if self._absent:
             raise LinkClosedError("the store failed, and joins again later")
+        deadline = deadline_of(timeout)
         try:
-            if (act := actions.get(chunk.kind)) is not None:  # a GOODBYE changes nothing for readers
-                act(chunk, deadline_of(timeout))
+            if chunk.kind is Kind.WELCOME:
+                self._begin(chunk, deadline)
+            elif chunk.kind is Kind.UPDATE:
+                self._take(chunk, deadline)
+            elif chunk.kind is Kind.COMMIT:
+                self._publish(chunk.header["version"], deadline)
+            elif chunk.kind is Kind.ABORT:
+                self._frames = []
+            elif chunk.kind is Kind.REFUSED:
+                self._fail()  # connect() failed in the trainer, which may call it again
+            # a GOODBYE changes nothing for readers
         except (TransportError, SyncTimeoutError) as error:
             self._fail()
             raise error if isinstance(error, SyncTimeoutError) else TransportError(str(error)) from error
@@ -162,15 +165,6 @@ class ObjectStorePublisher(TransportBackend):
             self._publish(version, deadline)
         else:
             self._answer(Kind.STAGED, version=version)
-
-    def _commit(self, commit: WeightChunk, deadline: float | None) -> None:
-        self._publish(commit.header["version"], deadline)
-
-    def _abort(self, abort: WeightChunk, deadline: float | None) -> None:
-        self._frames = []
-
-    def _come_back(self, refused: WeightChunk, deadline: float | None) -> None:
-        self._fail()  # connect() failed in the trainer, which may call it again
 
     def _publish(self, version: int, deadline: float | None) -> None:
         """Write the manifest that names a version, and answer that the version is applied."""

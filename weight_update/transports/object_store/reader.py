@@ -20,10 +20,11 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
 )
+from weight_update.text import brief
 from weight_update.transports.base import Allocate, TransportBackend
 from weight_update.transports.object_store.manifest import Manifest, StoredFrame, StoredVersion, read_manifest
 from weight_update.transports.object_store.store import ObjectStore
-from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.transports.socket_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk, fresh_bytes, payloads_of
 from weight_update.wire.memory import byte_view
 from weight_update.wire.schema import WeightSchema
@@ -164,8 +165,9 @@ class ObjectStoreReader(TransportBackend):
     def _chunks_of(self, manifest: Manifest, known: list[tuple[str, int]]) -> Iterator[WeightChunk]:
         if self._hello is not None:
             welcome = self._load(manifest.welcome)
-            reply, self._hello = self._reply(self._hello, welcome, manifest.newest), None
-            self._welcome, self._schema = manifest.welcome.sha256, self._schema_of(welcome)
+            schema = WeightSchema.from_header(welcome.header["schema"])
+            reply, self._hello = _reply(self._hello, welcome, schema, manifest.newest), None
+            self._welcome, self._schema = manifest.welcome.sha256, schema
             yield reply
             if reply.kind is Kind.REFUSED:
                 return
@@ -188,21 +190,6 @@ class ObjectStoreReader(TransportBackend):
     def _arrived(self, run: str, version: int) -> None:
         self._position, self._joining, self._deadline = (run, version), False, None
         self._recover()
-
-    @staticmethod
-    def _schema_of(welcome: WeightChunk) -> WeightSchema:
-        return WeightSchema.from_header(welcome.header["schema"])
-
-    def _reply(self, hello: WeightChunk, welcome: WeightChunk, newest: int) -> WeightChunk:
-        """Return the answer to a HELLO: the description of the weights, or a refusal if they do not fit."""
-        if hello.header["schema"] is not None:
-            theirs = WeightSchema.from_header(hello.header["schema"])
-            try:
-                self._schema_of(welcome).require_same(theirs, f"worker {hello.header['worker']}", more=True)
-            except SchemaMismatchError as error:
-                reason = str(error).partition("\n")[0]
-                return WeightChunk(Kind.REFUSED, {"reason": reason, "problems": list(error.problems)})
-        return replace(welcome, header={**welcome.header, "version": newest})
 
     def _merged(self, chain: Sequence[StoredVersion], schema: WeightSchema) -> WeightChunk:
         """Return the newest version of a chain as one dense update."""
@@ -241,6 +228,17 @@ class ObjectStoreReader(TransportBackend):
         if source.digest != frame.sha256:
             raise FormatError(f"the digest of {frame.name} is wrong")
         return chunk
+
+
+def _reply(hello: WeightChunk, welcome: WeightChunk, schema: WeightSchema, newest: int) -> WeightChunk:
+    """Return the answer to a HELLO: the description of the weights, or a refusal if they do not fit."""
+    if hello.header["schema"] is not None:
+        theirs = WeightSchema.from_header(hello.header["schema"])
+        try:
+            schema.require_same(theirs, f"worker {hello.header['worker']}", more=True)
+        except SchemaMismatchError as error:
+            return WeightChunk(Kind.REFUSED, {"reason": brief(error), "problems": list(error.problems)})
+    return replace(welcome, header={**welcome.header, "version": newest})
 
 
 class _Pieces:

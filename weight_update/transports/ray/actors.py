@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weight_update.errors import LinkClosedError, SyncFailedError
+from weight_update.text import brief
 from weight_update.transports.ray.rendezvous import ray_runs, require_ray
 
 _PROBE_SECONDS = 2.0
@@ -37,7 +38,7 @@ class ActorWatch:
         """Return ``error`` with the names of the actors that died."""
         failures = {idx: self.named(idx, one) for idx, one in error.failures.items()}
         lines = "".join(f"\n  worker {idx}: {one}" for idx, one in sorted(failures.items()))
-        return SyncFailedError(str(error).partition("\n")[0] + lines, failures, error.report)
+        return SyncFailedError(brief(error) + lines, failures, error.report)
 
     def _trouble(self, idx: int, seconds: float) -> tuple[bool, str | None]:
         """Return whether the actor may be alive, and Ray's reason if it is not well."""

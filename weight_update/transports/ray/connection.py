@@ -13,10 +13,10 @@ import torch
 
 from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.base import Allocate
-from weight_update.transports.ray.object_store import ObjectStore
+from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, one_line, ray_runs, running_ray
 from weight_update.transports.reconnecting import LinkConnection
-from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.transports.socket_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Prelude, WeightChunk, fresh_bytes
 from weight_update.wire.memory import byte_view
 
@@ -44,7 +44,7 @@ class RayConnection(LinkConnection):
     """
 
     def __init__(self, actor: Any, name: str, end: int, local: bool = True, liveness: Any = None) -> None:
-        self.object_store: ObjectStore = ObjectStore()
+        self.object_store: RayObjectStore = RayObjectStore()
         self._actor, self._name, self._end, self._local = actor, name, end, local
         self._messages: deque[tuple[bytes, list[Any]]] = deque()
         self._call: Any = None  # a call that waits in the actor for the next messages

@@ -7,11 +7,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from weight_update.errors import NotEnoughMemoryError
+from weight_update.text import brief
 from weight_update.transports.ray.rendezvous import running_ray
 from weight_update.wire.frames import WeightChunk
 
 
-class ObjectStore:
+class RayObjectStore:
     """Payloads of one sender in Ray's object store. Each is put there once, whatever the number of links.
 
     An object is released when its chunk is garbage-collected, or a chunk of a later version is put.
@@ -32,10 +33,9 @@ class ObjectStore:
                 try:
                     ref = self._refs[chunk] = ray.put(chunk.payload.numpy())
                 except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
-                    reason = str(error).partition("\n")[0]
                     raise NotEnoughMemoryError(
                         f"Ray's object store has no room for {chunk.payload_bytes / 1e6:.1f} MB; give "
-                        f"ray.init more object_store_memory, or send less at once ({reason})"
+                        f"ray.init more object_store_memory, or send less at once ({brief(error)})"
                     ) from None
             return ref
 

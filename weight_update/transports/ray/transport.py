@@ -14,11 +14,11 @@ from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.host_name import shares_sockets, this_host
 from weight_update.transports.join_listener import BACK_OFF_SECONDS, JoinListener
 from weight_update.transports.ray.connection import RayConnection
-from weight_update.transports.ray.object_store import ObjectStore
+from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, look_up, ray_runs, running_ray
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
-from weight_update.transports.shared_memory.unix_stream import seconds_left
+from weight_update.transports.socket_stream import seconds_left
 from weight_update.wire.frames import WeightChunk
 
 _NO_HANDLE = (
@@ -48,7 +48,7 @@ class RayTransport(SharedMemTransport):
     def __init__(
         self,
         find_actor: Callable[[float | None], Any] | None = None,
-        object_store: ObjectStore | None = None,
+        object_store: RayObjectStore | None = None,
         *,
         token: str = "",
         host: str | None = None,
@@ -58,7 +58,7 @@ class RayTransport(SharedMemTransport):
         refuse_arguments(self, unknown, _NO_HANDLE)
         super().__init__(None if find_actor is None else "", token=token, directory=directory)
         self.host: str = host or this_host()
-        self.object_store: ObjectStore = object_store or ObjectStore()
+        self.object_store: RayObjectStore = object_store or RayObjectStore()
         self._find_actor, self._actor = find_actor, None
 
     def join(self, address: str, deadline: float | None) -> LinkConnection:

@@ -91,7 +91,7 @@ class SharedBuffer(SharedSlot):
         self._owner = os.getpid()
         size = aligned(nbytes, _PAGE) + 1
         writable = _anonymous_file(key, size, directory)
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         try:
             with _naming_memory(f"a shared slot of {size / 1e6:.1f} MB"):
                 self._map: mmap.mmap | None = mmap.mmap(writable, size, flags=flags)

@@ -14,7 +14,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from weakref import WeakSet
 
 import torch
 
@@ -33,7 +32,7 @@ from weight_update.transports.shared_memory.slots import (
     SlotTable,
     slot_of,
 )
-from weight_update.transports.shared_memory.unix_stream import (
+from weight_update.transports.socket_stream import (
     SHORTAGES,
     SocketStream,
     deadline_of,
@@ -72,7 +71,7 @@ class SlotStream(LinkConnection, Arrivals):
     ) -> None:
         self._stream, self._slots, self._token, self._on_handle = stream, slots, token, on_handle
         self._slots.clear()
-        self._handed_over: WeakSet[SharedSlot] = WeakSet()
+        self._handed_over: weakref.WeakSet[SharedSlot] = weakref.WeakSet()
         self._received = bytearray()  # bytes that were received together with an earlier frame
         self._descriptors: list[int] = []
         weakref.finalize(self, _close_all, self._descriptors).atexit = False
@@ -101,7 +100,7 @@ class SlotStream(LinkConnection, Arrivals):
         prelude = Prelude.decode(self._read(PRELUDE_BYTES))
         header = self._read(prelude.header_bytes)
         if prelude.kind is Kind.FAILED:
-            self._handed_over = WeakSet()
+            self._handed_over = weakref.WeakSet()
         chunk = prelude.complete(header, self._receive_payload)
         return chunk.with_token(self._token) if chunk.kind is Kind.HELLO else chunk
 

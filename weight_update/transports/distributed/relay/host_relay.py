@@ -27,8 +27,8 @@ from weight_update.transports.distributed.relay.payload_stream import (
 )
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.slots import SharedBuffer
-from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of, seconds_left
 from weight_update.transports.signed_stream import SignedStream, call, listen
+from weight_update.transports.socket_stream import SocketStream, deadline_of, seconds_left
 
 _log = logging.getLogger(__name__)
 _CONTEXT = "relay"

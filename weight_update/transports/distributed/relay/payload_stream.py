@@ -14,8 +14,8 @@ from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportErr
 from weight_update.progress import advance
 from weight_update.transports.distributed.checksum import Checksum
 from weight_update.transports.distributed.transfer import transfer_piece
-from weight_update.transports.shared_memory.unix_stream import deadline_of
 from weight_update.transports.signed_stream import SignedStream
+from weight_update.transports.socket_stream import deadline_of
 from weight_update.wire.memory import byte_view
 
 STALLED = 60.0

@@ -1,4 +1,4 @@
-"""Streams over Unix sockets that one thread uses while another one closes them."""
+"""Stream sockets that one thread uses while another one closes them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from weight_update.errors import LinkClosedError
 from weight_update.testing.chunks import in_background
-from weight_update.transports.shared_memory import unix_stream
-from weight_update.transports.shared_memory.unix_stream import SocketStream
+from weight_update.transports import socket_stream
+from weight_update.transports.socket_stream import SocketStream
 
 LONG = 10.0
 
@@ -43,7 +43,7 @@ def test_a_thread_does_not_wait_for_the_socket_that_got_the_number_of_its_own(
         others.extend(socket.socketpair())
 
     late = SimpleNamespace(poll=lambda: LatePoll(close), POLLIN=select.POLLIN, POLLOUT=select.POLLOUT)
-    monkeypatch.setattr(unix_stream, "select", late)
+    monkeypatch.setattr(socket_stream, "select", late)
     assert stream.wait_readable(LONG), "it waited in vain"
     assert number not in [other.fileno() for other in others]
     assert ours.fileno() == -1, "the last thread that used it has closed it"
