@@ -137,6 +137,7 @@ class BatchQueue(Substitute):
     Attributes:
         lost: reasons why workers were lost, by worker index.
         buffers: memory of each worker's batches if they come in rounds; None before its first batch.
+        frames_timeout: the argument.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class BatchQueue(Substitute):
         self._processes = processes
         self._reader = _Reader(batches)
         self._in_rounds, self._may_lose = in_rounds, may_lose
+        self.frames_timeout: float = frames_timeout
         self._waits = WaitingTimes(frames_timeout)
         self._missing = set(range(len(processes)))
         self._due: set[int] = set()  # workers that were asked for a batch, which was not read yet
@@ -304,6 +306,7 @@ class ControlPipe(Substitute):
 
         Raises:
             WorkerError: the worker is gone, and the order is not to end.
+            SyncTimeoutError: the worker does not answer an earlier order.
             LifecycleError: the worker is paused, and would end with an error.
         """
         if self._paused and order[1] not in _WHILE_PAUSED:
@@ -347,9 +350,15 @@ class ControlPipe(Substitute):
             raise self._error() from error
 
     def _drop_answers(self) -> None:
+        deadline = time.monotonic() + self._batches.frames_timeout
         while self._answers:
             if self.poll(_READ_SECONDS):
                 self.recv()
+            elif time.monotonic() > deadline:
+                raise SyncTimeoutError(
+                    f"worker {self._worker} did not answer an earlier call in "
+                    f"{self._batches.frames_timeout:g} s (frames_timeout)"
+                )
 
     def _error(self) -> WorkerError | LifecycleError:
         if self._original.closed:

@@ -13,7 +13,7 @@ import pytest
 from collectors.exits import await_any, describe_exit
 from collectors.frames import BatchQueue, ControlPipe
 from collectors.nodes import Nodes, _Process
-from weight_update import WorkerError
+from weight_update import SyncTimeoutError, WorkerError
 
 
 class Process:
@@ -54,8 +54,9 @@ class GoneBatches:
 
 
 @contextlib.contextmanager
-def queue_of(*processes, may_lose=True):
-    made = BatchQueue(GoneBatches(), processes, in_rounds=False, frames_timeout=math.inf, may_lose=may_lose)
+def queue_of(*processes, may_lose=True, frames_timeout=math.inf):
+    options = {"frames_timeout": frames_timeout, "may_lose": may_lose}
+    made = BatchQueue(GoneBatches(), processes, in_rounds=False, **options)
     with contextlib.closing(made):
         yield made
 
@@ -86,6 +87,16 @@ def test_the_error_of_a_broken_pipe_names_the_worker_that_is_ending():
         pipe = ControlPipe(Dying().reader, batches, 1, drops=False)
         with pytest.raises(WorkerError, match="worker 1 has ended"):
             pipe.recv()
+
+
+def test_a_worker_that_never_answers_is_not_waited_for_without_end():
+    ours, theirs = multiprocessing.Pipe()
+    with queue_of(Process(), frames_timeout=0.5) as batches:
+        pipe = ControlPipe(ours, batches, 0, drops=False)
+        pipe.send((None, "state_dict"))  # the call that waits for the answer is interrupted
+        with pytest.raises(SyncTimeoutError, match="worker 0 did not answer an earlier call in"):
+            pipe.send((None, "state_dict"))
+    assert theirs.recv() == (None, "state_dict")
 
 
 def test_workers_that_are_ending_are_asked_once_to_end():
