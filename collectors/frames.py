@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import numbers
 import queue
@@ -325,7 +326,8 @@ class ControlPipe(Substitute):
             self._answers += answered
         except KeyboardInterrupt:
             if order[1] in _COLLECT:  # a worker that gets it twice at once makes one batch
-                self._original.send(order)
+                with contextlib.suppress(OSError):  # Ctrl-C may have ended the worker as well
+                    self._original.send(order)
             raise
         except OSError as error:
             if not self._drops and order[1] not in ("close", "restart"):
