@@ -315,17 +315,19 @@ class ControlPipe(Substitute):
         if self._paused and order[1] == "close":
             self.send((None, "restart"))  # a paused worker would take it for an error
         self._paused = order[1] == "pause" or (self._paused and order[1] not in ("close", "restart"))
-        answered = order[1] not in (*_COLLECT, *_AT_ANY_TIME)
+        collects = order[1] in _COLLECT
+        answered = not collects and order[1] not in _AT_ANY_TIME
         if answered and not self._original.closed:
             self._batches.settle(self._worker)
+        if collects or answered:  # a worker cannot do either until its earlier answer, if large, is read
             self._drop_answers()
         try:
-            if order[1] in _COLLECT:
+            if collects:
                 self._batches.ask(self._worker)
             self._original.send(order)
             self._answers += answered
         except KeyboardInterrupt:
-            if order[1] in _COLLECT:  # a worker that gets it twice at once makes one batch
+            if collects:  # a worker that gets it twice at once makes one batch
                 with contextlib.suppress(OSError):  # Ctrl-C may have ended the worker as well
                     self._original.send(order)
             raise
@@ -353,10 +355,16 @@ class ControlPipe(Substitute):
 
     def _drop_answers(self) -> None:
         deadline = time.monotonic() + self._batches.frames_timeout
-        while self._answers:
-            if self.poll(_READ_SECONDS):
-                self.recv()
-            elif time.monotonic() > deadline:
+        while self._answers > 0 and not self._original.closed:
+            try:
+                if self.poll(_READ_SECONDS):
+                    self.recv()
+                    continue
+            except WorkerError:
+                if self._drops:
+                    return
+                raise
+            if time.monotonic() > deadline:
                 raise SyncTimeoutError(
                     f"worker {self._worker} did not answer an earlier call in "
                     f"{self._batches.frames_timeout:g} s (frames_timeout)"

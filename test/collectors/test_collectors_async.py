@@ -187,6 +187,21 @@ def test_a_state_after_ctrl_c_is_not_an_older_one(made, monkeypatch):
     collector.set_seed(1)
 
 
+class Talkative(Counted):
+    """It has an attribute that does not fit into a pipe."""
+
+    answer = "x" * (1 << 20)
+
+
+def test_an_iteration_after_ctrl_c_in_a_call_with_a_large_answer_goes_on(made, monkeypatch):
+    collector = collect(made, Talkative)
+    with monkeypatch.context() as patch:
+        patch.setattr(collector.pipes[0], "recv", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            collector.getattr_env("answer")
+    require_new(iter(collector), 1, set())
+
+
 def test_answers_to_a_call_that_failed_are_not_those_of_the_next_one(made):
     collector = collect(made, Counted, workers=2)
     for method in ("missing", "absent"):

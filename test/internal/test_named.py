@@ -183,6 +183,46 @@ def test_a_weight_that_is_neither_a_parameter_nor_a_buffer_may_be_left_out() -> 
     assert torch.equal(target[0].inner.weight, source[0].inner.weight)
 
 
+class Fused(nn.Module):
+    """A layer that saves the parts of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.rand(6, 2))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination |= dict(zip((f"{prefix}q", f"{prefix}k", f"{prefix}v"), self.qkv.chunk(3), strict=True))
+
+
+def test_a_weight_that_is_saved_in_parts_is_sent() -> None:
+    source, target = Fused(), Fused()
+    with MemoryWeightSyncScheme(timeout=10.0) as scheme:
+        connect_pair(scheme, source, target).shutdown()
+    assert torch.equal(target.qkv, source.qkv)
+
+
+class Agent:
+    """An object that computes when it is called, and holds a module."""
+
+    def __init__(self) -> None:
+        self.policy = nn.Linear(2, 2)
+
+    def __call__(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.policy(observation)
+
+
+class AgentStrategy(WeightStrategy):
+    def named(self, source: Any) -> Any:
+        return super().named(source.policy if isinstance(source, Agent) else source)
+
+
+def test_a_strategy_may_read_an_object_that_can_be_called() -> None:
+    source, target = Agent(), nn.Linear(2, 2)
+    with MemoryWeightSyncScheme(AgentStrategy(), timeout=10.0) as scheme:
+        connect_pair(scheme, source, target).shutdown()
+    assert torch.equal(target.weight, source.policy.weight)
+
+
 def test_a_weight_that_is_saved_twice_is_sent() -> None:
     source, target = Packed(), Packed()
     source.register_buffer("packed_scale", source.scale)

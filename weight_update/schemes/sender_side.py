@@ -32,7 +32,7 @@ from weight_update.sharded.follower import Follower
 from weight_update.sharded.gathering import Gathering
 from weight_update.sharded.leader import Leader
 from weight_update.sharded.ranks import Ranks
-from weight_update.strategy.named_weights import NamedWeights, called
+from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.repeated import RepeatedRead
 from weight_update.strategy.strategy import GatherShards, WeightStrategy
 from weight_update.text import brief
@@ -95,7 +95,6 @@ class SourceReader:
         found: dict[int, tuple[NamedWeights, NamedWeights | None]] = {}
         chosen: dict[int, frozenset[str] | None] = {}
         for key, source in {id(source): source for source in sources.values()}.items():
-            source = called(source)
             names = chosen[key] = strategy.chosen(source)
             tracked = self._outgoing(source, names)
             one = names is None or strategy.partial

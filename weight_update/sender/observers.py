@@ -94,7 +94,11 @@ class Observers:
         if self._items.qsize() < _MOST_WAITING:
             self._items.put(event)
         else:
-            _log.warning("an observer blocks: %d updates and events wait; one is dropped", _MOST_WAITING)
+            _log.warning(
+                "an observer blocks or is too slow: %d updates and events wait for it, and one is dropped; "
+                "remove the observer, or have it return sooner",
+                _MOST_WAITING,
+            )
 
     def close(self) -> None:
         """Deliver the remaining updates and events, and end the thread."""

@@ -19,7 +19,7 @@ from weight_update.errors import ConversionError, SchemaMismatchError, Unsupport
 from weight_update.strategy.conversion import Convert, collect, convert_checked
 from weight_update.text import plural
 from weight_update.wire.fixed import FixedTensors
-from weight_update.wire.memory import memory_identity
+from weight_update.wire.memory import has_memory, memory_identity
 from weight_update.wire.schema import (
     WeightSchema,
     differences,
@@ -220,11 +220,11 @@ class WeightReader:
             ValueError: a prefix matches no name, or no weight is chosen.
             UnsupportedSourceError: nothing is selected, and the module has weights that are not read.
         """
-        source = called(source)
         if self.select is None:
             if self.convert is None and self.extract_as == "tensordict" and isinstance(source, nn.Module):
                 require_all_read(source, self.named(source))
             return None
+        source = called(source)
         tensors = self.named(source).tensors
         if self.select == "trainable":
             names = set(tensors) - frozen_or_transient(source, tensors)
@@ -284,14 +284,19 @@ def require_all_read(module: nn.Module, named: NamedWeights) -> None:
         saved: dict[str, Any] = {}
         part._save_to_state_dict(saved, prefix, True)
         unread = {n: v for n, v in saved.items() if n not in named.tensors and n not in named.extra}
-        read = set(map(memory_identity, named.tensors.values())) if unread else set()
+        read = set(map(_storage, named.tensors.values())) if unread else set()
         for name, value in unread.items():
-            if not isinstance(value, torch.Tensor) or memory_identity(value) not in read:
+            if not isinstance(value, torch.Tensor) or _storage(value) not in read:
                 raise UnsupportedSourceError(
                     f"{name!r} of {type(part).__name__} is in the state dict, but neither a parameter nor a "
                     "buffer, so it would not be sent; make it a buffer, or choose the weights to send by "
                     "WeightStrategy(select=...)"
                 )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return the address of the storage of a tensor, or its id if it has no memory of its own."""
+    return tensor.untyped_storage().data_ptr() if has_memory(tensor) else id(tensor)
 
 
 def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:
