@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,11 +67,13 @@ def test_differences(width: int, fraction: float, relative: bool) -> None:
         same = dice.random(2 * count) >= fraction
         elements[same] = before[same]
         buffer = kernels.GapBuffer(width, 2 * count + between)
-        buffer.units[-1:] = buffer.values[-1:] = 77
+        for room in buffer._arrays():
+            room[-1:] = 77
         buffer.start(first)
         buffer.scan(tiles(new, old, width, (first, first + count + between), 2 * count), relative)
         expected = np.flatnonzero(elements != before)
         assert buffer.found == len(expected)
+        assert [room[-1] for room in buffer._arrays()] == [77, 77]
         if len(expected) == 0:
             continue
         units, values = buffer.take()
@@ -80,7 +84,6 @@ def test_differences(width: int, fraction: float, relative: bool) -> None:
         assert values.dtype == f"i{width}"
         steps = elements - before if relative else elements
         assert values.tobytes() == steps[expected].tobytes()
-        assert buffer.units[-1] == buffer.values[-1] == 77
 
 
 def tiles(new: np.ndarray, old: np.ndarray, width: int, starts: tuple[int, ...], most: int) -> np.ndarray:
@@ -109,6 +112,43 @@ def test_tiles_with_too_many_differences(width: int) -> None:
     units, values = buffer.take()
     assert Gaps(0, buffer.last, units, buffer.found).positions.tolist() == [5, 639, 1300, 1301]
     assert values.tolist() == [1] * 4
+
+
+def test_memory_of_changes() -> None:
+    """It is used again unless a result is still in use, and has no room for more than twice the changes."""
+    count = 1 << 20
+    old, few = np.zeros((2, count), "<u4")
+    few[:1000] = 1
+    buffer = kernels.GapBuffer(4, count)
+
+    def scan(new: np.ndarray) -> np.ndarray:
+        buffer.start(0)
+        buffer.scan(tiles(new.view(np.uint8), old.view(np.uint8), 4, (0,), count), False)
+        return buffer.take()[1]
+
+    first = scan(old + 1)
+    assert 4 * count <= resident(first) < 5.1 * count
+    second = scan(few)
+    assert first.all()
+    assert not np.shares_memory(first, second)
+    place = second.ctypes.data
+    del second
+    third = scan(old + 1)
+    assert third.ctypes.data == place
+    del first, third
+    assert resident(scan(few)) <= 2 * 5 * 1000 + 4 * mmap.PAGESIZE
+
+
+def resident(array: np.ndarray) -> int:
+    """Return the bytes of memory that the mapping around an array has."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-", line):
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            found = start <= array.ctypes.data < end
+        elif found and line.startswith("Rss:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("the array is in no mapping")
 
 
 @pytest.mark.usefixtures("portable")

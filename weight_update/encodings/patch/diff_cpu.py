@@ -76,8 +76,12 @@ class Scanner:
         self._total = sum(tile.elements for tile in self._tiles)
         groups = list(_grouped(self._tiles))
         count = min(threads, len(groups))
-        shares = [groups[first::threads] for first in range(count)]  # one for each thread
-        self._shares = [_Share(share, dense_above, relative) for share in shares]
+        self._shares: list[list[_Group]] = []  # one for each thread
+        for first in range(count):
+            share = groups[first::threads]
+            largest = max(tile.nbytes for group in share for tile in group)
+            scratch = torch.empty(largest, dtype=torch.uint8, device="cpu")
+            self._shares.append([_Group(tiles, scratch, dense_above, relative) for tiles in share])
 
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
         """Compare without writing to either side; ValueError if their sizes do not fit the schema.
@@ -88,7 +92,12 @@ class Scanner:
         """
         check_sizes(self._schema, tensors, snapshot)
         weights = _Weights.of(flattened(tensors, self._tiles), self._tiles, snapshot)
-        done = in_threads(lambda share: share.scan(weights), self._shares, len(self._shares))
+
+        @torch.no_grad()  # a setting of each thread
+        def scan(share: list[_Group]) -> list[_Found]:
+            return [group.scan(weights) for group in share]
+
+        done = in_threads(scan, self._shares, len(self._shares))
         found = [done[i % len(done)][i // len(done)] for i in range(sum(map(len, done)))]  # in order again
         sparse = []
         for width in sorted({width for _, segments, _ in found for width in segments}):
@@ -186,28 +195,24 @@ class _TileReader:
         return [ByteRange(tile.start + a, torch.from_numpy(new[a:b].copy())) for a, b in tile.filled]
 
 
-class _Share:
-    """The groups of tiles that one thread compares, and scratch memory, which the groups share."""
+class _Group:
+    """Consecutive tiles, which one thread compares, and the memory for their changes, by width."""
 
-    def __init__(self, groups: Sequence[Sequence[Tile]], dense_above: float, relative: bool) -> None:
-        tiles = [tile for group in groups for tile in group]
-        scratch = torch.empty(max(tile.nbytes for tile in tiles), dtype=torch.uint8, device="cpu")
-        span = max(group[-1].start + group[-1].nbytes - group[0].start for group in groups)
+    def __init__(
+        self, tiles: Sequence[Tile], scratch: torch.Tensor, dense_above: float, relative: bool
+    ) -> None:
+        self._start, self._relative = tiles[0].start, relative
+        self._readers = [_TileReader(tile, scratch, dense_above) for tile in tiles]
+        span = tiles[-1].start + tiles[-1].nbytes - self._start
         widths = {width for tile in tiles for width in tile.widths}
         self._buffers = {width: kernels.GapBuffer(width, span // width) for width in widths}
-        self._groups = [[_TileReader(tile, scratch, dense_above) for tile in group] for group in groups]
-        self._relative = relative
 
-    @torch.no_grad()  # a setting of each thread
-    def scan(self, weights: _Weights) -> list[_Found]:
-        return [self._scan_group(group, weights) for group in self._groups]
-
-    def _scan_group(self, group: Sequence[_TileReader], weights: _Weights) -> _Found:
-        start = group[0].tile.start
+    def scan(self, weights: _Weights) -> _Found:
         for width, buffer in self._buffers.items():
-            buffer.start(start // width)
+            buffer.start(self._start // width)
         changed, ranges = 0, list[ByteRange]()
-        for width, run in groupby(group, lambda one: one.tile.widths[0] if one.in_place(weights) else 0):
+        in_place = groupby(self._readers, lambda one: one.tile.widths[0] if one.in_place(weights) else 0)
+        for width, run in in_place:
             readers = list(run)
             if width:
                 table = np.array([one.row(weights) for one in readers], kernels.TILE)
@@ -221,7 +226,7 @@ class _Share:
                 found = self._scan_slices(one.tile, one.most, new, old)
                 changed += found
                 ranges += one.ranges(new) if found > one.most else []
-        return changed, dict(self._segments(start)), ranges
+        return changed, dict(self._segments()), ranges
 
     def _scan_slices(self, tile: Tile, most: int, new: Bytes, old: Bytes) -> int:
         """Append the changes of a tile if they are at most ``most``; return their number."""
@@ -239,12 +244,12 @@ class _Share:
                 self._buffers[width].restore(saved)
         return found
 
-    def _segments(self, start: int) -> Iterator[tuple[int, Segment]]:
-        """Yield the changes of the group that begins at byte ``start``, by width."""
+    def _segments(self) -> Iterator[tuple[int, Segment]]:
+        """Yield the changes, by width."""
         for width, buffer in self._buffers.items():
-            if buffer.found:
-                units, values = buffer.take()
-                gaps = Gaps(start // width, buffer.last, units, buffer.found)
+            units, values = buffer.take()
+            if len(values):
+                gaps = Gaps(self._start // width, buffer.last, units, buffer.found)
                 yield width, Segment(gaps, torch.from_numpy(values))
 
 

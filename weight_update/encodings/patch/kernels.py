@@ -5,8 +5,11 @@ See :mod:`weight_update.wire.compiled`. Both give the same results.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+import mmap
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,13 @@ import numpy as np
 from weight_update.encodings.patch import kernels_numpy
 from weight_update.encodings.patch.kernels_numpy import Array
 from weight_update.wire.compiled import load
+from weight_update.wire.schema import aligned
 
 TILE = np.dtype([("new", "u8"), ("old", "u8"), ("n", "i8"), ("at", "i8"), ("most", "i8"), ("found", "i8")])
 """Elements to compare: their addresses, number and first position; see :meth:`GapBuffer.scan`."""
 
 _SLACK = 64  # bytes behind the results of a scan
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 library = load(Path(__file__).parent, "_kernels", 4, ["wu_widen", "wu_index", "wu_plane"])
@@ -37,19 +42,35 @@ class _State(ctypes.Structure):
 
 
 class GapBuffer:
-    """Memory of one thread for the gaps and values of changes among ``most`` elements, used again and again.
+    """Memory for the gaps and values of changes among ``most`` elements, used again and again.
 
-    Gaps are in units of one byte, see :mod:`~weight_update.encodings.patch.gaps`.
+    Gaps are in units of one byte, see :mod:`~weight_update.encodings.patch.gaps`. Only pages that were
+    written take memory.
     """
 
     def __init__(self, width: int, most: int) -> None:
-        self.width = width
-        self.units = np.empty(most + _SLACK, np.uint8)
-        self.values = np.empty(most * width + _SLACK, np.uint8)
-        self._state = _State(self.units.ctypes.data, self.values.ctypes.data, 0, 0, 0)
+        self.width, self._most = width, most
+        self._split = aligned(most * width + _SLACK, mmap.PAGESIZE)  # values lie before units
+        self._state = _State(None, None, 0, 0, 0)
+        self._taken: Callable[[], Array | None] = lambda: None
+        self._map()
+
+    def _map(self) -> None:
+        self._memory = mmap.mmap(-1, self._split + self._most + _SLACK, flags=_PRIVATE)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            with contextlib.suppress(OSError):  # the kernel has no large pages, which would be mostly empty
+                self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+        values, units = self._arrays()
+        self._state.values, self._state.units = values.ctypes.data, units.ctypes.data
+
+    def _arrays(self) -> tuple[Array, Array]:
+        whole = np.frombuffer(self._memory, np.uint8)
+        return whole[: self._split], whole[self._split :]
 
     def start(self, first: int) -> None:
         """Drop everything; the next gap counts from the element ``first``."""
+        if self._taken() is not None:
+            self._map()
         self._state.used = self._state.found = 0
         self._state.next = first
 
@@ -73,14 +94,14 @@ class GapBuffer:
             count = _number(len(tiles))
             library.wu_scan(self.width, int(relative), _at(tiles), count, ctypes.byref(self._state))
             return
-        state = self._state
+        state, (all_values, all_units) = self._state, self._arrays()
         for tile in tiles:
             positions, values = kernels_numpy.differences(tile, f"i{self.width}", relative)
             tile["found"] = len(positions)
             if 0 < len(positions) <= tile["most"]:
                 units = kernels_numpy.code(positions - state.next)
-                self.units[state.used : state.used + len(units)] = units
-                self.values.view(values.dtype)[state.found : state.found + len(values)] = values
+                all_units[state.used : state.used + len(units)] = units
+                all_values.view(values.dtype)[state.found : state.found + len(values)] = values
                 state.used, state.found = state.used + len(units), state.found + len(values)
                 state.next = int(positions[-1]) + 1
 
@@ -93,12 +114,21 @@ class GapBuffer:
         self._state.used, self._state.found, self._state.next = saved
 
     def take(self) -> tuple[Array, Array]:
-        """Return copies of the units and of the values, integers of the width."""
-        split = self.found * self.width
-        memory = np.empty(split + self._state.used, np.uint8)  # one array, because large ones get large pages
-        memory[:split] = self.values[:split]
-        memory[split:] = self.units[: self._state.used]
-        return memory[split:], memory[:split].view(f"i{self.width}")
+        """Return the units, and the values as integers of the width.
+
+        Their memory is used again as soon as nothing refers to it. It has room for as many changes again; all
+        other pages are freed.
+        """
+        self._free(2 * self.found * self.width, self._split)
+        self._free(self._split + 2 * self._state.used, len(self._memory))
+        values, units = self._arrays()
+        self._taken = weakref.ref(values.base)
+        return units[: self._state.used], values[: self.found * self.width].view(f"i{self.width}")
+
+    def _free(self, start: int, end: int) -> None:
+        start = aligned(start, mmap.PAGESIZE)
+        if start < end:
+            self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 def code(offsets: Array) -> Array:
