@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import re
 import subprocess
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from weight_update import (
     DenseEncoding,
     LifecycleError,
     MultiProcessWeightSyncScheme,
+    ObjectStoreWeightSyncScheme,
     PatchEncoding,
+    SharedMemWeightSyncScheme,
     WeightStrategy,
     WeightSyncScheme,
 )
@@ -29,10 +33,32 @@ ENCODINGS = {
     "dense": DenseEncoding(),
     "bucket": BucketEncoding(bucket_size=1 << 20),
     "bucket, kept": BucketEncoding(bucket_size=1 << 20, load_instant=False),
+    "bucket, bfloat16": BucketEncoding(bucket_size=1 << 20, bucket_dtype="bfloat16"),
     "patch": PatchEncoding(),
     "patch, relative": PatchEncoding(values="relative"),
     "patch, no init": PatchEncoding(init_sync=False),
 }
+
+
+@pytest.fixture
+def openmp() -> Iterator[None]:
+    """Let PyTorch start its threads in this process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).mul_(2.0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def forked(work: Callable[..., None], *args: object) -> Iterator[None]:
+    worker = mp.get_context("fork").Process(target=work, args=args, daemon=True)
+    worker.start()
+    try:
+        yield
+    finally:
+        worker.kill()
+        worker.join()
 
 
 def follow(scheme: WeightSyncScheme, model: nn.Module, pipe: Any) -> None:
@@ -42,31 +68,65 @@ def follow(scheme: WeightSyncScheme, model: nn.Module, pipe: Any) -> None:
         pipe.send(model.weight.detach().numpy().tobytes())
 
 
+@pytest.mark.usefixtures("openmp")
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_workers_do_not_hang(kind: type[WeightSyncScheme], encoding: str) -> None:
-    ctx, threads = mp.get_context("fork"), torch.get_num_threads()
-    torch.set_num_threads(2)
+    ctx = mp.get_context("fork")
     source, target = nn.Linear(400, 1000), nn.Linear(400, 1000)
     target.load_state_dict(source.state_dict())
-    torch.ones(1 << 20).mul_(2.0)  # starts the threads
     scheme = kind(strategy=WeightStrategy(encoding=ENCODINGS[encoding]), timeout=10.0, connect_timeout=10.0)
     ours, theirs = ctx.Pipe()
     with scheme:
         scheme.init_on_sender(model=source, num_workers=1, ctx=ctx)
-        worker = ctx.Process(target=follow, args=(scheme, target, theirs), daemon=True)
-        worker.start()
-        try:
+        with forked(follow, scheme, target, theirs):
             scheme.connect()
             for count in (5, 400_000, 5):  # a little, all, a little
                 with torch.no_grad():
                     source.weight.view(-1)[:count].add_(1.0)
                 scheme.send()
                 ours.send(True)
-                assert ours.recv() == source.weight.detach().numpy().tobytes()
-        finally:
-            worker.kill()
-            worker.join()
-            torch.set_num_threads(threads)
+                sent = source.weight.detach().to(torch.bfloat16 if "bfloat16" in encoding else torch.float32)
+                assert ours.recv() == sent.float().numpy().tobytes()
+
+
+@pytest.mark.usefixtures("openmp")
+def test_a_reader_of_an_object_store_does_not_hang(tmp_path: Path) -> None:
+    """It joins with a bucket and a patch, which it merges."""
+    source, target = nn.Linear(400, 1000), nn.Linear(400, 1000)
+    scheme = ObjectStoreWeightSyncScheme(
+        tmp_path.as_uri(), token="secret", strategy=WeightStrategy(encoding="patch"), connect_timeout=10.0
+    )
+    ours, theirs = mp.Pipe()
+    with scheme:
+        scheme.init_on_sender(model=source)
+        scheme.connect()
+        with torch.no_grad():
+            source.weight[0, 0] += 1
+        scheme.send()
+        with forked(follow, scheme, target, theirs):
+            ours.send(True)
+            assert ours.poll(10.0)
+            assert ours.recv() == source.weight.detach().numpy().tobytes()
+
+
+def receive(scheme: WeightSyncScheme, pipe: Any) -> None:
+    scheme.init_on_receiver(worker_idx=0)
+    scheme.connect()
+    pipe.send(scheme.receive(10.0)["weight"].numpy().tobytes())
+
+
+@pytest.mark.usefixtures("openmp")
+def test_a_worker_without_a_model_does_not_hang() -> None:
+    source = nn.Linear(400, 1000)
+    scheme = SharedMemWeightSyncScheme(timeout=10.0, connect_timeout=10.0)
+    ours, theirs = mp.Pipe()
+    with scheme:
+        scheme.init_on_sender(model=source, num_workers=1)
+        with forked(receive, scheme, theirs):
+            scheme.connect()
+            scheme.send()
+            assert ours.poll(10.0)
+            assert ours.recv() == source.weight.detach().numpy().tobytes()
 
 
 WARNED = """

@@ -16,7 +16,7 @@ import torch
 from weight_update.arguments import require_bool
 from weight_update.encodings import dense
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
-from weight_update.encodings.dense import ViewCache, copy_tensors, copy_together
+from weight_update.encodings.dense import ViewCache, copy_tensors
 from weight_update.errors import FormatError
 from weight_update.progress import Progress
 from weight_update.wire.memory import await_stream, byte_view
@@ -197,7 +197,7 @@ class _Copies:
 
     def make(self) -> None:
         if self._targets:
-            copy_together(self._targets, self._sources)
+            copy_tensors(self._targets, self._sources, "encoding weights")
         self._targets, self._sources, self._waiting = [], [], 0
 
 
@@ -223,7 +223,9 @@ class _BucketDecoder(Decoder):
     def stream(self, index: int, payload: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         head = self._head(payload, index == 0)
         found = self._joiner.take(head.start, payload[_HEAD_BYTES:])
-        return [(i, value.to(self._schema.tensors[i].dtype)) for i, value in found]
+        dtypes = [self._schema.tensors[i].dtype for i, _ in found]
+        values = _converted([value for _, value in found], dtypes)
+        return [(i, value) for (i, _), value in zip(found, values, strict=True)]
 
     def decode(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not payloads:
@@ -239,8 +241,7 @@ class _BucketDecoder(Decoder):
         self._flat = None
         if self._end != self._sent.nbytes:
             raise FormatError(f"the buckets end at byte {self._end} of {self._sent.nbytes}")
-        metas = zip(values, self._schema.tensors, strict=True)
-        return [value if value.dtype == meta.dtype else value.to(meta.dtype) for value, meta in metas]
+        return _converted(values, self._schema.dtypes)
 
     def _head(self, payload: torch.Tensor, first: bool) -> _Head:
         """Return the head of the next bucket, which must follow the previous one without a gap."""
@@ -254,6 +255,19 @@ class _BucketDecoder(Decoder):
             raise FormatError(f"got a bucket of bytes {head.start} to {head.stop}, expected byte {self._end}")
         self._end = head.stop
         return head
+
+
+def _converted(values: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """Return ``values`` in ``dtypes``, converted by one thread: those of torch hang in forked processes."""
+    ready = []
+    targets, sources = [], []
+    for value, dtype in zip(values, dtypes, strict=True):
+        ready.append(value if value.dtype is dtype else torch.empty_like(value, dtype=dtype))
+        if value.dtype is not dtype:
+            targets.append(ready[-1])
+            sources.append(value)
+    copy_tensors(targets, sources, "converting weights", serial=True)
+    return ready
 
 
 class Joiner:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from weight_update.encodings import Decoder, decoder_for, read_delta
+from weight_update.encodings.dense import copy_tensors
 from weight_update.errors import FormatError, LifecycleError, undo_on_error
 from weight_update.receiver.engine_copy import DoubleBuffer, EngineCopy
 from weight_update.receiver.flat_buffers import FlatBuffer, OwnCopy
@@ -390,7 +391,8 @@ class Staging:
 def _copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return clones that are complete; tied tensors stay tied."""
     twins = {memory_identity(value) or id(value): value for value in values}
-    clones = {key: value.clone() for key, value in twins.items()}
+    clones = {key: torch.empty_like(value) for key, value in twins.items()}
+    copy_tensors(list(clones.values()), list(twins.values()), "copying weights", serial=True)
     for clone in clones.values():
         await_stream(clone)
     return [clones[memory_identity(value) or id(value)] for value in values]

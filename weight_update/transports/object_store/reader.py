@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from weight_update.encodings import decoder_for, read_delta
-from weight_update.encodings.dense import DenseEncoding, copy_together
+from weight_update.encodings.dense import DenseEncoding, copy_tensors
 from weight_update.errors import (
     FormatError,
     JoinRefusedError,
@@ -200,7 +200,7 @@ class ObjectStoreReader(TransportBackend):
         else:
             fed = [decoder.feed(index, one, fresh_bytes) for index, one in enumerate(payloads)]
             flat = fresh_bytes(schema.nbytes)
-            copy_together(schema.views(flat), decoder.decode(fed))
+            copy_tensors(schema.views(flat), decoder.decode(fed), "reading weights", serial=True)
         newest = whole[0]
         for one in chain[1:]:
             for frame in one.frames:
