@@ -502,7 +502,7 @@ def test_devices_of_workers_that_are_not_known() -> None:
         sender.send(worker_ids="cuda:0")
 
 
-@pytest.mark.parametrize("given", [0.9, [None], [[0]], {0: 1}.keys(), np.array([0])])
+@pytest.mark.parametrize("given", [0.9, [None], [[0]], {0: 1}.keys(), np.array([0]), True, [False]])
 def test_workers_that_are_no_indices(given: Any) -> None:
     message = "is neither a worker index nor a device; worker_ids= takes one of these, or a list"
     with (
