@@ -89,6 +89,22 @@ def test_a_timeout_leaves_nothing_half_done_and_the_next_step_tries_again(
         assert step_of(model) == 6
 
 
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_the_reason_of_an_explorer_that_computes_for_too_long(method: SyncMethod, tmp_path: Path) -> None:
+    with (
+        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, model_at(0)) as trainer,
+        ExplorerClient(where, model_at(-1), transfer_timeout=0.3) as explorer,
+    ):
+        exchange(trainer, explorer)
+        with explorer.hold():
+            waiting = Waiting(explorer)
+            wait_until(trainer.blocking.need_sync)
+            trainer.blocking.sync_weight()
+            reason = waiting.result()["reason"]
+    assert reason == "SyncTimeoutError: hold() or a forward pass took longer than 0.3 s"
+
+
 @pytest.mark.parametrize("how", ["close", "notify"])
 @pytest.mark.parametrize("method", EVERY)
 def test_the_trainer_stopping_wakes_all_with_the_unchanged_version(
