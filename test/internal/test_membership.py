@@ -268,6 +268,18 @@ def test_a_slow_log_does_not_hold_the_sender_up(caplog: pytest.LogCaptureFixture
     assert probe.free == [True, True]
 
 
+def test_connect_tells_of_a_worker_that_gave_up_before() -> None:
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+        receiver = copy.copy(scheme)
+        receiver.init_on_receiver(model=mlp(2), worker_idx=0)
+        with pytest.raises(SyncTimeoutError, match="has it called connect"):
+            receiver.connect(timeout=0.2)
+        receiver.shutdown()
+        with pytest.raises(SyncTimeoutError, match=r"it has ended, or its connect\(\) has timed out$"):
+            scheme.connect(timeout=0.5)
+
+
 def exit_at_once() -> None:
     os._exit(1)
 
