@@ -239,6 +239,22 @@ class LockProbe(logging.Handler):
             self._lock.release()
 
 
+def test_observers_hear_of_a_worker_whose_replacement_ends_before_it_is_welcomed() -> None:
+    told: list[Any] = []
+    with SharedMemWeightSyncScheme() as scheme:
+        receiver = connect_pair(scheme, mlp(1), mlp(2))
+        scheme.add_observer(told.append)
+        sender = scheme._sender
+        assert isinstance(sender, Sender)
+        (state,) = sender.table
+        state.replaced = True
+        sender._delivery.lose(state, LinkClosedError("it was replaced"))
+        sender._delivery.lose(state, LinkClosedError("its process ended"))
+        sender._delivery.lose(state, LinkClosedError("its process ended"))
+        receiver.shutdown()
+    assert [(one.kind, one.reason) for one in told] == [("lost", "its process ended")]
+
+
 def test_a_slow_log_does_not_hold_the_sender_up(caplog: pytest.LogCaptureFixture) -> None:
     with SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender(model=mlp(1), num_workers=1)
