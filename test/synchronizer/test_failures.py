@@ -535,6 +535,22 @@ def test_a_part_of_the_weights_travels_and_the_rest_is_left_alone(method: SyncMe
     assert model.weight.tolist() == [[-1.0, -1.0]] * 2
 
 
+@pytest.mark.parametrize("method", EVERY)
+def test_the_trainer_alone_selects_and_converts(method: SyncMethod, tmp_path: Path) -> None:
+    def converted(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((f"inner.{name}", 2 * tensor) for name, tensor in items)
+
+    strategy = WeightStrategy("state_dict", select=["0.weight"], convert=converted)
+    model = nn.ModuleDict({"inner": model_at(-1)})
+    sync_once(method, tmp_path, model_at(5), model, strategy=strategy)
+    assert {name: value.unique().item() for name, value in model.state_dict().items()} == {
+        "inner.0.weight": 10,
+        "inner.0.bias": -1,
+        "inner.1.weight": -1,
+        "inner.1.bias": -1,
+    }
+
+
 def test_a_file_has_converted_weights_with_max_in_flight_too(tmp_path: Path) -> None:
     def negated(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, -tensor) for name, tensor in items)
