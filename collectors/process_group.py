@@ -163,7 +163,7 @@ class ProcessGroupCollector(Launched):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Raise NotImplementedError: TorchRL's program of a worker ends with an error when it gets a seed."""
         raise NotImplementedError(
-            f"a {type(self).__name__} cannot seed its workers; seed each environment in create_env_fn"
+            f"{type(self).__name__} cannot seed its workers; seed each environment in create_env_fn"
         )
 
     def _send_all(self, worker_ids: Any = None) -> None:

@@ -137,8 +137,8 @@ def _foreign(model_id: str, scheme: Any) -> TypeError:
     kind = type(scheme)
     if hasattr(kind, "init_on_sender"):
         return TypeError(
-            f"the scheme of {model_id!r} is a {kind.__module__}.{kind.__name__}; these collectors need one "
-            "of weight_update (usually it is enough to change the import)"
+            f"the scheme of {model_id!r} is of type {kind.__module__}.{kind.__name__}; these collectors need "
+            "one of weight_update (usually it is enough to change the import)"
         )
     known = isinstance(scheme, str) and scheme in get_args(WeightSyncBackend)
     cure = f"WeightSyncScheme.from_backend({scheme!r})" if known else "SharedMemWeightSyncScheme()"

@@ -271,7 +271,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             model = self.get_model(model_id)
             if model_id == "policy" and real({model_id: scheme}) and not isinstance(model, nn.Module):
                 raise TypeError(
-                    f"'policy' of {type(self).__name__} is a {type(model).__name__}, not an nn.Module; "
+                    f"'policy' of {type(self).__name__} is of type {type(model).__name__}, not an nn.Module; "
                     "policies without parameters need no scheme"
                 )
             source = self._source if model_id == "policy" else model
@@ -340,7 +340,7 @@ def _copied(state: Any) -> Any:
 
 def _module(model_id: str, model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
-        raise UnsupportedSourceError(f"{model_id!r} is a {type(model).__name__}, which has no weights")
+        raise UnsupportedSourceError(f"{model_id!r} is of type {type(model).__name__}, which has no weights")
     return model
 
 

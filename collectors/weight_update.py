@@ -106,7 +106,7 @@ class SchemeUpdater(WeightUpdaterBase):
         collector = self.collector
         if not isinstance(collector, Updating):
             raise LifecycleError(
-                f"a {type(self).__name__} needs a collector of the package collectors: pass the updater as "
+                f"{type(self).__name__} needs a collector of the package collectors: pass the updater as "
                 "weight_updater=, or assign it to collector.weight_updater"
             )
         report = collector._update(Request({"policy": weights}, workers))
@@ -307,7 +307,7 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase):
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
         if policy_or_weights is None:
             raise LifecycleError(
-                f"give update_policy_weights_() the weights: a {type(self).__name__} has none"
+                f"give update_policy_weights_() the weights: {type(self).__name__} has none"
             )
         return super()._maybe_map_weights(policy_or_weights)
 
@@ -328,7 +328,7 @@ def make_updater(weight_updater: Any, weight_sync_schemes: Any, policy: Any) -> 
     if weight_updater is None or isinstance(weight_updater, torchrl.collectors.WeightUpdaterBase):
         return weight_updater
     if not callable(weight_updater):
-        raise TypeError(f"weight_updater is a WeightUpdaterBase, not a {type(weight_updater).__name__}")
+        raise TypeError(f"weight_updater is a WeightUpdaterBase, not {type(weight_updater).__name__}")
     from_policy = getattr(weight_updater, "from_policy", None)
     made = from_policy(policy) if from_policy is not None and isinstance(policy, nn.Module) else None
     return weight_updater() if made is None else made

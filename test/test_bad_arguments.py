@@ -228,9 +228,12 @@ def test_worker_alive_without_processes(workers: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ([nn.Linear(2, 2)], "cannot write weights into a list; give an nn.Module, a TensorDict or a dict"),
+        (
+            [nn.Linear(2, 2)],
+            "cannot write weights into an object of type list; give an nn.Module, a TensorDict or a dict",
+        ),
         (nn.Linear, r"Linear is a class; give an instance: Linear\(...\)"),
-        (lambda: nn.Linear(2, 2), "cannot write weights into a function"),
+        (lambda: nn.Linear(2, 2), "cannot write weights into an object of type function"),
     ],
 )
 def test_a_model_that_cannot_take_weights(model: Any, message: str) -> None:
@@ -502,7 +505,7 @@ def test_devices_of_workers_that_are_not_known() -> None:
         sender.send(worker_ids="cuda:0")
 
 
-@pytest.mark.parametrize("given", [0.9, [None], [[0]], {0: 1}.keys(), np.array([0])])
+@pytest.mark.parametrize("given", [0.9, [None], [[0]], {0: 1}.keys(), np.array([0]), True, [False]])
 def test_workers_that_are_no_indices(given: Any) -> None:
     message = "is neither a worker index nor a device; worker_ids= takes one of these, or a list"
     with (
@@ -743,7 +746,7 @@ def test_models_sent_together_without_their_weights() -> None:
     actor, critic = SharedMemWeightSyncScheme(), SharedMemWeightSyncScheme()
     message = r"^send_together takes a dict of weights by scheme, such as \{actor: None, critic: None\}"
     odd = (
-        ([actor, critic], ", not a list"),
+        ([actor, critic], ", not list"),
         ({"actor": None}, "; 'actor' is no scheme"),
         ({}, "; this one is empty"),
     )
@@ -807,7 +810,7 @@ def test_an_engine_that_expects_a_list() -> None:
         scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
         receiver = copy.copy(scheme)
         receiver.init_on_receiver(model=Engine([("weight", torch.ones(2, 2))]), worker_idx=0)
-        message = r"^Engine\.expected_weights\(\) returned a list; return a dict of tensors by name, or None$"
+        message = r"^Engine\.expected_weights\(\) returned an object of type list; return a dict of tensors "
         with pytest.raises(UnsupportedSourceError, match=message):
             receiver.connect(timeout=5.0)
 
@@ -822,7 +825,7 @@ def test_a_tied_worker_of_weights_that_a_converter_unties() -> None:
 
 
 def test_weights_for_an_engine_from_elsewhere_than_its_sender() -> None:
-    message = r"write weights into a Engine; give .* \(an InferenceEngine takes weights only from send\(\)\)"
+    message = r"write weights into an object of type Engine; give .* \(an InferenceEngine takes weights only "
     with MemoryWeightSyncScheme() as sender:
         receiver = connect_pair(sender, nn.Linear(2, 2), Engine())
         with pytest.raises(UnsupportedSourceError, match=message):

@@ -74,7 +74,7 @@ def test_bench_measures_a_module_given_by_import_path(tmp_path: Path, name: str)
         (":loads", "':loads' is not of the form module:attribute"),
         ("json:loads.nothing", "has no attribute 'nothing'"),
         ("torch.nn:Identity", "has no weights to send"),
-        ("os:sep", "is a str, neither a torch.nn.Module nor"),
+        ("os:sep", "is of type str, neither a torch.nn.Module nor"),
     ],
 )
 def test_bench_refuses_a_path_that_leads_to_no_module(path: str, words: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from cli_parts import SCHEMA, Model, call, data_file, document, dump, flip, full, make_run, patches, welcome
 from marks import slow
 
-from weight_update import WeightChunk
+from weight_update import ObjectStoreWeightSyncScheme, WeightChunk
 from weight_update.cli.contents.checkpoints import read_directory
 from weight_update.cli.contents.frames import read_frames
 from weight_update.synchronizer import CheckpointStore
@@ -170,6 +170,17 @@ def test_inspect_refuses_other_files(tmp_path: Path, content: bytes) -> None:
         assert (result.exit_code, result.stdout) == (2, "")
         assert words in result.stderr
     assert call("inspect", tmp_path / "nothing").exit_code == 2
+
+
+def test_inspect_tells_an_object_store_from_checkpoints(tmp_path: Path) -> None:
+    with ObjectStoreWeightSyncScheme(tmp_path, token="secret") as trainer:
+        trainer.init_on_sender(model=Model())
+        trainer.connect()
+    result = call("inspect", tmp_path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "holds versions of an ObjectStoreWeightSyncScheme" in result.stderr
+    for frame in tmp_path.glob("*/*.frame"):
+        assert call("inspect", frame).exit_code == 0
 
 
 def test_inspect_shows_frames_and_the_chain_of_patches(tmp_path: Path) -> None:

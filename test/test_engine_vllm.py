@@ -21,6 +21,7 @@ from weight_update import (
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     SharedMemWeightSyncScheme,
+    SyncFailedError,
     SyncTimeoutError,
     TransportError,
     WeightSyncScheme,
@@ -168,6 +169,34 @@ def test_connect_servers_needs_servers() -> None:
             connect_servers(scheme)
         with pytest.raises(TypeError, match=r"give VLLMServer\(url\), not 'http://10.0.0.6:8000'"):
             connect_servers(scheme, "http://10.0.0.6:8000")  # type: ignore[arg-type]
+
+
+def test_the_next_send_after_a_server_refused_its_workers() -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            """Say nothing."""
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"world_size": 1}')
+
+        def do_POST(self) -> None:
+            self.send_response(500 if self.path == "/init_weight_transfer_engine" else 200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        with SharedMemWeightSyncScheme() as scheme:
+            scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+            with pytest.raises(RuntimeError, match="init_weight_transfer_engine"):
+                connect_servers(scheme, VLLMServer(f"http://127.0.0.1:{server.server_port}"))
+            with pytest.raises(SyncFailedError, match="worker 0: it is not connected; has it called connect"):
+                scheme.send()
+        server.shutdown()
+        serving.join(WAIT)
 
 
 @pytest.fixture

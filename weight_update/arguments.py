@@ -81,7 +81,7 @@ TOKEN = "WEIGHT_UPDATE_TOKEN"
 def require_token(token: Any) -> str | None:
     """Return ``token``; raise TypeError or ValueError unless it is None or a string that is not empty."""
     if token is not None and not isinstance(token, str):
-        raise TypeError(f"token is a string that both ends share, got a {type(token).__name__}")
+        raise TypeError(f"token is a string that both ends share, not {type(token).__name__}")
     if token == "":
         raise ValueError("token is empty: give both ends the same secret, or None")
     return token

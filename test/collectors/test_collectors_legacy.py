@@ -201,7 +201,7 @@ def test_both_arguments_are_refused(cls):
             weight_sync_schemes={},
             weight_updater=VanillaWeightUpdater,
         )
-    with pytest.raises(TypeError, match="WeightUpdaterBase, not a int"):
+    with pytest.raises(TypeError, match="WeightUpdaterBase, not int"):
         cls([Env], make_policy(), frames_per_batch=8, weight_updater=5)
 
 
@@ -395,7 +395,7 @@ def test_the_updater_that_sends_nothing(made):
     collector = made(Collector, Env, make_policy(1.0), weight_updater=updater, **OPTIONS)
     assert collector.update_policy_weights_(weights_of(2.0)) is None
     assert next(iter(collector))["action"].unique().tolist() == [1.0]
-    with pytest.raises(RuntimeError, match=r"the weights: a RemoteModuleWeightUpdater has none"):
+    with pytest.raises(RuntimeError, match=r"the weights: RemoteModuleWeightUpdater has none"):
         collector.update_policy_weights_()
 
 

@@ -239,6 +239,22 @@ class LockProbe(logging.Handler):
             self._lock.release()
 
 
+def test_observers_hear_of_a_worker_whose_replacement_ends_before_it_is_welcomed() -> None:
+    told: list[Any] = []
+    with SharedMemWeightSyncScheme() as scheme:
+        receiver = connect_pair(scheme, mlp(1), mlp(2))
+        scheme.add_observer(told.append)
+        sender = scheme._sender
+        assert isinstance(sender, Sender)
+        (state,) = sender.table
+        state.replaced = True
+        sender._delivery.lose(state, LinkClosedError("it was replaced"))
+        sender._delivery.lose(state, LinkClosedError("its process ended"))
+        sender._delivery.lose(state, LinkClosedError("its process ended"))
+        receiver.shutdown()
+    assert [(one.kind, one.reason) for one in told] == [("lost", "its process ended")]
+
+
 def test_a_slow_log_does_not_hold_the_sender_up(caplog: pytest.LogCaptureFixture) -> None:
     with SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender(model=mlp(1), num_workers=1)
@@ -266,6 +282,18 @@ def test_a_slow_log_does_not_hold_the_sender_up(caplog: pytest.LogCaptureFixture
         finally:
             log.removeHandler(probe)
     assert probe.free == [True, True]
+
+
+def test_connect_tells_of_a_worker_that_gave_up_before() -> None:
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+        receiver = copy.copy(scheme)
+        receiver.init_on_receiver(model=mlp(2), worker_idx=0)
+        with pytest.raises(SyncTimeoutError, match="has it called connect"):
+            receiver.connect(timeout=0.2)
+        receiver.shutdown()
+        with pytest.raises(SyncTimeoutError, match=r"it has ended, or its connect\(\) has timed out$"):
+            scheme.connect(timeout=0.5)
 
 
 def exit_at_once() -> None:

@@ -150,7 +150,7 @@ def wrapped() -> nn.Module:
 @pytest.mark.parametrize("sides", [(wrapped, nn.Linear), (nn.Linear, wrapped), (wrapped, wrapped)])
 def test_a_tensor_without_memory_of_its_own_is_refused(sides: Any) -> None:
     source, target = (make() if make is wrapped else make(2, 2) for make in sides)
-    refused = pytest.raises(WeightSyncError, match="'weight' is a Wrapper without memory of its own")
+    refused = pytest.raises(WeightSyncError, match="'weight' is of type Wrapper, without memory of its own")
     with MemoryWeightSyncScheme("state_dict", timeout=10.0) as scheme, refused:
         connect_pair(scheme, source, target)
 

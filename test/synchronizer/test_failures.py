@@ -89,6 +89,22 @@ def test_a_timeout_leaves_nothing_half_done_and_the_next_step_tries_again(
         assert step_of(model) == 6
 
 
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_the_reason_of_an_explorer_that_computes_for_too_long(method: SyncMethod, tmp_path: Path) -> None:
+    with (
+        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, model_at(0)) as trainer,
+        ExplorerClient(where, model_at(-1), transfer_timeout=0.3) as explorer,
+    ):
+        exchange(trainer, explorer)
+        with explorer.hold():
+            waiting = Waiting(explorer)
+            wait_until(trainer.blocking.need_sync)
+            trainer.blocking.sync_weight()
+            reason = waiting.result()["reason"]
+    assert reason == "SyncTimeoutError: hold() or a forward pass took longer than 0.3 s"
+
+
 @pytest.mark.parametrize("how", ["close", "notify"])
 @pytest.mark.parametrize("method", EVERY)
 def test_the_trainer_stopping_wakes_all_with_the_unchanged_version(
@@ -517,6 +533,22 @@ def test_a_part_of_the_weights_travels_and_the_rest_is_left_alone(method: SyncMe
     sync_once(method, tmp_path, Counting(5), model, strategy=strategy)
     assert step_of(model.head) == 5
     assert model.weight.tolist() == [[-1.0, -1.0]] * 2
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_the_trainer_alone_selects_and_converts(method: SyncMethod, tmp_path: Path) -> None:
+    def converted(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((f"inner.{name}", 2 * tensor) for name, tensor in items)
+
+    strategy = WeightStrategy("state_dict", select=["0.weight"], convert=converted)
+    model = nn.ModuleDict({"inner": model_at(-1)})
+    sync_once(method, tmp_path, model_at(5), model, strategy=strategy)
+    assert {name: value.unique().item() for name, value in model.state_dict().items()} == {
+        "inner.0.weight": 10,
+        "inner.0.bias": -1,
+        "inner.1.weight": -1,
+        "inner.1.bias": -1,
+    }
 
 
 def test_a_file_has_converted_weights_with_max_in_flight_too(tmp_path: Path) -> None:

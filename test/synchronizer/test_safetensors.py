@@ -78,7 +78,7 @@ def test_extra_state_comes_back() -> None:
 
 
 def test_extra_state_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedSourceError, match="holds a set"):
+    with pytest.raises(UnsupportedSourceError, match="holds an object of type set"):
         pack({"_extra_state": {1, 2}})
     monkeypatch.setattr("weight_update.checkpoints.safetensors._MAX_HEADER_BYTES", 1_000_000)
     with pytest.raises(UnsupportedSourceError, match=r"2 MB .* keep large tensors in parameters"):

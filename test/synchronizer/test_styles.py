@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from sync_parts import Explored, ExplorerThread, connected, exchange, model_at, synchronizer, train
 
-from weight_update import LifecycleError, SyncMethod, SyncStyle
+from weight_update import ExplorerClient, LifecycleError, SyncMethod, SyncStyle
 
 INTERVAL, OFFSET, STALENESS, STEPS = 4, 2, 2, 14
 
@@ -51,6 +52,20 @@ def test_inside_hold_no_thread_waits_for_weights(method: SyncMethod, tmp_path: P
         exchange(trainer, explorer)
         with explorer.hold(), pytest.raises(LifecycleError, match="inside hold"):
             explorer.blocking.sync_weight()
+
+
+@pytest.mark.parametrize("method", list(SyncMethod))
+def test_inside_hold_no_task_waits_for_weights(method: SyncMethod, tmp_path: Path) -> None:
+    async def synchronize(explorer: ExplorerClient) -> None:
+        with explorer.hold():
+            await explorer.sync_weight()
+
+    style = SyncStyle.EXPLORER_DRIVEN
+    with connected(method, style, tmp_path, model_at(0), model_at(-1)) as (_, trainer, explorer):
+        exchange(trainer, explorer)
+        explorer.blocking.timeout = 5.0
+        with pytest.raises(LifecycleError, match="inside hold"):
+            asyncio.run(synchronize(explorer))
 
 
 def check_style(style: SyncStyle, seen: Explored) -> None:

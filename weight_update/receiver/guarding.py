@@ -137,8 +137,9 @@ def _refuse(result: Any, source: str) -> NoReturn:
     if isinstance(result, types.CoroutineType | types.GeneratorType):
         result.close()
     raise TypeError(
-        f"{source} returned a {type(result).__name__}, whose work is not done when the call returns, so an "
-        "update could land in the middle; give guarded() the coroutine function or generator function itself"
+        f"{source} returned an object of type {type(result).__name__}, whose work is not done when the call "
+        "returns, so an update could land in the middle; give guarded() the coroutine function or generator "
+        "function itself"
     )
 
 

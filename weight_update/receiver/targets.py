@@ -172,8 +172,8 @@ class EngineTarget(Target):
         expected: object = self._engine.expected_weights()
         if not isinstance(expected, Mapping | None):
             raise UnsupportedSourceError(
-                f"{type(self._engine).__name__}.expected_weights() returned a {type(expected).__name__}; "
-                "return a dict of tensors by name, or None"
+                f"{type(self._engine).__name__}.expected_weights() returned an object of type "
+                f"{type(expected).__name__}; return a dict of tensors by name, or None"
             )
         schema = None if expected is None else WeightSchema.of(expected)
         self._dtypes = {} if schema is None else dict(zip(schema.names, schema.dtypes, strict=True))

@@ -64,7 +64,7 @@ def send_together(
             reports of all schemes. If staging failed, no worker changed.
     """
     if not isinstance(weights, Mapping):
-        raise TypeError(f"{_BY_SCHEME}, not a {type(weights).__name__}")
+        raise TypeError(f"{_BY_SCHEME}, not {type(weights).__name__}")
     for key in weights:
         if not isinstance(key, WeightSyncScheme):
             raise TypeError(f"{_BY_SCHEME}; {key!r} is no scheme")

@@ -190,7 +190,7 @@ class SourceReader:
 
     def _workers_of(self, item: Any) -> list[int]:
         try:
-            if not isinstance(item, (torch.device, str)):
+            if not isinstance(item, (torch.device, str, bool)):
                 return [operator.index(item)]
             device = torch.device(item)
         except (RuntimeError, TypeError):

@@ -104,8 +104,8 @@ class Sources:
                 return cls({idx: factories[idx]() for idx in workers}, workers)
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"{model_id!r} of {type(context).__name__} is a {type(model).__name__}, not an nn.Module; "
-                "policies without parameters need no scheme"
+                f"{model_id!r} of {type(context).__name__} is of type {type(model).__name__}, not an "
+                "nn.Module; policies without parameters need no scheme"
             )
         if _model_or_none(context, model_id) is model:
             model = ModelOf(context, model_id)

@@ -152,7 +152,9 @@ class Delivery:
         with self._table.lock:
             if connection not in (None, worker.connections):
                 return
-            departed = worker.joined and not worker.replaced and not self._closed
+            # The worker before is told of only if the one that replaces it ends before it is welcomed.
+            departed = worker.joined is not worker.replaced and not self._closed
+            worker.replaced &= worker.joined
             pid, version, left = worker.pid, worker.version, worker.left
             if worker.leaving:  # an earlier connect() has raised the error; this one waits for the worker
                 worker.lost = None

@@ -40,8 +40,8 @@ def require_writable(destination: Any) -> None:
     require_instance(destination, UnsupportedSourceError)
     if not isinstance(destination, nn.Module | MutableMapping):
         raise UnsupportedSourceError(
-            f"cannot write weights into a {type(destination).__name__}; give an nn.Module, a TensorDict "
-            "or a dict of tensors (an InferenceEngine takes weights only from send())"
+            f"cannot write weights into an object of type {type(destination).__name__}; give an nn.Module, a "
+            "TensorDict or a dict of tensors (an InferenceEngine takes weights only from send())"
         )
 
 
@@ -354,7 +354,7 @@ def _places(node: MutableMapping[Any, Any], prefix: str = "") -> Iterator[_Place
             require_tensor(name, value)
             if node.get(key) is not value:
                 raise UnsupportedSourceError(
-                    f"{name!r} of a {type(node).__name__} is made anew at each access, so it can be read but "
+                    f"{name!r} of {type(node).__name__} is made anew at each access, so it can be read but "
                     "not written"
                 )
             yield name, (node, key)

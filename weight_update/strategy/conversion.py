@@ -37,8 +37,8 @@ def convert_checked(
         made = convert(map(take, source))
         if not isinstance(made, Iterable):
             raise UnsupportedSourceError(
-                f"convert gave a {type(made).__name__}, not an iterable of names and tensors; is it a "
-                "function that makes a converter, and has to be called first?"
+                f"convert gave an object of type {type(made).__name__}, not an iterable of names and "
+                "tensors; is it a function that makes a converter, and has to be called first?"
             )
         for item in made:
             if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
@@ -52,7 +52,7 @@ def convert_checked(
                 raise UnsupportedSourceError(f"convert gives {name!r} twice")
             if not isinstance(value, torch.Tensor):
                 raise UnsupportedSourceError(
-                    f"convert gives a {type(value).__name__} as {name!r}, not a tensor"
+                    f"convert gives {type(value).__name__} as {name!r}, not a tensor"
                 )
             seen.add(name)
             del item

@@ -376,7 +376,7 @@ def key_name(key: Any, source: Mapping[Any, Any]) -> str:
         return ".".join(key)
     if not isinstance(key, str):
         raise UnsupportedSourceError(
-            f"a {type(source).__name__} with the key {key!r}: weights have string keys"
+            f"{type(source).__name__} with the key {key!r}: weights have string keys"
         )
     return key
 

@@ -127,7 +127,7 @@ class WeightStrategy(WeightReader):
         self.encoding: Encoding = resolve_encoding(encoding)
         if convert is not None and not callable(convert):
             raise ValueError(
-                f"convert= takes a function of an iterator, not a {type(convert).__name__}; several "
+                f"convert= takes a function of an iterator, not {type(convert).__name__}; several "
                 "converters become one with weight_update.convert.chain()"
             )
         if max_in_flight is not None:

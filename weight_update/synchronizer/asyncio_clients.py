@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -73,10 +74,12 @@ class _AsyncClient(Generic[_P]):
         Raises:
             SchemaMismatchError: the model is not the trainer's (explorer), or the weights have other names,
                 shapes or dtypes than at the start (trainer).
-            LifecycleError: this side is closed, or another client took its place.
+            LifecycleError: this side is closed, another client took its place, or the task is inside
+                ``hold()``.
         """
         try:
-            call = self._threads.submit(self.blocking.sync_weight)
+            context = contextvars.copy_context()  # of the task, which may be inside hold()
+            call = self._threads.submit(context.run, self.blocking.sync_weight)
         except RuntimeError:  # closed: the call raises that, and does nothing else
             return self.blocking.sync_weight()
         try:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from weight_update.errors import (
     LifecycleError,
     LinkClosedError,
@@ -67,7 +69,7 @@ class MemoryService(Service):
 
     def __init__(self, plan: SyncPlan, strategy: str | WeightStrategy, **options: Any) -> None:
         super().__init__(plan, **options)
-        self._strategy = strategy
+        self._strategy = _passing_on(resolve_strategy(strategy))
         self._newest: HeldVersion | None = None
         self._subscriber: Subscriber | None = None  # of the trainer
         self._publisher: Publisher | None = None  # for explorers; there are weights then
@@ -133,7 +135,7 @@ class MemoryService(Service):
 
     def _make_publisher(self, newest: HeldVersion) -> None:
         """Make a publisher, unless the present one fits the weights of the trainer, perhaps a new one."""
-        schema = resolve_strategy(self._strategy).named(newest.weights).schema()
+        schema = self._strategy.named(newest.weights).schema()
         if self._publisher is not None and schema == self._schema:
             return
         tell, before = self.observers.tell, self._publisher
@@ -216,3 +218,13 @@ class MemoryService(Service):
         with self.changed:
             self._transfers.update(dict.fromkeys(going, sent))
             self.changed.notify_all()
+
+
+def _passing_on(strategy: WeightStrategy) -> WeightStrategy:
+    """Return a strategy that sends weights on as the trainer has selected, gathered and converted them."""
+    select = None if strategy.select is None else _always
+    return WeightStrategy(strategy.extract_as, encoding=strategy.encoding, select=select)
+
+
+def _always(name: str, tensor: torch.Tensor) -> bool:
+    return True

@@ -14,8 +14,8 @@ class Metrics(dict[str, Any]):
     Its items are numbers whose names begin with ``sync/``, so that ``metrics.update(...)`` and a logger get
     names that collide with no others: ``sync/version`` (in force in an explorer, or newest published by a
     trainer; absent before the first), ``sync/step`` (of this side), ``sync/seconds`` (duration of the call),
-    ``sync/bytes`` (of the weights in force, or of those written or sent), ``sync/waited`` (seconds of waiting
-    for the other side) and ``sync/failed`` (1 if there is a reason, else 0).
+    ``sync/bytes`` (trainer: bytes that it sent or wrote; explorer: size of its weights), ``sync/waited``
+    (seconds of waiting for the other side) and ``sync/failed`` (1 if there is a reason, else 0).
 
     The short names work as well: ``metrics["version"]``, ``"reason" in metrics``, ``metrics.get("reason")``.
     The reason is a text, and no item. Copies such as ``dict(metrics)``, ``{**metrics}`` and

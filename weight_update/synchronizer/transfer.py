@@ -84,7 +84,7 @@ class Publisher:
         with self._sending:
             self._observe(observe is not None)
             if spread and self._last is not None and (bad := self._last.failures()):
-                reasons = {idx: str(why) for idx, why in bad.items()}
+                reasons = {idx: _without_traceback(why) for idx, why in bad.items()}
                 _log.warning("explorers did not apply an earlier update: %s", reasons)
             while True:
                 joined = frozenset(self.joined())
@@ -165,9 +165,14 @@ def settle(update: SendHandle, ids: Iterable[int]) -> dict[int, str]:
     try:
         update.of(*(wanted & sent)).wait()
     except SyncFailedError as error:
-        failures.update({idx: str(why) for idx, why in error.failures.items()})
+        failures.update({idx: _without_traceback(why) for idx, why in error.failures.items()})
     left = {id for id in wanted - set(failures) if id not in update.report.apply_seconds}
     return failures | dict.fromkeys(left, "it left before it had applied it")
+
+
+def _without_traceback(why: Exception) -> str:
+    """Return the message of an error; that of a worker's error also has the worker's traceback."""
+    return str(why).partition("\n\n")[0]
 
 
 def is_loopback(address: str | None) -> bool:

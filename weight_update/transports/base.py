@@ -332,7 +332,7 @@ class TransportBackend(ABC):
                 arrived.clear()
             elif chunk.kind is not Kind.UPDATE or not arrived:
                 arrived.clear()
-                raise FormatError(f"expected weights, got a {chunk.kind.name} frame")
+                raise FormatError(f"expected weights, got {chunk.kind.name}")
             arrived.append(chunk)
         del self.__dict__["_arrived"]
         return arrived

@@ -29,6 +29,7 @@ MAX_PENDING = 128
 _MAX_ACCEPTED = 16
 """Connections accepted between two checks of the pending ones."""
 _BACK_OFF_SECONDS = 0.1
+_GONE = "the other end closed its connection before it joined: it has ended, or its connect() has timed out"
 
 Serve = Callable[[SocketStream, bytes, float], None]
 """Called with a connection, its key, and the deadline for the first request."""
@@ -193,7 +194,10 @@ class _Pending:
         except JoinRefusedError:
             self._send_now(self._challenge.other_user)
             raise
-        self._send_now(self._challenge.greeting)
+        try:
+            self._send_now(self._challenge.greeting)
+        except LinkClosedError:
+            raise LinkClosedError(_GONE) from None
 
     def read(self) -> bool:
         """Read the available part of the other end's message; return whether the message is complete."""
@@ -201,10 +205,10 @@ class _Pending:
             data = self.stream.sock.recv(self._challenge.missing)
         except BlockingIOError:
             return False
-        except OSError as error:
-            raise LinkClosedError(f"the other end is gone ({error})") from None
+        except OSError:
+            raise LinkClosedError(_GONE) from None
         if not data:
-            raise LinkClosedError("the other end is gone")
+            raise LinkClosedError(_GONE)
         self._challenge.add(data)
         return not self._challenge.missing
 

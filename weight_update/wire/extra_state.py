@@ -49,8 +49,8 @@ def _encode(value: Any) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"$dict": {key: _encode(item) for key, item in value.items()}}
     raise UnsupportedSourceError(
-        f"extra state holds a {type(value).__name__}; supported are None, bool, int, float, str, bytes, "
-        "tensors, and lists, tuples and string-keyed dicts of them"
+        f"extra state holds an object of type {type(value).__name__}; supported are None, bool, int, float, "
+        "str, bytes, tensors, and lists, tuples and string-keyed dicts of them"
     )
 
 
@@ -78,7 +78,7 @@ def _decode(value: Any) -> Any:
         return {key: _decode(item) for key, item in body.items()}
     if tag == "$tensor":
         return _decode_tensor(*body)
-    raise ValueError(f"unknown tag {tag!r:.40} with a {type(body).__name__}")
+    raise ValueError(f"unknown tag {tag!r:.40} with {type(body).__name__}")
 
 
 def _decode_tensor(name: str, shape: Any, data: str) -> torch.Tensor:

@@ -278,7 +278,7 @@ def require_plain(name: str, tensor: Any) -> None:
         )
     if not has_memory(tensor) and tensor.numel() and not tensor.is_meta:
         raise UnsupportedSourceError(
-            f"{name!r} is a {type(tensor).__name__} without memory of its own; only plain strided "
+            f"{name!r} is of type {type(tensor).__name__}, without memory of its own; only plain strided "
             "tensors can be synchronized, such as the result of full_tensor() or dequantize()"
         )
     dtype_name(tensor.dtype)

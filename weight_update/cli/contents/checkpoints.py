@@ -15,6 +15,7 @@ from weight_update.checkpoints.manifest import Manifest, ManifestIndex
 from weight_update.checkpoints.store import map_file
 from weight_update.cli.contents.tensors import tensor_rows
 from weight_update.errors import CorruptCheckpointError
+from weight_update.transports.object_store.manifest import MANIFEST_NAME
 from weight_update.wire.schema import WeightSchema, dtype_name
 
 _SUFFIX = ".safetensors"
@@ -29,7 +30,8 @@ def read_directory(directory: Path) -> dict[str, Any]:
     """Return the versions in a directory, and the tensors of the newest one that is complete.
 
     Raises:
-        CorruptCheckpointError: there are no checkpoints.
+        CorruptCheckpointError: there are no checkpoints; the message tells an object store from other
+            directories.
     """
     index = ManifestIndex(directory)
     rows, named, unclear = list[dict[str, Any]](), set[str](), set[int | None]()
@@ -48,6 +50,11 @@ def read_directory(directory: Path) -> dict[str, Any]:
             newest, newest_weights = version, weights
     others = [row for row in _other_files(index, named) if index.version_of(Path(row["file"])) not in unclear]
     if not rows and not others:
+        if (directory / MANIFEST_NAME).is_file():
+            raise CorruptCheckpointError(
+                f"{directory} holds versions of an ObjectStoreWeightSyncScheme, which workers verify when "
+                "they read them; give one of its .frame files to see what that contains"
+            )
         raise CorruptCheckpointError(
             f"{directory} holds no checkpoints; give the directory of a CheckpointStore"
         )

@@ -63,7 +63,8 @@ def _imported(path: str) -> nn.Module:
         found = found()
     if not isinstance(found, nn.Module):
         raise _refused(
-            f"{path!r} is a {type(found).__name__}, neither a torch.nn.Module nor a function that returns one"
+            f"{path!r} is of type {type(found).__name__}, neither a torch.nn.Module nor a function that "
+            "returns one"
         )
     return found.cpu()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
-from weight_update.errors import LifecycleError, SyncFailedError
+from weight_update.errors import LifecycleError
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.schemes.distributed import DistributedWeightSyncScheme
 from weight_update.schemes.ray import RayWeightSyncScheme
@@ -99,19 +99,18 @@ def connect_with(scheme: WeightSyncScheme, calls: Sequence[Callable[[], None]]) 
     before = scheme.worker_alive
     with ThreadPoolExecutor(max(len(calls), 1), "weight_update-init-vllm") as threads:
         answers: list[Future[None]] = [threads.submit(call) for call in calls]
-        scheme.worker_alive = lambda _: not any(map(_failed, answers))
+
+        def alive(worker_idx: int) -> bool:
+            """Raise the error of a call that failed, which ends the wait of ``connect()``."""
+            for answer in filter(Future.done, answers):
+                answer.result()
+            return True
+
+        scheme.worker_alive = alive
         try:
             if not scheme.synchronized_on_sender:
                 scheme.connect()
-        except SyncFailedError as error:  # it says only that the call failed
-            for answer in filter(_failed, answers):
-                raise answer.exception() or error from error
-            raise
         finally:
             scheme.worker_alive = before
         for answer in answers:
             answer.result()
-
-
-def _failed(answer: Future[None]) -> bool:
-    return answer.done() and answer.exception() is not None
