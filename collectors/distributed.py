@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 from torch import distributed as dist
 from torchrl.collectors.distributed import DEFAULT_SLURM_CONF, RayEvalWorker, submitit_delayed_launcher
 
+from collectors.batch_request import Make
 from collectors.launched import Intervals, endless
 from collectors.node_programs import STOP, run_ahead, run_on_demand
 from collectors.process_group import ProcessGroupCollector
@@ -68,9 +69,14 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
         by_value, arguments = super()._arguments_of(idx)
         return by_value, {**arguments, "sync": self._sync, "verbose": self._VERBOSE}
 
-    def _request(self, idx: int) -> None:
-        self._store.set(f"NODE_{idx + 1}_in", b"continue")
-        super()._request(idx)
+    def _request(self, idx: int) -> Make:
+        store, receive = self._store, super()._request(idx)
+
+        def make(put: Callable[[Any], None]) -> None:
+            store.set(f"NODE_{idx + 1}_in", b"continue")
+            receive(put)
+
+        return make
 
     def _update_between(self, batches: int, workers: list[int]) -> None:
         if self.update_interval is not None and batches % self.update_interval == 0:
@@ -151,8 +157,8 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
     def _ask_to_end(self) -> None:
         dist.distributed_c10d._get_default_store().set(STOP, "1")
         # A worker that is about to send a batch must be able to send it. Batches that have come are dropped.
-        while not self._arrived.empty():
-            self._pending.discard(self._arrived.get()[0])
+        for idx in self._answers():
+            self._asked.pop(idx, None)
         for idx in range(len(self._batches)):
             if self._nodes.alive(idx):
                 self._ask(idx)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
@@ -16,6 +17,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.collectors.utils import split_trajectories
 
+from collectors.batch_request import BatchRequest, Make
 from collectors.closing import close_all
 from collectors.nodes import Nodes, free_port
 from collectors.remote import Remote
@@ -36,8 +38,8 @@ class Launched(Remote):
 
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
         self._nodes, self._in_group, self._owner = Nodes(), False, os.getpid()
-        self._pending: set[int] = set()  # workers whose next batch is awaited
-        self._arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._asked: dict[int, BatchRequest] = {}  # workers that were asked for a batch not taken yet
+        self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._require_alone()
         launcher = options.setdefault("launcher", "submitit")
         if launcher not in _LAUNCHERS:
@@ -72,13 +74,18 @@ class Launched(Remote):
 
     def _ask(self, idx: int) -> None:
         """Have a worker send its next batch, unless this was done before."""
-        if idx not in self._pending:
-            self._pending.add(idx)
-            self._request(idx)
+        if (request := self._asked.get(idx)) is None:
+            request = self._asked[idx] = BatchRequest(self._request(idx), self._arrived)
+        request.begin()
 
-    def _request(self, idx: int) -> None:
-        """Have a worker send its next batch; put its index, and the batch or error, into ``_arrived``."""
+    def _request(self, idx: int) -> Make:
+        """Return the function that asks a worker for its next batch. It does not refer to this collector."""
         raise NotImplementedError
+
+    @property
+    def _pending(self) -> set[int]:
+        """Workers whose next batch is awaited."""
+        return {idx for idx, request in list(self._asked.items()) if request.pending}
 
     def _take(self) -> tuple[int, TensorDictBase]:
         """Wait for a batch; return the worker, and the batch with trajectory numbers of this worker alone.
@@ -93,7 +100,7 @@ class Launched(Remote):
             self._waits.require_in_time()
         idx, arrived = found
         self._waits.end(idx)
-        self._pending.discard(idx)
+        self._asked.pop(idx, None)
         data = self._read(idx, arrived)
         key = ("collector", "traj_ids")
         if key in data.keys(True):
@@ -101,17 +108,26 @@ class Launched(Remote):
         return idx, data
 
     def _look(self) -> tuple[int, Any] | None:
+        """Return a worker whose batch has arrived, and the batch or error; None if none came in a while."""
         start = time.monotonic()
-        try:
-            return self._arrived.get(timeout=LOOK_SECONDS)
-        except queue.Empty:
-            return None
-        finally:
-            self._waits.add(time.monotonic() - start, self._pending)
+        with contextlib.suppress(queue.Empty):
+            self._arrived.get(timeout=0.0 if self._answers() else LOOK_SECONDS)
+        self._waits.add(time.monotonic() - start, self._pending)
+        return next(iter(self._answers().items()), None)
+
+    def _answers(self) -> dict[int, Any]:
+        return {idx: request.answer[0] for idx, request in list(self._asked.items()) if request.answer}
 
     def _read(self, idx: int, arrived: Any) -> TensorDictBase:
         """Return the batch of a worker; raise WorkerError if an error has arrived instead."""
         raise NotImplementedError
+
+    def _await_pending(self, seconds: float) -> None:
+        """Wait until no batch is awaited, and drop those that have come."""
+        deadline = time.monotonic() + seconds
+        while self._pending and time.monotonic() < deadline:
+            if (found := self._look()) is not None:
+                self._asked.pop(found[0], None)
 
     def _processed(self, data: TensorDictBase) -> TensorDictBase:
         data = split_trajectories(data) if self.split_trajs else data

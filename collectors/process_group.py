@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
-import queue
-import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from tensordict import TensorDictBase
 from torchrl.data.utils import CloudpickleWrapper
 from torchrl.envs import EnvBase, EnvCreator
 
+from collectors.batch_request import Make
 from collectors.closing import close_all
 from collectors.launched import END_SECONDS, START_SECONDS, Launched
 from collectors.single import Collector
@@ -38,7 +37,6 @@ class ProcessGroupCollector(Launched):
 
     _scheme_class = DistributedWeightSyncScheme
     _join = staticmethod(torch.stack)
-    _threads: Sequence[threading.Thread] = ()  # one for each batch that is awaited
     _batches: Sequence[TensorDictBase] = ()  # the last one of each worker, once there is an example
     _program: Callable[..., None]
     """Program of a worker; see :mod:`collectors.node_programs`."""
@@ -90,7 +88,7 @@ class ProcessGroupCollector(Launched):
     def _init_master_dist(self, world_size: int, backend: str) -> None:
         self._nodes.await_ready(START_SECONDS)
         self._in_group = True
-        form_group = functools.partial(super()._init_master_dist, world_size, backend)
+        form_group = partial(super()._init_master_dist, world_size, backend)
         # By itself it waits for 1,000 days. Jobs may wait for their hosts.
         self._nodes.attend(form_group, START_SECONDS if self.launcher == "mp" else math.inf)
 
@@ -144,15 +142,8 @@ class ProcessGroupCollector(Launched):
         finally:
             collector.shutdown()
 
-    def _request(self, idx: int) -> None:
-        try:
-            parts = self._batches[idx].irecv(src=idx + 1, return_premature=True)
-        except RuntimeError as error:
-            self._arrived.put((idx, error))
-            return
-        waiting = threading.Thread(target=_await, args=(idx, parts, self._arrived), daemon=True)
-        self._threads = [thread for thread in self._threads if thread.is_alive()] + [waiting]
-        waiting.start()
+    def _request(self, idx: int) -> Make:
+        return partial(_receive, self._batches[idx], idx + 1)
 
     def _read(self, idx: int, arrived: Any) -> TensorDictBase:
         if arrived is not None:
@@ -188,8 +179,7 @@ class ProcessGroupCollector(Launched):
         close_all(self._nodes.kill, self._end_schemes, self._leave_group)
 
     def _leave_group(self) -> None:
-        for thread in self._threads:
-            thread.join(END_SECONDS)
+        self._await_pending(END_SECONDS)
         in_group, self._in_group = self._in_group, False
         if in_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -197,11 +187,9 @@ class ProcessGroupCollector(Launched):
             dist.distributed_c10d._world.group_count = 0
 
 
-def _await(idx: int, parts: list[Any], arrived: queue.SimpleQueue[tuple[int, Exception | None]]) -> None:
-    try:
-        for part in parts:
-            part.wait()
-    except RuntimeError as error:  # from gloo: the other end is gone
-        arrived.put((idx, error))
-    else:
-        arrived.put((idx, None))
+def _receive(batch: TensorDictBase, rank: int, put: Callable[[None], None]) -> None:
+    """Wait for a batch of a worker; gloo raises RuntimeError if the other end is gone."""
+    parts = batch.irecv(src=rank, return_premature=True)
+    while parts:
+        parts.pop(0).wait()
+    put(None)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import time
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from torch.distributed import rpc
 from torchrl.data.utils import CloudpickleWrapper
 from torchrl.envs import EnvBase, EnvCreator
 
+from collectors.batch_request import Make
 from collectors.closing import close_all
 from collectors.launched import END_SECONDS, START_SECONDS, Intervals
 from collectors.rpc_node import join_world, leave, made, make_collector, name_of, run_node, was_in_a_world
@@ -165,12 +163,13 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
 
     # -- data --------------------------------------------------------------------------------------
 
-    def _request(self, idx: int) -> None:
-        arrived = self._arrived
-        self.collector_rrefs[idx].rpc_async().next().then(lambda future: arrived.put((idx, future)))
+    def _request(self, idx: int) -> Make:
+        rref = self.collector_rrefs[idx]
+        return lambda put: rref.rpc_async().next().then(put)
 
     def _read(self, idx: int, arrived: Any) -> TensorDictBase:
-        if (error := _error_of(arrived)) is not None:
+        error = arrived if isinstance(arrived, Exception) else _error_of(arrived)
+        if error is not None:
             raise WorkerError(f"worker {idx} could not collect: {error}")
         data: TensorDictBase = arrived.value()
         return data
@@ -188,11 +187,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         self._shutdown = True
         if not _in_world():
             return
-        deadline = time.monotonic() + seconds
-        with contextlib.suppress(queue.Empty):
-            while any(map(self._nodes.alive, self._pending)):
-                idx, _ = self._arrived.get(timeout=max(deadline - time.monotonic(), 0.0))
-                self._pending.discard(idx)
+        self._await_pending(seconds)
         ends = [
             rref.rpc_async(timeout=END_SECONDS).shutdown()
             for idx, rref in enumerate(self.collector_rrefs)
@@ -211,6 +206,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
 
     def _leave_world(self) -> None:
         self.collector_rrefs = []
+        self._asked.clear()
         if _in_world():
             rpc.shutdown(graceful=False)
         if self._in_group and dist.is_initialized():

@@ -1,6 +1,8 @@
 """DistributedCollector and DistributedSyncCollector: workers that fail, and the end."""
 
+import _thread
 import collections
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -12,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from collector_parts import Env, fill, make_policy, weights_of
+from collector_parts import Env, fill, make_policy, require_stamps, weights_of
 from interpreters import run_python
 from marks import slow
+from tensordict import TensorDict
 from test_collectors_distributed import make, used
 from test_collectors_end import Dies, Fails, ours, require_end_by_another_thread
 
@@ -80,6 +83,55 @@ def test_ctrl_c_while_the_group_forms(kind, monkeypatch):
     next(iter(collector))
     collector.shutdown()
     assert nothing_is_left()
+
+
+def interrupting(function, *, after):
+    """Return a function that calls ``function``, and interrupts the program once, before or after that."""
+    left = [signal.SIGINT]
+
+    def call(*args, **options):
+        if left and not after:
+            os.kill(os.getpid(), left.pop())
+        found = function(*args, **options)
+        if left:
+            os.kill(os.getpid(), left.pop())
+        return found
+
+    return call
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("step", ["thread", "receive"])
+@pytest.mark.parametrize("kind", ["sync", slow("async"), "ahead"])
+def test_an_iteration_after_ctrl_c_while_a_worker_is_asked_gets_its_batch(
+    kind, step, after, made_here, monkeypatch
+):
+    collector = made_here(kind, make_policy(), frames_timeout=5.0)
+    next(collector.iterator())
+    owner, name = {"thread": (_thread, "start_new_thread"), "receive": (TensorDict, "irecv")}[step]
+    monkeypatch.setattr(owner, name, interrupting(getattr(owner, name), after=after))
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(3):
+            next(collector.iterator())
+    monkeypatch.undo()
+    frames = collector.iterator()
+    for _ in range(4):
+        require_stamps(next(frames))
+    collector.shutdown()
+    assert nothing_is_left()
+
+
+@pytest.fixture
+def made_here():
+    """Make collectors, and shut them down at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make_one(*args, **options):
+            collector = make(*args, **options)
+            stack.callback(collector.shutdown)
+            return collector
+
+        yield make_one
 
 
 @pytest.mark.parametrize("kind", ["sync", slow("ahead")])
