@@ -173,6 +173,43 @@ def test_a_worker_that_could_not_apply_the_weights_it_joined_with(rejoining: Mod
     assert [scheme.worker_versions for scheme in rejoining.schemes] == [{0: 1, 1: 1}] * 2
 
 
+@pytest.mark.parametrize("step", ["stage", "commit", "tell"])
+def test_a_step_after_an_interrupted_one(step: str, rejoining: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = rejoining.schemes[0]._sender
+    owner, name = {
+        "stage": (sender.table[0].link, "send_chunk"),
+        "commit": (sender._groups.all()[0], "commit"),
+        "tell": (sender._delivery, "tell"),
+    }[step]
+
+    def interrupt(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupt)
+    sources = {scheme: mlp(7) for scheme in rejoining.schemes}
+    with pytest.raises(KeyboardInterrupt):
+        send_together(sources)
+    reports = send_together(sources)
+    for scheme in rejoining.schemes:
+        assert set(reports[scheme].apply_seconds) == {0, 1}
+        assert set(scheme.worker_versions.values()) == {reports[scheme].version}
+
+
+def test_an_update_after_an_interrupted_one(rejoining: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = rejoining.schemes[0]
+    link = scheme._sender.table[0].link
+
+    def interrupt(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(link, "send_chunk", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        scheme.send(mlp(8))
+    assert set(scheme.send(mlp(9)).apply_seconds) == {0, 1}
+
+
 def test_a_worker_that_can_never_apply_the_weights_it_joined_with(
     rejoining: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:

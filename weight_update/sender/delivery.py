@@ -153,12 +153,15 @@ class Delivery:
             if connection not in (None, worker.connections):
                 return
             departed = worker.joined and not worker.replaced and not self._closed
+            rejoins = worker.link.capabilities.allows_rejoin and not worker.late
             pid, version, left = worker.pid, worker.version, worker.left
             if worker.leaving:  # an earlier connect() has raised the error; this one waits for the worker
                 worker.lost = None
             elif worker.joined or worker.lost is None:
                 worker.lost = without_frames(error)
             worker.mark_disconnected()
+            # A worker that was cut off by a signal handler of this process joins again at once.
+            worker.joining = rejoins and isinstance(worker.lost, InterruptedError)
             self.changed.notify_all()
         if departed:
             _log.info("worker %d (process %d) %s", worker.idx, pid, "left" if left else f"was lost: {error}")
