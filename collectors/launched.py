@@ -29,9 +29,8 @@ LOOK_SECONDS, END_SECONDS, START_SECONDS = 0.5, 10.0, 120.0
 
 
 _NO_STATE = (
-    "the workers of a {} have no state that can be saved: save the policy of the trainer and policy_version, "
-    "and after a restart give the policy to a new collector; then continue_from(policy_version) of its scheme "
-    "continues the version numbers"
+    "the workers of a {} have no state that can be saved: save the trainer's policy and policy_version; after "
+    "a restart, give the policy to a new collector, and call continue_from(policy_version) of its scheme"
 )
 
 

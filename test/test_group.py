@@ -174,7 +174,9 @@ def test_a_worker_that_could_not_apply_the_weights_it_joined_with(rejoining: Mod
 
 
 @pytest.mark.parametrize("step", ["stage", "commit", "tell"])
-def test_a_step_after_an_interrupted_one(step: str, rejoining: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_after_an_interrupted_one(
+    step: str, rejoining: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sender = rejoining.schemes[0]._sender
     owner, name = {
         "stage": (sender.table[0].link, "send_chunk"),

@@ -140,6 +140,8 @@ def test_a_seed_is_refused_and_ends_no_worker(kind):
     next(frames)
     with pytest.raises(NotImplementedError, match="cannot seed its workers; seed each environment in create"):
         collector.set_seed(1)
+    with pytest.raises(NotImplementedError, match="save the trainer's policy and policy_version"):
+        collector.state_dict()
     next(frames)
     collector.shutdown()
 
