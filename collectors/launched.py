@@ -29,7 +29,7 @@ LOOK_SECONDS, END_SECONDS, START_SECONDS = 0.5, 10.0, 120.0
 
 
 _NO_STATE = (
-    "the workers of a {} have no state that can be saved: save the trainer's policy and policy_version; after "
+    "the workers of a {} have no state to save: save the trainer's policy and policy_version; after "
     "a restart, give the policy to a new collector, and call continue_from(policy_version) of its scheme"
 )
 
