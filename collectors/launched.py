@@ -9,6 +9,7 @@ import os
 import queue
 import socket
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,6 +26,12 @@ from weight_update import DistributedWeightSyncScheme, RPCWeightSyncScheme, Weig
 
 _LAUNCHERS = ("mp", "submitit", "submitit_delayed")
 LOOK_SECONDS, END_SECONDS, START_SECONDS = 0.5, 10.0, 120.0
+
+
+_NO_STATE = (
+    "the workers of a {} have no state to save: save the trainer's policy and policy_version; after "
+    "a restart, give the policy to a new collector, and call continue_from(policy_version) of its scheme"
+)
 
 
 class Launched(Remote):
@@ -132,6 +139,14 @@ class Launched(Remote):
     def _processed(self, data: TensorDictBase) -> TensorDictBase:
         data = split_trajectories(data) if self.split_trajs else data
         return data if self.postproc is None else self.postproc(data)
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Raise NotImplementedError, as TorchRL's method does."""
+        raise NotImplementedError(_NO_STATE.format(type(self).__name__))
+
+    def load_state_dict(self, state_dict: OrderedDict[str, Any]) -> None:
+        """Raise NotImplementedError, as TorchRL's method does."""
+        raise NotImplementedError(_NO_STATE.format(type(self).__name__))
 
     # -- end ---------------------------------------------------------------------------------------
 

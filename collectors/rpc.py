@@ -194,9 +194,10 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
             if self._nodes.alive(idx) and idx not in self._pending
         ]
         well = not any(map(_error_of, ends)) and not self._pending
-        for info in self.collector_infos if well else ():
-            rpc.rpc_async(info, leave)
+        # Workers that leave wait for all others; without one of these they print an error.
         if well and all(map(self._nodes.alive, range(self.num_workers))):
+            for info in self.collector_infos:
+                rpc.rpc_async(info, leave)
             rpc.shutdown(graceful=True, timeout=int(END_SECONDS))
             self._nodes.end(lambda: None, END_SECONDS)
 

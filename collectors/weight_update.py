@@ -306,9 +306,7 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase):
 
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
         if policy_or_weights is None:
-            raise LifecycleError(
-                f"give update_policy_weights_() the weights: {type(self).__name__} has none"
-            )
+            raise LifecycleError(f"give update_policy_weights_() the weights: {type(self).__name__} has none")
         return super()._maybe_map_weights(policy_or_weights)
 
 

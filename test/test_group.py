@@ -173,6 +173,35 @@ def test_a_worker_that_could_not_apply_the_weights_it_joined_with(rejoining: Mod
     assert [scheme.worker_versions for scheme in rejoining.schemes] == [{0: 1, 1: 1}] * 2
 
 
+@pytest.mark.parametrize("step", ["stage", "commit", "tell"])
+def test_a_step_after_an_interrupted_one(
+    step: str, rejoining: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = rejoining.schemes[0]._sender
+    owner, name = {
+        "stage": (sender._delivery, "update"),
+        "commit": (sender._groups.all()[0], "commit"),
+        "tell": (sender._delivery, "tell"),
+    }[step]
+
+    before = getattr(owner, name)
+
+    def interrupt(*args: Any) -> None:
+        monkeypatch.undo()
+        if step == "stage":  # the workers have it, and the caller never hears of it
+            before(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupt)
+    sources = {scheme: mlp(7) for scheme in rejoining.schemes}
+    with pytest.raises(KeyboardInterrupt):
+        send_together(sources)
+    reports = send_together(sources)
+    for scheme in rejoining.schemes:
+        assert set(reports[scheme].apply_seconds) == {0, 1}
+        assert set(scheme.worker_versions.values()) == {reports[scheme].version}
+
+
 def test_a_worker_that_can_never_apply_the_weights_it_joined_with(
     rejoining: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:

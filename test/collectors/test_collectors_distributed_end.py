@@ -111,8 +111,7 @@ def test_an_iteration_after_ctrl_c_while_a_worker_is_asked_gets_its_batch(
     owner, name = {"thread": (_thread, "start_new_thread"), "receive": (TensorDict, "irecv")}[step]
     monkeypatch.setattr(owner, name, interrupting(getattr(owner, name), after=after))
     with pytest.raises(KeyboardInterrupt):
-        for _ in range(3):
-            next(collector.iterator())
+        list(zip(range(3), collector.iterator(), strict=False))
     monkeypatch.undo()
     frames = collector.iterator()
     for _ in range(4):
@@ -141,6 +140,8 @@ def test_a_seed_is_refused_and_ends_no_worker(kind):
     next(frames)
     with pytest.raises(NotImplementedError, match="cannot seed its workers; seed each environment in create"):
         collector.set_seed(1)
+    with pytest.raises(NotImplementedError, match="save the trainer's policy and policy_version"):
+        collector.state_dict()
     next(frames)
     collector.shutdown()
 

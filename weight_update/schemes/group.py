@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -76,18 +76,21 @@ def send_together(
         raise LifecycleError("call group_schemes([...]) on these schemes before their workers start")
     step = f"{secrets.token_hex(8)}/{len(schemes)}"
     handles: dict[WeightSyncScheme, SendHandle] = {}
-    with ExitStack() as aborts:
+    settle = SendHandle.abort
+    try:
         for scheme in schemes:
-            handles[scheme] = handle = scheme.stage(weights[scheme], worker_ids, step)
-            aborts.callback(handle.abort)
+            handles[scheme] = scheme.stage(weights[scheme], worker_ids, step)
         began = time.monotonic()
         failures = {scheme: handle.wait_staged(began) for scheme, handle in handles.items()}
         _raise_failures(handles, failures, "no model was updated on any worker")
-        aborts.pop_all()
-    start = time.perf_counter()
-    with ExitStack() as commits:
-        for handle in reversed(handles.values()):
-            commits.callback(handle.commit)
+        start = time.perf_counter()
+        settle = SendHandle.commit
+    finally:
+        try:
+            _for_all(settle, handles.values())
+        except BaseException:  # of a signal handler: workers that were told nothing would wait for ever
+            _for_all(settle, handles.values())
+            raise
     for scheme, handle in handles.items():
         scheme.tell_observers(handle)
     began = time.monotonic()
@@ -96,6 +99,13 @@ def send_together(
         handle.report.seconds["ack"] = time.perf_counter() - start
     _raise_failures(handles, failures, "not every worker has all models")
     return {scheme: handle.report for scheme, handle in handles.items()}
+
+
+def _for_all(settle: Callable[[SendHandle], None], handles: Iterable[SendHandle]) -> None:
+    """Call ``settle`` for all handles, also after one call has raised."""
+    with ExitStack() as rest:
+        for handle in reversed([*handles]):
+            rest.callback(settle, handle)
 
 
 def _raise_failures(

@@ -212,23 +212,29 @@ class Sender(Outcomes):
         Raises:
             SchemaMismatchError: the weights are not those of the schema; nothing was sent.
         """
-        with self._groups.lock:
-            self._groups.release_departed()
-            weights = self._of_known(weights)
-            with self.table.lock:
-                for worker in self.table.known(weights):
-                    worker.forget_old_failures()
-                    if group_commit is not None and worker.joining_error is not None:
-                        worker.failures.popitem()  # it is sent these weights again: it needs them first
-            if self._pipelines is not None:
-                return self._pipelines.send(weights, self._next_number(), group_commit)
-            report = self._stage(weights, group_commit)
-            start = time.perf_counter()
-            states = self.table.known(weights)
-            self.reader.pause(states)
-            self._delivery.update(*states)
-            report.seconds["send"] = time.perf_counter() - start
-            return report
+        report: SyncReport | None = None
+        try:
+            with self._groups.lock:
+                self._groups.release_departed()
+                weights = self._of_known(weights)
+                with self.table.lock:
+                    for worker in self.table.known(weights):
+                        worker.forget_old_failures()
+                        if group_commit is not None and worker.joining_error is not None:
+                            worker.failures.popitem()  # it is sent these weights again: it needs them first
+                if self._pipelines is not None:
+                    return self._pipelines.send(weights, self._next_number(), group_commit)
+                report = self._stage(weights, group_commit)
+                start = time.perf_counter()
+                states = self.table.known(weights)
+                self.reader.pause(states)
+                self._delivery.update(*states)
+                report.seconds["send"] = time.perf_counter() - start
+                return report
+        except BaseException:  # of a signal handler: nobody else knows the version
+            if report is not None and group_commit is not None:
+                self.abort(report.version, list(weights))
+            raise
 
     def follow(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""

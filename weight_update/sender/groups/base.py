@@ -183,8 +183,9 @@ class FullGroup(SendGroup):
 
     def commit(self) -> None:
         with self._lock:
-            staged, self._staged = self._staged, None
+            staged = self._staged
             if staged is None or staged.whole is None:
+                self._staged = None
                 return
             update = staged.whole
             if not staged.step.commit:
@@ -193,7 +194,8 @@ class FullGroup(SendGroup):
                 chunks = [*frames_of(step, self.schema, self.whole_encoding.name, payloads, len(payloads))]
                 update = EncodedUpdate(update.version_id, chunks, update.slots)
             # no call in between: a signal handler may raise in one, and without `whole` nobody gets weights
-            former, self.whole, self.version_id = self.whole, update, update.version_id
+            former, self._staged = self.whole, None
+            self.whole, self.version_id = update, update.version_id
             if former is not None:
                 give_back(former.slots)
 
