@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -65,7 +64,7 @@ class EncodedUpdate:
         """Number of the version that the frames lead to."""
         return self.version_id.version
 
-    @functools.cached_property
+    @property
     def is_short(self) -> bool:
         """Whether :func:`are_short` holds for its frames."""
         return are_short(self.chunks)

@@ -7,7 +7,6 @@ payload is raw memory.
 from __future__ import annotations
 
 import enum
-import functools
 import hmac
 import json
 import struct
@@ -110,6 +109,7 @@ class WeightChunk:
     kind: Kind
     header: Mapping[str, Any]
     payload: torch.Tensor | None = field(default=None, repr=False)
+    _heads: dict[bool, bytes] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         required, fields = _REQUIRED[self.kind], _FIELDS[self.kind]
@@ -149,26 +149,17 @@ class WeightChunk:
         return replace(self, header={**self.header, "token": token})
 
     def encode_head(self, *, checksum: bool = True) -> bytes:
-        """Return prelude and header: everything but the payload."""
-        if not checksum or self.payload_bytes == 0:
-            return self._head_without_checksum
-        return self._head_with_checksum
-
-    @functools.cached_property
-    def _head_without_checksum(self) -> bytes:
-        """The head, which is the same for all workers that take their payload from shared memory."""
-        return self._head(None)
-
-    @functools.cached_property
-    def _head_with_checksum(self) -> bytes:
-        assert self.payload is not None
-        return self._head(zlib.crc32(byte_view(self.payload)))
-
-    def _head(self, crc: int | None) -> bytes:
-        header, size = compact_json(dict(self.header)).encode(), self.payload_bytes
-        flags = 0 if crc is None else _HAS_CHECKSUM
-        start = _PRELUDE.pack(_MAGIC, _FORMAT, self.kind, flags, len(header), size, 0, 0)[:20]
-        return start + struct.pack("<II", zlib.crc32(header, zlib.crc32(start)), crc or 0) + header
+        """Return prelude and header, which is everything but the payload; they are encoded once."""
+        summed = self.payload if checksum and self.payload_bytes else None
+        head = self._heads.get(summed is not None)
+        if head is None:
+            header = compact_json(dict(self.header)).encode()
+            flags, crc = (0, 0) if summed is None else (_HAS_CHECKSUM, zlib.crc32(byte_view(summed)))
+            fields = _MAGIC, _FORMAT, self.kind, flags, len(header), self.payload_bytes
+            start = _PRELUDE.pack(*fields, 0, 0)[:20]
+            head = start + struct.pack("<II", zlib.crc32(header, zlib.crc32(start)), crc) + header
+            self._heads[summed is not None] = head
+        return head
 
     def encode(self) -> bytes:
         """Return the whole frame as bytes; this copies the payload."""
