@@ -28,20 +28,22 @@ class BatchRequest:
 
     def __init__(self, make: Make, changed: queue.SimpleQueue[None]) -> None:
         self.answer: list[Any] = []
-        self._make, self._changed, self._begun = make, changed, threading.Lock()
+        self._make, self._changed = make, changed
+        self._begun, self._running = False, threading.Lock()
 
     @property
     def pending(self) -> bool:
         """Whether the worker was asked, and has not answered."""
-        return self._begun.locked() and not self.answer
+        return self._begun and not self.answer
 
     def begin(self) -> None:
         """Make the request, unless this was done."""
-        if not self._begun.locked():
+        self._begun = True
+        if not self._running.locked():
             _thread.start_new_thread(self._run, ())  # a signal handler must not raise in Thread.start()
 
     def _run(self) -> None:
-        if self._begun.acquire(blocking=False):
+        if self._running.acquire(blocking=False):
             try:
                 self._make(self._put)
             except Exception as error:  # noqa: BLE001 - any error is raised by the reader of the answer

@@ -179,6 +179,8 @@ class UpdateHandler:
 
     def _commit(self, version: int) -> None:
         update, self.staging.staged = self.staging.staged, None
+        if update is None and version in (self.staging.version, self._unwanted):
+            return  # the sender was interrupted, and tells every worker again
         if update is None or update.version != version:
             raise LinkClosedError(f"version {version} is to be applied but was not received")
         if update.group is None:

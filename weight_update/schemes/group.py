@@ -88,7 +88,7 @@ def send_together(
     finally:
         try:
             _for_all(settle, handles.values())
-        except BaseException:  # of a signal handler: workers that were told nothing would wait for ever
+        except BaseException:  # of a signal handler: workers that got no message would wait for one
             _for_all(settle, handles.values())
             raise
     for scheme, handle in handles.items():

@@ -152,7 +152,7 @@ class Delivery:
         with self._table.lock:
             if connection not in (None, worker.connections):
                 return
-            # The worker before is told of only if the one that replaces it ends before it is welcomed.
+            # Observers hear of a replaced worker only if its successor ends before it is welcomed.
             departed = worker.joined is not worker.replaced and not self._closed
             worker.replaced &= worker.joined
             pid, version, left = worker.pid, worker.version, worker.left

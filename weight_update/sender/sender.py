@@ -231,7 +231,7 @@ class Sender(Outcomes):
                 self._delivery.update(*states)
                 report.seconds["send"] = time.perf_counter() - start
                 return report
-        except BaseException:  # of a signal handler: nobody else knows the version
+        except BaseException:  # of a signal handler: the caller has no handle to abort the version with
             if report is not None and group_commit is not None:
                 self.abort(report.version, list(weights))
             raise

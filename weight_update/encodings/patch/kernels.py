@@ -128,7 +128,8 @@ class GapBuffer:
     def _free(self, start: int, end: int) -> None:
         start = aligned(start, mmap.PAGESIZE)
         if start < end:
-            self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
+            with contextlib.suppress(OSError):  # the process has locked its memory
+                self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 def code(offsets: Array) -> Array:

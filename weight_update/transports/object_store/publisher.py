@@ -168,6 +168,8 @@ class ObjectStorePublisher(TransportBackend):
 
     def _publish(self, version: int, deadline: float | None) -> None:
         """Write the manifest that names a version, and answer that the version is applied."""
+        if not self._frames:  # it was published: the sender was interrupted, and told it again
+            return
         self._require_own_manifest(deadline)
         chain = (*(() if self._is_whole else self._chain), StoredVersion(version, tuple(self._frames)))
         assert self._welcome is not None
