@@ -189,7 +189,7 @@ def of_inference() -> torch.Tensor:
 NOT_WRITABLE = {
     "an inference tensor": of_inference,
     "a torch.sparse_coo tensor": lambda: torch.zeros(3, 3).to_sparse(),
-    "a Wrapper without memory": lambda: torch.Tensor._make_wrapper_subclass(Wrapper, (3, 3)),
+    "Wrapper, without memory": lambda: torch.Tensor._make_wrapper_subclass(Wrapper, (3, 3)),
 }
 
 
