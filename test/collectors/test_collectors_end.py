@@ -126,7 +126,7 @@ def test_modules_by_model_id_that_are_not_given_as_weights_dict():
 def test_a_scheme_of_a_policy_without_weights(policy):
     scheme = MemoryWeightSyncScheme()
     with pytest.raises(
-        TypeError, match=r"'policy' of Collector is a .*; policies without parameters need no"
+        TypeError, match=r"'policy' of Collector is of type .*; policies without parameters need no"
     ):
         Collector(
             Env,
