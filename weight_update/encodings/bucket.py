@@ -258,7 +258,7 @@ class _BucketDecoder(Decoder):
 
 
 def _converted(values: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-    """Return ``values`` in ``dtypes``, converted by one thread: those of torch hang in forked processes."""
+    """Return ``values`` in ``dtypes``, converted on one thread, because more hang in forked processes."""
     ready = []
     targets, sources = [], []
     for value, dtype in zip(values, dtypes, strict=True):

@@ -211,8 +211,8 @@ class _Group:
         for width, buffer in self._buffers.items():
             buffer.start(self._start // width)
         changed, ranges = 0, list[ByteRange]()
-        in_place = groupby(self._readers, lambda one: one.tile.widths[0] if one.in_place(weights) else 0)
-        for width, run in in_place:
+        runs = groupby(self._readers, lambda one: one.tile.widths[0] if one.in_place(weights) else 0)
+        for width, run in runs:
             readers = list(run)
             if width:
                 table = np.array([one.row(weights) for one in readers], kernels.TILE)

@@ -69,7 +69,7 @@ class GapBuffer:
 
     def start(self, first: int) -> None:
         """Drop everything; the next gap counts from the element ``first``."""
-        if self._taken() is not None:
+        if self._taken() is not None:  # results of the scan before are still in use
             self._map()
         self._state.used = self._state.found = 0
         self._state.next = first
