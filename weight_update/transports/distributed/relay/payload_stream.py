@@ -21,7 +21,7 @@ from weight_update.wire.memory import byte_view
 STALLED = 60.0
 """Seconds without progress of the other end after which it counts as gone."""
 
-PIECE = 1 << 20
+PIECE = 2 << 20
 """Bytes that are sent or received before the next host gets them, and before progress is noted."""
 
 SEND_BUFFER = 512 << 10
