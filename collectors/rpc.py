@@ -143,7 +143,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         single = issubclass(collector_class, torchrl.collectors.Collector)
         options = {
             "policy": None if factory is not None and self._schemes else policy,
-            "policy_factory": factory,
+            "policy_factory": None if factory is None else CloudpickleWrapper(factory),
             "frames_per_batch": frames_per_batch,
             "total_frames": -1,
             "split_trajs": False,
