@@ -22,7 +22,12 @@ from collectors.batch_request import BatchRequest, Make
 from collectors.closing import close_all
 from collectors.nodes import Nodes, free_port
 from collectors.remote import Remote
-from weight_update import DistributedWeightSyncScheme, RPCWeightSyncScheme, WeightSyncScheme
+from weight_update import (
+    DistributedWeightSyncScheme,
+    RPCWeightSyncScheme,
+    SyncFailedError,
+    WeightSyncScheme,
+)
 
 _LAUNCHERS = ("mp", "submitit", "submitit_delayed")
 LOOK_SECONDS, END_SECONDS, START_SECONDS = 0.5, 10.0, 120.0
@@ -70,6 +75,14 @@ class Launched(Remote):
         return self._nodes.alive(worker_idx)
 
     # -- data --------------------------------------------------------------------------------------
+
+    def _send_all(self, worker_ids: Any = None) -> None:
+        try:
+            super()._send_all(worker_ids)
+        except SyncFailedError as error:
+            for idx in error.failures:
+                self._nodes.require_joined(idx)  # raises the error of the process, which says more
+            raise
 
     def _gather(self) -> TensorDictBase:
         """Return a batch of each worker, as one."""

@@ -157,14 +157,6 @@ class ProcessGroupCollector(Launched):
             f"{type(self).__name__} cannot seed its workers; seed each environment in create_env_fn"
         )
 
-    def _send_all(self, worker_ids: Any = None) -> None:
-        try:
-            super()._send_all(worker_ids)
-        except SyncFailedError as error:
-            for idx in error.failures:
-                self._nodes.require_joined(idx)  # raises the error of the process, which says more
-            raise
-
     # -- end ---------------------------------------------------------------------------------------
 
     def _ask_to_end(self) -> None:

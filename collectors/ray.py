@@ -31,6 +31,7 @@ from weight_update import (
 )
 
 _LOOK_SECONDS = 0.5
+_LOST = "is lost (Ray restarts its actor if remote_configs has max_restarts)"
 _log = logging.getLogger(__name__)
 
 
@@ -89,7 +90,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         while starting:
             ready, _ = ray.wait(list(starting), timeout=_LOOK_SECONDS)
             for reference in ready:
-                _answer_of(starting.pop(reference), reference)
+                _answer_of(starting.pop(reference), reference, "could not start")
             if starting and time.monotonic() > deadline:
                 raise SyncTimeoutError(
                     f"the actors of workers {list(starting.values())} did not start in {limit:g} s; does the "
@@ -290,13 +291,11 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         close_all(self.stop_remote_collectors, self._end_schemes, *ends)
 
 
-def _answer_of(idx: int, reference: Any) -> Any:
-    """Return the result of a call of worker ``idx``; raise WorkerError if its actor has died."""
+def _answer_of(idx: int, reference: Any, trouble: str = _LOST) -> Any:
+    """Return the result of a call of worker ``idx``; raise WorkerError with ``trouble`` if its actor died."""
     import ray
 
     try:
         return ray.get(reference)
     except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
-        raise WorkerError(
-            f"worker {idx} is lost (Ray restarts its actor if remote_configs has max_restarts): {error}"
-        ) from error
+        raise WorkerError(f"worker {idx} {trouble}: {error}") from error

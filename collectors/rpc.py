@@ -20,6 +20,9 @@ from collectors.rpc_node import join_world, leave, made, make_collector, name_of
 from collectors.torchrl_names import tensorpipe_options
 from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WorkerError
 
+_OF_WORKER = "On WorkerInfo("
+"""Part of the message of an error that a worker raised, as opposed to one of its connection."""
+
 
 class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
     """TorchRL's ``RPCCollector``, whose workers run our collectors.
@@ -140,7 +143,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         single = issubclass(collector_class, torchrl.collectors.Collector)
         options = {
             "policy": None if factory is not None and self._schemes else policy,
-            "policy_factory": factory,
+            "policy_factory": None if factory is None else CloudpickleWrapper(factory),
             "frames_per_batch": frames_per_batch,
             "total_frames": -1,
             "split_trajs": False,
@@ -168,8 +171,10 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         return lambda put: rref.rpc_async().next().then(put)
 
     def _read(self, idx: int, arrived: Any) -> TensorDictBase:
-        error = arrived if isinstance(arrived, Exception) else _error_of(arrived)
+        error = str(arrived) if isinstance(arrived, Exception) else _error_of(arrived)
         if error is not None:
+            if _OF_WORKER not in error:
+                self._nodes.require_joined(idx)
             raise WorkerError(f"worker {idx} could not collect: {error}")
         data: TensorDictBase = arrived.value()
         return data

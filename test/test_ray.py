@@ -44,11 +44,16 @@ from weight_update.testing.chunks import (
     Ends,
 )
 from weight_update.testing.lifecycle import LifecycleTests
-from weight_update.testing.processes import eventually, freeze
+from weight_update.testing.processes import eventually, freeze, wait_until
 from weight_update.testing.ray_workers import RayWorker
 from weight_update.transports.host_name import this_host
 from weight_update.transports.ray.object_store import RayObjectStore
-from weight_update.transports.ray.rendezvous import find_rendezvous, start_rendezvous, stop_rendezvous
+from weight_update.transports.ray.rendezvous import (
+    find_rendezvous,
+    look_up,
+    start_rendezvous,
+    stop_rendezvous,
+)
 from weight_update.transports.ray.transport import RayListener, RayTransport
 from weight_update.wire.frames import Kind
 
@@ -96,7 +101,7 @@ def actor(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.smoke
 @pytest.mark.usefixtures("actor")
 class TestRayTransport(TransportContract):
-    """A worker on the sender's host."""
+    """A worker on the sender's host. The tests share an actor, so each waits for its own announcement."""
 
     host: str | None = None  # of the receiver; None is this one
     actor: Any
@@ -105,6 +110,8 @@ class TestRayTransport(TransportContract):
         sender = RayTransport()
         self.listener = RayListener(self.actor, this_host(), "token", {0: sender}, lambda worker: sender)
         self.listener.start()
+        where = this_host(), self.listener._local.address
+        wait_until(lambda: look_up(self.actor, "object_store", WAIT) == where, WAIT)
         receiver = self.make_successor()
         greet(sender, receiver)
         return sender, receiver

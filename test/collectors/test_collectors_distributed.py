@@ -34,6 +34,8 @@ from collectors import (
     DistributedSyncCollector,
     MultiAsyncCollector,
     MultiSyncCollector,
+    RayCollector,
+    RPCCollector,
 )
 from collectors.nodes import free_port
 from collectors.remote import inner_class
@@ -273,6 +275,12 @@ def test_policy_factory(kind, made):
     assert values(data) == [7.0]
     collector.update_policy_weights_(make_policy(8.0))
     assert used(frames, kind) == [8.0, 8.0]
+
+
+@pytest.mark.parametrize("cls", [DistributedCollector, RPCCollector, RayCollector])
+def test_a_list_of_policy_factories_has_one_for_each_worker(cls):
+    with pytest.raises(ValueError, match="policy_factory has 1 functions for 2 workers; give"):
+        cls([Env] * 2, policy_factory=[make_policy], frames_per_batch=8)
 
 
 def test_random_frames_name_the_version_in_force(made):

@@ -133,7 +133,7 @@ def broken_env() -> Any:
 
 @pytest.mark.slow
 def test_an_actor_that_raises_while_it_starts() -> None:
-    with pytest.raises(WorkerError, match=r"(?s)worker 1 is lost.*no world today"):
+    with pytest.raises(WorkerError, match=r"(?s)worker 1 could not start: .*no world today"):
         RayCollector(
             [Env, broken_env],
             make_policy(),

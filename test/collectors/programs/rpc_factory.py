@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from collector_parts import OPTIONS, Env, make_policy, policy_of_seven, use_forkserver
+from collector_parts import OPTIONS, Env, make_policy, use_forkserver
 
 from collectors import MultiSyncCollector, RPCCollector
 
@@ -16,7 +16,7 @@ def main():
     use_forkserver()
     collector = RPCCollector(
         [Env],
-        policy_factory=policy_of_seven,
+        policy_factory=lambda: make_policy(7.0),
         collector_class=MultiSyncCollector,
         num_workers_per_collector=2,
         frames_per_batch=8,

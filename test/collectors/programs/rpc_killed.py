@@ -43,8 +43,8 @@ def main():
     try:
         for _ in range(10):
             next(frames)
-    except WorkerError:  # from the wait for frames, or from the update after a batch
-        print("told")
+    except WorkerError as error:  # from the wait for frames, or from the update after a batch
+        print("told:", str(error)[len("worker 0 ") :])
 
 
 if __name__ == "__main__":
