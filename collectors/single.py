@@ -143,7 +143,8 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
 
     @contextmanager
     def _no_update(self) -> Iterator[None]:
-        """Keep all updates out."""
+        """Keep all updates out; raise LifecycleError if this collector was shut down."""
+        self._require_open()
         with ExitStack() as stack:
             for scheme in self._connected().values():
                 stack.enter_context(scheme.hold())
