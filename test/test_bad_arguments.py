@@ -397,9 +397,19 @@ def test_a_checkpoint_with_a_number_that_is_no_int(number: Any, tmp_path: Path) 
     store, weights = CheckpointStore(tmp_path), {"weight": torch.ones(2)}
     with pytest.raises(ValueError, match=r"version is an integer from 0 to .*, not .{1,40}$"):
         store.publish(number, weights, step=0)
-    with pytest.raises(ValueError, match="step must be an int, not"):
+    with pytest.raises(ValueError, match=r"step is an integer of at least 0, not .{1,40}$"):
         store.publish(0, weights, step=number)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_with_numbers_of_numpy(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=np.int64(1), lease_seconds=np.float32(60.0))
+    store.publish(np.int64(2), {"weight": torch.ones(2)}, step=np.int64(3))
+    newest = store.wait_newer(np.int64(1), np.float64(0.0))
+    assert newest is not None
+    assert (newest.version, newest.step) == (2, 3)
+    with store.reading(np.int64(2)) as weights:
+        assert (weights["weight"] == 1).all()
 
 
 def test_a_checkpoint_that_was_removed(tmp_path: Path) -> None:

@@ -89,10 +89,12 @@ def test_a_shutdown_by_another_thread_ends_an_iteration(cls):
 def test_calls_after_the_shutdown_speak_of_the_collector(cls):
     kind = MemoryWeightSyncScheme if cls is Collector else SharedMemWeightSyncScheme
     collector = make(cls, weight_sync_schemes={"policy": kind()})
+    state = collector.state_dict()
     collector.shutdown()
     calls = [collector.update_policy_weights_, lambda: collector.add_observer(print)]
+    calls += [collector.state_dict, lambda: collector.load_state_dict(state)]
     if cls is MultiSyncCollector:
-        calls += [collector.state_dict, collector.reset, lambda: collector.set_seed(1)]
+        calls += [collector.reset, lambda: collector.set_seed(1)]
     for call in calls:
         with pytest.raises(LifecycleError, match="this collector was shut down; make a new collector"):
             call()

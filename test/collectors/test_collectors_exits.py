@@ -53,12 +53,39 @@ class GoneBatches:
         pass
 
 
+class InterruptedBatches:
+    """A queue with one batch, of worker 0; a Ctrl-C comes when the batch does."""
+
+    def __init__(self):
+        self.items = queue.SimpleQueue()
+        self.items.put((("batch", 0), 1))
+
+    def get(self, timeout):
+        item = self.items.get(timeout=timeout)
+        signal.raise_signal(signal.SIGINT)  # its handler runs in the main thread, once that has the batch
+        return item
+
+    def close(self):
+        pass
+
+
 @contextlib.contextmanager
-def queue_of(*processes, may_lose=True, frames_timeout=math.inf):
+def queue_of(*processes, batches=None, may_lose=True, frames_timeout=math.inf):
     options = {"frames_timeout": frames_timeout, "may_lose": may_lose}
-    made = BatchQueue(GoneBatches(), processes, in_rounds=False, **options)
+    made = BatchQueue(batches or GoneBatches(), processes, in_rounds=False, **options)
     with contextlib.closing(made):
         yield made
+
+
+def test_a_batch_that_arrives_with_ctrl_c_is_not_lost():
+    """The next iteration would wait for it: its worker was asked for a batch, and has delivered it."""
+    with queue_of(Process(), batches=InterruptedBatches(), may_lose=False, frames_timeout=3.0) as batches:
+        batches.ask(0)
+        with pytest.raises(KeyboardInterrupt):
+            batches.get(1.0)
+        batches.settle(0)
+        assert batches.kept == 1
+        assert batches.get(0.0) == (("batch", 0), 1)
 
 
 def test_an_unreadable_batch_is_that_of_a_worker_that_is_ending():

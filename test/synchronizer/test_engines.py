@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_parts import Notebook
-from sync_parts import Waiting, connected, model_at, set_to, synchronizer, wait_until
+from sync_parts import Waiting, connected, exchange, model_at, set_to, synchronizer, wait_until
 
 from weight_update import ExplorerClient, SyncMethod, SyncStyle, UnsupportedSourceError
 from weight_update.testing import fingerprint
@@ -39,3 +39,22 @@ def test_files_are_not_for_engines(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedSourceError, match="an inference engine takes weights by"):
             ExplorerClient(where, Notebook())
         assert where.service.status()["explorers"] == {}
+
+
+class Verbose(ZeroDivisionError):
+    """An error whose message has a paragraph of its own for what to do."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n\nBuy another one."
+
+
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_a_reason_has_the_whole_message_of_the_engine(method: SyncMethod, tmp_path: Path) -> None:
+    source, engine = model_at(0), Notebook()
+    with connected(method, SyncStyle.EXPLORER_DRIVEN, tmp_path, source, engine) as (_, trainer, explorer):
+        exchange(trainer, explorer)
+        engine.fails, engine.error = "begin", Verbose
+        waiting = Waiting(explorer)
+        wait_until(trainer.blocking.need_sync)
+        trainer.blocking.sync_weight()
+        assert waiting.result()["reason"] == "Verbose: the engine broke at begin\n\nBuy another one."

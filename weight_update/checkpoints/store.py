@@ -94,15 +94,14 @@ class CheckpointStore:
             UnsupportedSourceError: ``weights`` is no dict; a tensor is sparse, quantized, of an unknown dtype
                 or on the meta device; or extra state is of other types than None, bool, int, float, str,
                 bytes, list, tuple, dict with string keys, and tensors.
-            ValueError: the version is no int, negative, or below the newest; the step is no int; or a name is
-                reserved.
+            ValueError: the version is no integer, negative, or below the newest; the step is no integer, or
+                negative; or a name is reserved.
         """
         version = whole_number(version, "version", least=0, most=LAST_VERSION)
         newest = self.latest()
         if newest is not None:
             self._require_next(version, newest)
-        if type(step) is not int:
-            raise ValueError(f"step must be an int, not {step!r}")
+        step = whole_number(step, "step", least=0)
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._garbage.collect()  # first: files that a dead writer left may be in the way
         schema, parts = pack(weights)
@@ -182,7 +181,7 @@ class CheckpointStore:
         Raises:
             OSError: the directory cannot be read.
             TypeError: ``timeout`` is no number.
-            ValueError: ``version`` is no int from -1 on, or ``timeout`` is below 0, infinite or NaN.
+            ValueError: ``version`` is no integer from -1 on, or ``timeout`` is below 0, infinite or NaN.
         """
         version = whole_number(version, "version", least=-1)
         timeout = require_seconds("timeout", timeout, zero=True)

@@ -328,13 +328,16 @@ class SenderSide:
 
         ``context`` refers to the object that ``weights`` is looked up in, if it is a name.
         """
-        with self._sending, _outside_inference_mode():
+        with self._sending, _outside_inference_mode(), contextlib.ExitStack() as staged:
             start = time.perf_counter()
             read = self._read_for(weights, worker_ids, context)
             with self._in_step("send", read, self._patience) as named:
                 extract = time.perf_counter() - start
                 report = self.sender.publish(named, group_commit=group_commit)
+                if group_commit is not None:  # after an error, the caller has no handle to abort it
+                    staged.callback(self.sender.abort, report.version, [*named])
                 handle = SendHandle(self.sender, report, tuple(idx for idx in named if idx != NOBODY))
+            staged.pop_all()
             handle.report.began -= extract
             handle.report.seconds = {"extract": extract, **handle.report.seconds}
         return handle

@@ -51,12 +51,18 @@ class PipelineSender:
                 applies the weights.
         """
         report = SyncReport(version, self._groups.encoding.label)
-        for states in self._groups.partition(weights, apart=group_commit is not None):
-            named = _in_order(weights[states[0].idx], states[0].schema)
-            self._send(states, named, Step.of(version, named.extra, group_commit), report)
+        with contextlib.ExitStack() as staged:
+            for states in self._groups.partition(weights, apart=group_commit is not None):
+                named = _in_order(weights[states[0].idx], states[0].schema)
+                pipeline = self._send(states, named, Step.of(version, named.extra, group_commit), report)
+                if group_commit is not None:
+                    staged.callback(pipeline.give_up)
+            staged.pop_all()
         return report
 
-    def _send(self, states: list[WorkerState], named: NamedWeights, step: Step, report: SyncReport) -> None:
+    def _send(
+        self, states: list[WorkerState], named: NamedWeights, step: Step, report: SyncReport
+    ) -> Pipeline:
         """Send a version to workers that take the same bytes."""
         group = states[0].group
         assert isinstance(group, FullGroup)
@@ -70,6 +76,7 @@ class PipelineSender:
             report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
         report.dense_bytes += group.schema.dense_bytes
         report.wire_bytes += pipeline.wire_bytes
+        return pipeline
 
     def _ready(self, states: list[WorkerState], step: Step) -> list[WorkerState]:
         """Wait for workers that are busy with the version before; return those that can be sent one now."""
@@ -111,8 +118,8 @@ class Pipeline:
         self._states = {worker.idx: worker for worker in states}
         version_id = VersionId(self.step.version)
         for worker in states:
-            worker.window, worker.sent_at = self._window, time.monotonic()
             worker.set_update("inflight", EncodedUpdate(version_id, [], []))
+            worker.window, worker.sent_at = self._window, time.monotonic()
 
     def run(self, group: FullGroup, tensors: Iterator[torch.Tensor]) -> None:
         """Send the whole version; return when the last chunk was handed over.
@@ -212,8 +219,11 @@ class Pipeline:
                 self._delivery.send(worker, [chunk])
 
     def give_up(self) -> None:
-        """Have the workers forget this version, after an error."""
-        self._remove(self._active())
+        """Have the workers that have not answered forget this version, after an error."""
+        version, states = self.step.version, self._states.values()
+        with self._delivery.lock:
+            left = [one for one in states if one.inflight is not None and one.inflight.version == version]
+        self._remove(left)
 
     def _remove(self, states: list[WorkerState], failure: Exception | None = None) -> None:
         """Remove workers, which forget their chunks of this version and keep the one they have."""

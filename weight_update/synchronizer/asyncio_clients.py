@@ -75,7 +75,7 @@ class _AsyncClient(Generic[_P]):
             SchemaMismatchError: the model is not the trainer's (explorer), or the weights have other names,
                 shapes or dtypes than at the start (trainer).
             LifecycleError: this side is closed, another client took its place, or the task is inside
-                ``hold()``.
+                ``hold()``. A hold also covers the tasks that were created inside it, until it ends.
         """
         try:
             context = contextvars.copy_context()  # of the task, which may be inside hold()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from weight_update.errors import SyncFailedError, UnknownWorkerError, WorkerError, undo_on_error
+from weight_update.errors import SyncFailedError, UnknownWorkerError, undo_on_error
 from weight_update.report import Event, WorkerEvent
 from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme
 from weight_update.sender.handle import SendHandle
@@ -172,7 +172,7 @@ def settle(update: SendHandle, ids: Iterable[int]) -> dict[int, str]:
 
 def _without_traceback(why: Exception) -> str:
     """Return the message of an error, without the traceback that a worker's error has."""
-    return str(why).partition("\n\n")[0] if isinstance(why, WorkerError) else str(why)
+    return str(why).partition("\n\nTraceback (most recent call last):")[0]
 
 
 def is_loopback(address: str | None) -> bool:
