@@ -24,6 +24,7 @@ def snippets(page: str) -> list[str]:
         ("strategies.rst", 10),
         ("observers.rst", 1),
         ("testing.rst", 1),
+        ("compression.rst", 1),
         ("cluster.rst", 1),
         ("object_stores.rst", 1),
         slow("converters.rst", 8),

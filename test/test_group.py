@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -132,6 +133,36 @@ def test_a_failure_to_stage_covers_all_models(models: Models) -> None:
     }
     after = models.models[0, 0].state_dict().values()
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_worker_that_creates_its_schemes_must_group_them(grouped: bool) -> None:
+    """Otherwise the models have a gate each, and hold() would keep updates away from one of them only."""
+    with ExitStack() as stack:
+        senders = [stack.enter_context(SharedMemWeightSyncScheme(timeout=30.0)) for _ in range(2)]
+        group_schemes(senders)
+        receivers = []
+        for sender in senders:
+            sender.init_on_sender(model=mlp(1), num_workers=1)
+            own = SharedMemWeightSyncScheme(address=sender.address, token=sender.token)
+            receivers.append(stack.enter_context(own))
+        if grouped:
+            group_schemes(receivers)
+        for sender, receiver in zip(senders, receivers, strict=True):
+            receiver.init_on_receiver(model=mlp(2), worker_idx=0)
+            joining = threading.Thread(target=receiver.connect)
+            joining.start()
+            sender.connect()
+            joining.join()
+        if grouped:
+            send_together(dict.fromkeys(senders))
+        else:
+            with (
+                receivers[0].hold(),
+                pytest.raises(GroupSyncFailedError, match="call group_schemes"),
+            ):
+                in_thread(lambda: send_together(dict.fromkeys(senders)))
+        assert [receiver.version for receiver in receivers] == [grouped, grouped]
 
 
 def test_a_worker_that_writes_while_patches_wait_gets_all_weights_with_the_next_step() -> None:

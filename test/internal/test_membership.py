@@ -301,17 +301,19 @@ def exit_at_once() -> None:
 
 
 @pytest.mark.parametrize("form", ["list", slow("mapping")])
-def test_connect_notices_a_process_that_died(form: str) -> None:
+@pytest.mark.parametrize("started", [True, False])
+def test_connect_notices_a_process_that_has_ended_or_was_not_started(form: str, started: bool) -> None:
     process = context_of("fork").Process(target=exit_at_once)
-    process.start()
+    if started:
+        process.start()
     with SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender(model=mlp(1), num_workers=1)
         scheme.worker_alive = [process] if form == "list" else {0: process}
-        with pytest.raises(
-            SyncFailedError, match="worker 0: its process died before it connected; its output"
-        ):
+        message = r"its process ended before .*, unless it was not started or did not call connect\(\)$"
+        with pytest.raises(SyncFailedError, match=message):
             scheme.connect(timeout=30.0)
-    process.join()
+    if started:
+        process.join()
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ Document = Mapping[str, Any]
 
 _UNFOLDED = 1_000_000
 """Columns within which no line is folded."""
-_LEGIBLE = 5
-"""Characters that a column of a table is wide, unless its words are shorter; narrower ones cannot be read."""
+_UNBROKEN = 12
+"""Characters of the longest word, and number, that a table never breaks."""
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "damaged": "bold red", "skipped": "dim"}
 _STYLES |= {"joined": "green", "late": "yellow", "lost": "bold red", "failed": "bold red"}
 
@@ -121,29 +121,25 @@ def _pairs() -> Table:
 
 def _table(title: str, rows: Sequence[Row], width: int) -> Table:
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    if not _fits(keys, rows, width):
+    narrowest = [_longest_word(key, rows) for key in keys]
+    if sum(narrowest) + 3 * len(keys) - 1 > width:  # with the blanks around the columns
         return _list(title, rows)
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for key in keys:
+    for key, least in zip(keys, narrowest, strict=True):
         numbers = all(isinstance(row.get(key), int | float | None) for row in rows)
-        table.add_column(_title(key), justify="right" if numbers else "left", overflow="fold")
+        table.add_column(
+            _title(key), justify="right" if numbers else "left", overflow="fold", min_width=least
+        )
     for row in rows:
         *cells, last = (_cell(key, row.get(key)) for key in keys)
         table.add_row(*cells, "" if row.get(keys[-1]) is None else last)
     return table
 
 
-def _fits(keys: Sequence[str], rows: Sequence[Row], width: int) -> bool:
-    """Return whether a table with these columns can be read in ``width`` characters."""
-    needed = 3 * len(keys) - 2  # between columns
-    for key in keys:
-        words = [
-            word
-            for text in (_title(key), *(_text(key, row.get(key)) for row in rows))
-            for word in text.split()
-        ]
-        needed += min(max(map(len, words), default=0), _LEGIBLE)
-    return needed <= width
+def _longest_word(key: str, rows: Sequence[Row]) -> int:
+    """Return the characters of a column's longest word, up to ``_UNBROKEN``."""
+    texts = [_title(key), *(_text(key, row.get(key)) for row in rows)]
+    return min(max(len(word) for text in texts for word in text.split()), _UNBROKEN)
 
 
 def _list(title: str, rows: Sequence[Row]) -> Table:

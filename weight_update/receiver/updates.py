@@ -192,6 +192,11 @@ class UpdateHandler:
 
     def _through_gate(self, members: list[tuple[UpdateHandler, StagedUpdate]]) -> float:
         """Apply the updates of all members at one moment; return the seconds that forward passes waited."""
+        if any(handler._gate is not self._gate for handler, _ in members):
+            raise LifecycleError(
+                "this worker's schemes of the models that are sent together are not in one group: call "
+                "group_schemes([...]) on them before connect()"
+            )
         return self._gate.run(functools.partial(_apply, members), self._timeout, self._closing.is_set)
 
     def _in_force(self) -> None:

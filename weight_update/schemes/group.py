@@ -19,6 +19,8 @@ _BY_SCHEME = "send_together takes a dict of weights by scheme, such as {actor: N
 def group_schemes(schemes: Iterable[WeightSyncScheme]) -> None:
     """Declare that each worker holds one model of each of these schemes. Call it before workers start.
 
+    A worker that creates its schemes itself also calls this, before it connects them.
+
     The receivers of a group in one process then share one gate. ``hold()`` of one scheme, or a forward pass
     of one model, delays the updates of all models, and :func:`send_together` switches all models at the same
     moment::

@@ -236,7 +236,8 @@ def wait_for_none(
                         continue  # its link reports its end, after the answers that it sent before
                     if worker.alive is not None and not worker.alive(worker.idx):
                         worker.lost = LinkClosedError(
-                            "its process died before it connected; its output has the reason"
+                            "its process ended before it connected; its output has the reason, "
+                            "unless it was not started or did not call connect()"
                         )
                 table.changed.wait(_CHECK_SECONDS)
             awaited = [worker.idx for worker in absent(table)]
