@@ -75,6 +75,12 @@ def test_the_send_buffer_is_small_only_if_the_other_machine_is_near(
     assert (size == 2 * min(SEND_BUFFER, largest)) is near
 
 
+def test_the_send_buffer_holds_a_piece_while_the_next_one_arrives() -> None:
+    assert PIECE <= 2 * SEND_BUFFER, "else a link to a next host is idle for a part of the time"
+    assert PayloadStream.sent_piece > 2 * SEND_BUFFER, "else sending takes longer"
+    assert nccl.NcclStream.sent_piece == PIECE
+
+
 @pytest.mark.parametrize("size", [0, 1, 2047, PIECE - 1, PIECE, PIECE + 1, 3 * BLOCK + 77])
 def test_a_payload_arrives_whole_between_messages(pair: Pair, size: int) -> None:
     payload, sums = random_bytes(size), []

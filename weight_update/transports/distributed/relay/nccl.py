@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.text import brief
 from weight_update.transports.distributed.checksum import Checksum
-from weight_update.transports.distributed.relay.payload_stream import STALLED, PayloadStream
+from weight_update.transports.distributed.relay.payload_stream import PIECE, STALLED, PayloadStream
 from weight_update.transports.distributed.store import StoreBase, disown, own
 from weight_update.transports.signed_stream import SignedStream
 from weight_update.wire.memory import gpu_in_use
@@ -49,6 +49,8 @@ class NcclStream(PayloadStream):
     Raises:
         LinkClosedError: no connection of NCCL could be made.
     """
+
+    sent_piece: ClassVar[int] = PIECE  # the other end receives that many bytes at a time
 
     def __init__(self, signed: SignedStream, rank: int) -> None:
         super().__init__(signed)

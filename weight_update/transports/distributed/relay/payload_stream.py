@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from concurrent import futures
+from typing import ClassVar
 
 import torch
 
@@ -21,8 +22,8 @@ from weight_update.wire.memory import byte_view
 STALLED = 60.0
 """Seconds without progress of the other end after which it counts as gone."""
 
-PIECE = 2 << 20
-"""Bytes that are sent or received before the next host gets them, and before progress is noted."""
+PIECE = 1 << 20
+"""Bytes that are received before the next host gets them; its send buffer holds them while more arrive."""
 
 SEND_BUFFER = 512 << 10
 """Bytes of the send buffer to a near machine. Linux doubles it, which a second-level cache still holds."""
@@ -46,10 +47,13 @@ class PayloadStream:
         with contextlib.suppress(OSError):  # it was closed meanwhile, or is not TCP
             _limit_send_buffer(signed.stream.sock)
 
+    sent_piece: ClassVar[int] = 2 * PIECE
+    """Bytes of a piece in :meth:`send_payload`: more than the send buffer holds, see ``transfer.c``."""
+
     def send_payload(self, payload: torch.Tensor, patience: float) -> str:
         """Send a payload in pieces, each within ``patience`` seconds; return its checksum."""
         total = Checksum()
-        for piece in pieces_of(payload):
+        for piece in payload.split(self.sent_piece):
             self.push(piece, patience, total)
             advance(piece.numel())
         return total.hex()

@@ -12,12 +12,12 @@ import torch
 from weight_update.errors import LinkClosedError, SyncTimeoutError, kept_error
 from weight_update.transports.distributed.connection import FOLLOWS, INLINE_BYTES, Connection
 from weight_update.transports.distributed.relay.client import NotDeliveredError, RelayClient, send_along_chain
-from weight_update.transports.distributed.relay.payload_stream import STALLED
+from weight_update.transports.distributed.relay.payload_stream import PIECE, STALLED
 from weight_update.transports.shared_memory.slots import SharedSlot, slot_of
 from weight_update.transports.signed_stream import SignedStream
 from weight_update.wire.frames import Kind, WeightChunk
 
-DIRECT_BYTES = 1 << 20
+DIRECT_BYTES = PIECE
 """Largest payload that follows its frame to a worker that is alone on its host.
 
 The relay of that host would only pass it on, in two more messages. Larger payloads are forwarded from host to
