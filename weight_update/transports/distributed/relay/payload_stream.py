@@ -53,7 +53,7 @@ class PayloadStream:
     def send_payload(self, payload: torch.Tensor, patience: float) -> str:
         """Send a payload in pieces, each within ``patience`` seconds; return its checksum."""
         total = Checksum()
-        for piece in payload.split(self.sent_piece):
+        for piece in pieces_of(payload, self.sent_piece):
             self.push(piece, patience, total)
             advance(piece.numel())
         return total.hex()
@@ -160,9 +160,9 @@ def _limit_send_buffer(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
 
 
-def pieces_of(payload: torch.Tensor) -> list[torch.Tensor]:
-    """Return the pieces in which a payload is handled; they share its memory."""
-    return [payload[start : start + PIECE] for start in range(0, payload.numel(), PIECE)]
+def pieces_of(payload: torch.Tensor, nbytes: int = PIECE) -> list[torch.Tensor]:
+    """Return the pieces of so many bytes in which a payload is handled; they share its memory."""
+    return [payload[start : start + nbytes] for start in range(0, payload.numel(), nbytes)]
 
 
 def discarded_pieces(nbytes: int) -> list[torch.Tensor]:
