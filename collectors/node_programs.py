@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -70,13 +69,6 @@ def group_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-@functools.cache
-def _expected_layout() -> str:
-    """Return the layout that the trainer expects; wait until it is known."""
-    group_store().wait([LAYOUT], _FOREVER)
-    return str(group_store().get(LAYOUT).decode())
-
-
 def layout_of(batch: TensorDictBase) -> str:
     """Return a line for each tensor of a batch: its key, size and dtype."""
     tensors = {key: value for key, value in batch.items(True, True) if isinstance(value, torch.Tensor)}
@@ -112,7 +104,9 @@ def _send(batch: TensorDictBase) -> None:
 
     With such a batch, torch.distributed ends the trainer's process, or mixes up the values.
     """
-    there, here = _expected_layout().splitlines(), layout_of(batch).splitlines()
+    store = group_store()
+    store.wait([LAYOUT], _FOREVER)
+    there, here = store.get(LAYOUT).decode().splitlines(), layout_of(batch).splitlines()
     if different := sorted({*there} ^ {*here}):
         lines = [f"\n  {line} ({'this worker' if line in here else 'worker 0'})" for line in different]
         raise ValueError(
