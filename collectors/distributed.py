@@ -13,11 +13,12 @@ from typing import Any
 
 import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
+from torch import distributed as dist
 from torchrl.collectors.distributed import DEFAULT_SLURM_CONF, RayEvalWorker, submitit_delayed_launcher
 
 from collectors.batch_request import Make
 from collectors.launched import Intervals, endless
-from collectors.node_programs import STOP, group_store, run_ahead, run_on_demand
+from collectors.node_programs import STOP, run_ahead, run_on_demand
 from collectors.process_group import ProcessGroupCollector
 from collectors.ray import RayCollector
 from collectors.rpc import RPCCollector
@@ -66,7 +67,7 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
 
     def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
         by_value, arguments = super()._arguments_of(idx)
-        return by_value, {**arguments, "verbose": self._VERBOSE}
+        return by_value, {**arguments, "sync": self._sync, "verbose": self._VERBOSE}
 
     def _request(self, idx: int) -> Make:
         store, receive = self._store, super()._request(idx)
@@ -154,7 +155,7 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
             yield self._processed(data)
 
     def _ask_to_end(self) -> None:
-        group_store().set(STOP, "1")
+        dist.distributed_c10d._get_default_store().set(STOP, "1")
         # A worker that is about to send a batch must be able to send it. Batches that have come are dropped.
         for idx in self._answers():
             self._asked.pop(idx, None)

@@ -18,7 +18,6 @@ from torchrl.envs import EnvBase, EnvCreator
 from collectors.batch_request import Make
 from collectors.closing import close_all
 from collectors.launched import END_SECONDS, START_SECONDS, Launched
-from collectors.node_programs import LAYOUT, group_store, layout_of
 from collectors.single import Collector
 from weight_update import (
     DistributedWeightSyncScheme,
@@ -113,7 +112,6 @@ class ProcessGroupCollector(Launched):
 
     def _make_container(self) -> None:
         example = self._example()
-        group_store().set(LAYOUT, layout_of(example))
         self._batches = [example.clone().lock_() for _ in range(self.num_workers)]
 
     def _example(self) -> TensorDictBase:

@@ -4,7 +4,6 @@ import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from functools import partial
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from collector_parts import (
 from marks import quick_for, slow
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.data import Unbounded
 from torchrl.envs import GymEnv
 from torchrl.modules import RandomPolicy
 from torchrl.weight_update import DistributedWeightSyncScheme as TorchRLScheme
@@ -50,7 +48,6 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncReport,
     WeightStrategy,
-    WorkerError,
 )
 
 KINDS = {
@@ -422,29 +419,3 @@ def test_workers_run_our_collectors(made):
     assert inner_class(None, 1) is Collector
     assert inner_class(None, 2) is MultiSyncCollector
     assert inner_class(torchrl.collectors.Collector, 1) is torchrl.collectors.Collector
-
-
-class Wide(Env):
-    """An environment with one more key of an observation, of some size and dtype."""
-
-    def __init__(self, size, dtype):
-        super().__init__()
-        self.extra = torch.zeros(size, dtype=dtype)
-        self.observation_spec["extra"] = Unbounded((size,), dtype=dtype)
-
-    def _reset(self, tensordict=None):
-        return super()._reset(tensordict).set("extra", self.extra.clone())
-
-    def _step(self, tensordict):
-        return super()._step(tensordict).set("extra", self.extra.clone())
-
-
-@pytest.mark.parametrize("kind", ["sync", slow("ahead")])
-@pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (2, torch.int32)])
-def test_an_environment_of_other_specs_than_the_first(kind, size, dtype, made):
-    """In the trainer, its batches would have the values of other keys, or of another dtype."""
-    collector = made(kind, make_policy(), envs=[partial(Wide, 2, torch.float32), partial(Wide, size, dtype)])
-    with pytest.raises(WorkerError, match=r"(?s)worker 1 .*environments of the same specs:") as caught:
-        next(iter(collector))
-    for line in ("extra: 8 x torch.float32 (worker 0)", f"extra: {4 * size} x {dtype} (this worker)"):
-        assert line in str(caught.value)
