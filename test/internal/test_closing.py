@@ -123,7 +123,7 @@ def test_workers_that_a_sender_leaves_are_not_sent_to_it_again() -> None:
 
     class Scheme(RPCWeightSyncScheme):
         def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-            return Link(**self.link_options())
+            return Link(**self.sender_options())
 
     scheme = Scheme()
     scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)

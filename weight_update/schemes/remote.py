@@ -122,7 +122,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         where = () if end == "sender" else (self.address, self.port)
-        return DistributedTransport(*where, **self.link_options())  # a receiver's end ignores the backend
+        return DistributedTransport(*where, **self.sender_options())  # a receiver's end ignores the backend
 
     def _find_sender(self, timeout: float) -> None:
         if self.port == 0:
@@ -134,7 +134,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         """Bytes of payloads sent to other hosts so far."""
         return self.listener.router.sent if isinstance(self.listener, DistributedListener) else 0
 
-    def link_options(self) -> dict[str, Any]:
+    def sender_options(self) -> dict[str, Any]:
         """Return the arguments of both ends of a link."""
         return {
             "token": self.token,

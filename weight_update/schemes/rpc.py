@@ -153,7 +153,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
                 self._rrefs.get(worker_idx),
                 model_id=self._model_name,
                 timeout=self.timeout,
-                **self.link_options(),
+                **self.sender_options(),
             )
         self._awaited = link = super().create_transport(worker_idx=worker_idx, end=end)
         return link
