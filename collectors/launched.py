@@ -80,8 +80,7 @@ class Launched(Remote):
         try:
             super()._send_all(worker_ids)
         except SyncFailedError as error:
-            for idx in error.failures:
-                self._nodes.require_joined(idx)  # raises the error of the process, which says more
+            self._nodes.require_joined(*error.failures)  # raises the error of the process, which says more
             raise
 
     def _gather(self) -> TensorDictBase:

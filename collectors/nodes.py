@@ -179,9 +179,9 @@ class Nodes:
         if gone:
             raise WorkerError("\n".join(map(self._exit_of, gone)))
 
-    def require_joined(self, idx: int) -> None:
-        """Raise WorkerError if worker ``idx``, whose connection broke, ends within some seconds."""
-        self._await_end([idx])
+    def require_joined(self, *workers: int) -> None:
+        """Raise WorkerError if one of ``workers``, whose connections broke, ends within some seconds."""
+        self._await_end(workers)
         self.require_alive()
 
     def errors(self, failing: Iterable[int] = ()) -> str:

@@ -70,11 +70,11 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
         frames_timeout: float = FRAMES_TIMEOUT,
         **options: Any,
     ) -> None:
-        many = isinstance(policy_factory, Sequence)
+        many = isinstance(policy_factory, Sequence) and isinstance(create_env_fn, Sequence)
         if many and len(policy_factory) != len(create_env_fn):
             raise ValueError(
-                f"policy_factory has {len(policy_factory)} functions for {len(create_env_fn)} workers; give "
-                "a list with one for each worker, or one function for all"
+                f"policy_factory is a list of {len(policy_factory)}, and there are {len(create_env_fn)} "
+                "workers; give a list with one for each worker, or one function for all"
             )
         self.worker_idx = worker_idx
         self._waits = WaitingTimes(require_seconds(frames_timeout))

@@ -30,10 +30,13 @@ from weight_update import (
 )
 from weight_update.receiver.group_commit import commit_group
 from weight_update.schemes import sender_side
-from weight_update.testing import mlp
+from weight_update.sender.pipeline import Pipeline
+from weight_update.sender.workers import WorkerState
+from weight_update.testing import Apart, mlp
 from weight_update.testing.processes import wait_until
+from weight_update.wire.frames import WeightChunk
 
-LIMIT = 0.3
+LIMIT, WAIT = 0.3, 20.0
 
 
 class Models:
@@ -251,6 +254,36 @@ def test_a_step_after_one_whose_pipeline_failed() -> None:
             send_together({first: {0: mlp(5), 1: wrong}, second: mlp(6)})
         reports = send_together({first: mlp(7), second: mlp(8)})
         assert [set(report.apply_seconds) for report in reports.values()] == [{0, 1}] * 2
+
+
+def test_an_interrupted_pipeline_to_another_host_is_aborted_before_its_last_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy = WeightStrategy("state_dict", encoding=BucketEncoding(bucket_size=128), max_in_flight=8)
+    with Models(lambda: Apart(strategy=strategy, timeout=WAIT)) as models:
+        workers = [worker for scheme in models.schemes for worker in scheme._sender.table]
+        connections = [worker.connections for worker in workers]
+        sources = {scheme: mlp(7) for scheme in models.schemes}
+        write, aborted = Pipeline._write, threading.Event()
+
+        def write_later(self: Pipeline, worker: WorkerState, chunk: WeightChunk) -> None:
+            if chunk.header["index"] > 0:
+                aborted.wait(WAIT)
+            write(self, worker, chunk)
+
+        def interrupt(*_: Any) -> None:
+            time.sleep(0.2)  # the first chunks are on their way
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Pipeline, "_write", write_later)
+            patch.setattr(sender_side, "SendHandle", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                send_together(sources)
+            aborted.set()
+        reports = send_together(sources)
+        assert [set(report.apply_seconds) for report in reports.values()] == [{0, 1}] * 2
+        assert [worker.connections for worker in workers] == connections
 
 
 def test_a_worker_that_can_never_apply_the_weights_it_joined_with(

@@ -279,7 +279,7 @@ def test_policy_factory(kind, made):
 
 @pytest.mark.parametrize("cls", [DistributedCollector, RPCCollector, RayCollector])
 def test_a_list_of_policy_factories_has_one_for_each_worker(cls):
-    with pytest.raises(ValueError, match="policy_factory has 1 functions for 2 workers; give"):
+    with pytest.raises(ValueError, match="policy_factory is a list of 1, and there are 2 workers; give"):
         cls([Env] * 2, policy_factory=[make_policy], frames_per_batch=8)
 
 

@@ -121,25 +121,27 @@ def _pairs() -> Table:
 
 def _table(title: str, rows: Sequence[Row], width: int) -> Table:
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    narrowest = [_longest_word(key, rows) for key in keys]
-    if sum(narrowest) + 3 * len(keys) - 1 > width:  # with the blanks around the columns
+    room = width - 3 * len(keys) + 1  # without the blanks around the columns
+    widths = _widths([[_title(key), *(_text(key, row.get(key)) for row in rows)] for key in keys], room)
+    if sum(widths) > room:
         return _list(title, rows)
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for key, least in zip(keys, narrowest, strict=True):
+    for key, columns in zip(keys, widths, strict=True):
         numbers = all(isinstance(row.get(key), int | float | None) for row in rows)
-        table.add_column(
-            _title(key), justify="right" if numbers else "left", overflow="fold", min_width=least
-        )
+        table.add_column(_title(key), justify="right" if numbers else "left", overflow="fold", width=columns)
     for row in rows:
         *cells, last = (_cell(key, row.get(key)) for key in keys)
         table.add_row(*cells, "" if row.get(keys[-1]) is None else last)
     return table
 
 
-def _longest_word(key: str, rows: Sequence[Row]) -> int:
-    """Return the characters of a column's longest word, up to ``_UNBROKEN``."""
-    texts = [_title(key), *(_text(key, row.get(key)) for row in rows)]
-    return min(max(len(word) for text in texts for word in text.split()), _UNBROKEN)
+def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Return a width for each column of texts, at least that of its longest word, up to ``_UNBROKEN``."""
+    wanted = [max(map(len, texts)) for texts in columns]
+    widths = [min(max(len(word) for text in texts for word in text.split()), _UNBROKEN) for texts in columns]
+    while sum(widths) < room and (narrow := [i for i, width in enumerate(widths) if width < wanted[i]]):
+        widths[min(narrow, key=widths.__getitem__)] += 1
+    return widths
 
 
 def _list(title: str, rows: Sequence[Row]) -> Table:

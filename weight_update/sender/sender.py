@@ -333,6 +333,7 @@ class Sender(Outcomes):
         with self.table.lock:
             for worker in states:
                 worker.staged = None
+                worker.leave_window(version, reading=worker.may_read)
                 if worker.inflight is not None and worker.inflight.version == version:
                     worker.set_update("inflight", None)  # first: frames not sent yet are then not sent at all
             self.table.changed.notify_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import logging
+import re
 import secrets
 import threading
 import weakref
@@ -172,7 +173,9 @@ def settle(update: SendHandle, ids: Iterable[int]) -> dict[int, str]:
 
 def _without_traceback(why: Exception) -> str:
     """Return the message of an error, without the traceback that a worker's error has."""
-    return str(why).partition("\n\nTraceback (most recent call last):")[0]
+    return re.split(r"\n\n(?:Traceback|  \+ Exception Group Traceback) \(most recent", str(why), maxsplit=1)[
+        0
+    ]
 
 
 def is_loopback(address: str | None) -> bool:

@@ -42,13 +42,13 @@ class PayloadStream:
         signed: the connection, which sends and receives the messages between payloads.
     """
 
+    sent_piece: ClassVar[int] = 2 * PIECE
+    """Bytes of a piece in :meth:`send_payload`: more than the send buffer holds, see ``transfer.c``."""
+
     def __init__(self, signed: SignedStream) -> None:
         self.signed: SignedStream = signed
         with contextlib.suppress(OSError):  # it was closed meanwhile, or is not TCP
             _limit_send_buffer(signed.stream.sock)
-
-    sent_piece: ClassVar[int] = 2 * PIECE
-    """Bytes of a piece in :meth:`send_payload`: more than the send buffer holds, see ``transfer.c``."""
 
     def send_payload(self, payload: torch.Tensor, patience: float) -> str:
         """Send a payload in pieces, each within ``patience`` seconds; return its checksum."""
