@@ -19,6 +19,7 @@ exclude_patterns = [
     "_build",
     "tables",
     "benchmark_cluster.rst",
+    "benchmark_cluster_tensors.rst",
     "benchmark_engines.rst",
     "benchmark_hosts.rst",
     "benchmark_links.rst",
