@@ -18,7 +18,7 @@ from collectors.backends import BackendChoice
 from collectors.closing import close_all
 from collectors.in_process import apply_all, receive_here
 from collectors.policy_call import PolicyCall
-from collectors.requests import Request, find_model, group_once, real, require_ours, require_unused
+from collectors.requests import Request, find_model, group_once, real, require_ours
 from collectors.updating import Updating
 from collectors.versions import (
     KEY,
@@ -56,7 +56,6 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             left alone.
         weight_sync_schemes: schemes by model id. A scheme that is not initialized gets its receiver in this
             process, whatever its transport. An initialized scheme belongs to its owner and is only connected.
-            A scheme that was connected before is refused.
         weight_updater: legacy updater, instead of schemes. One of ``collectors`` sends by a
             :class:`~weight_update.MemoryWeightSyncScheme`.
         options: all other options of TorchRL's ``Collector``.
@@ -76,7 +75,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         by_scheme = isinstance(updater, SchemeUpdater)
         if by_scheme and (isinstance(policy, nn.Module) or options.get("policy_factory")):
             weight_sync_schemes = {"policy": MemoryWeightSyncScheme()}
-        require_unused(weight_sync_schemes or {})
+        require_ours(weight_sync_schemes or {})
         self._gate = Gate()
         self._versions = VersionSource()
         self._receivers: dict[str, WeightSyncScheme] = {}
