@@ -100,14 +100,6 @@ def test_a_table_with_too_many_columns_for_the_terminal_becomes_lists(
     assert "".join(lines).count("x") == 3 * 100  # nothing is cut
 
 
-@pytest.mark.parametrize("columns", range(30, 90))
-def test_a_table_breaks_no_number_and_no_short_word(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"scheme": "distributed", "quartile_ms": 0.06763, "sent_bytes": 1_010_000, "problem": "x" * 30}
-    words = " ".join(on_terminal({"updates": [row]}, columns, monkeypatch)).split()
-    assert {"scheme", "distributed", "quartile", "0.06763", "1.01", "problem"} <= set(words)
-    assert sum(word.count("x") for word in words if set(word) == {"x"}) == 30
-
-
 def test_a_closed_output_is_no_error(run_7: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for stream in ("stdout", "stderr"):  # as Python sets them in "weight-update ... >&- 2>&-"
         monkeypatch.setattr(sys, stream, None)

@@ -243,7 +243,7 @@ def test_what_a_worker_raises_before_it_connects_is_told(kind):
 
 
 def test_a_worker_that_dies_before_it_connects_is_named():
-    with pytest.raises(SyncFailedError, match=r"worker 1: .*died") as caught:
+    with pytest.raises(SyncFailedError, match=r"worker 1: .*ended") as caught:
         make("sync", make_policy(), envs=[Env, Dies])
     assert set(caught.value.failures) == {1}
     assert nothing_is_left()

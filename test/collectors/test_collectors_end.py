@@ -198,7 +198,7 @@ def test_a_scheme_of_an_unknown_model(cls):
 @pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, slow(MultiProcessWeightSyncScheme)])
 def test_a_worker_that_dies_before_it_connects_is_named_at_once(scheme):
     start = time.monotonic()
-    with pytest.raises(SyncFailedError, match=r"worker 1: .*(died|gone)") as caught:
+    with pytest.raises(SyncFailedError, match=r"worker 1: .*(ended|gone)") as caught:
         MultiSyncCollector(
             [Env, Dies],
             make_policy(),

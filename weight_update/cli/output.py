@@ -30,8 +30,8 @@ Document = Mapping[str, Any]
 
 _UNFOLDED = 1_000_000
 """Columns within which no line is folded."""
-_UNBROKEN = 12
-"""Characters of the longest word, and number, that a table never breaks."""
+_LEGIBLE = 5
+"""Characters that a column of a table is wide, unless its words are shorter; narrower ones cannot be read."""
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "damaged": "bold red", "skipped": "dim"}
 _STYLES |= {"joined": "green", "late": "yellow", "lost": "bold red", "failed": "bold red"}
 
@@ -121,27 +121,29 @@ def _pairs() -> Table:
 
 def _table(title: str, rows: Sequence[Row], width: int) -> Table:
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    room = width - 3 * len(keys) + 1  # without the blanks around the columns
-    widths = _widths([[_title(key), *(_text(key, row.get(key)) for row in rows)] for key in keys], room)
-    if sum(widths) > room:
+    if not _fits(keys, rows, width):
         return _list(title, rows)
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for key, columns in zip(keys, widths, strict=True):
+    for key in keys:
         numbers = all(isinstance(row.get(key), int | float | None) for row in rows)
-        table.add_column(_title(key), justify="right" if numbers else "left", overflow="fold", width=columns)
+        table.add_column(_title(key), justify="right" if numbers else "left", overflow="fold")
     for row in rows:
         *cells, last = (_cell(key, row.get(key)) for key in keys)
         table.add_row(*cells, "" if row.get(keys[-1]) is None else last)
     return table
 
 
-def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int]:
-    """Return a width for each column of texts, at least that of its longest word, up to ``_UNBROKEN``."""
-    wanted = [max(map(len, texts)) for texts in columns]
-    widths = [min(max(len(word) for text in texts for word in text.split()), _UNBROKEN) for texts in columns]
-    while sum(widths) < room and (narrow := [i for i, width in enumerate(widths) if width < wanted[i]]):
-        widths[min(narrow, key=widths.__getitem__)] += 1
-    return widths
+def _fits(keys: Sequence[str], rows: Sequence[Row], width: int) -> bool:
+    """Return whether a table with these columns can be read in ``width`` characters."""
+    needed = 3 * len(keys) - 2  # between columns
+    for key in keys:
+        words = [
+            word
+            for text in (_title(key), *(_text(key, row.get(key)) for row in rows))
+            for word in text.split()
+        ]
+        needed += min(max(map(len, words), default=0), _LEGIBLE)
+    return needed <= width
 
 
 def _list(title: str, rows: Sequence[Row]) -> Table:
