@@ -283,6 +283,17 @@ def test_a_list_of_policy_factories_has_one_for_each_worker(cls):
         cls([Env] * 2, policy_factory=[make_policy], frames_per_batch=8)
 
 
+def test_a_list_of_policy_factories_for_one_function_that_makes_environments(monkeypatch):
+    """The list is accepted: the next step is to make a scheme."""
+
+    def stop(*_, **__):
+        raise NotImplementedError("a scheme would be made now")
+
+    monkeypatch.setattr(RayCollector, "_default_scheme", stop)
+    with pytest.raises(NotImplementedError, match="would be made now"):
+        RayCollector(Env, num_collectors=2, policy_factory=[make_policy] * 2, frames_per_batch=8)
+
+
 def test_random_frames_name_the_version_in_force(made):
     policy = make_policy()
     collector = made(policy=policy, frames_per_batch=20, total_frames=60, init_random_frames=40)

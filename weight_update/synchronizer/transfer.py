@@ -24,6 +24,7 @@ Endpoint = dict[str, Any]
 """Where a subscriber finds a :class:`Publisher`: plain values."""
 
 _log = logging.getLogger(__name__)
+_TRACEBACK = re.compile(r"\n\n(?:Traceback|  \+ Exception Group Traceback) \(most recent call last\):")
 
 
 class Publisher:
@@ -173,9 +174,7 @@ def settle(update: SendHandle, ids: Iterable[int]) -> dict[int, str]:
 
 def _without_traceback(why: Exception) -> str:
     """Return the message of an error, without the traceback that a worker's error has."""
-    return re.split(r"\n\n(?:Traceback|  \+ Exception Group Traceback) \(most recent", str(why), maxsplit=1)[
-        0
-    ]
+    return _TRACEBACK.split(str(why), maxsplit=1)[0]
 
 
 def is_loopback(address: str | None) -> bool:

@@ -23,7 +23,7 @@ STALLED = 60.0
 """Seconds without progress of the other end after which it counts as gone."""
 
 PIECE = 1 << 20
-"""Bytes that are received before the next host gets them; its send buffer holds them while more arrive."""
+"""Bytes that are received before they are forwarded; the send buffer to the next host holds as many."""
 
 SEND_BUFFER = 512 << 10
 """Bytes of the send buffer to a near machine. Linux doubles it, which a second-level cache still holds."""
