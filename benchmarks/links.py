@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +18,12 @@ import numpy as np
 
 from benchmarks.network import Network, bits_of, why_not
 from benchmarks.processes import in_turns
-from benchmarks.report import Cell, Figure, Table, Unable, machine, ratio, say
+from benchmarks.report import Cell, Figure, Table, Unable, machine, ratio, say, show_ratio
 from benchmarks.targets import Target, target, targets_table
 from benchmarks.trainers import Case, trainers
 from benchmarks.updates import Place, change, connected, layered, require_same
 from weight_update import BucketEncoding, DistributedWeightSyncScheme, PatchEncoding, WeightStrategy
+from weight_update.transports import TransportBackend
 
 QUICK = "4 MB, 2 turns"
 
@@ -37,7 +39,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 ENCODINGS = ("dense", "patch, raw", "patch, relative", "patch, relative, zstd")
 RATES = ("100mbit", "1gbit", "10gbit")
+CONNECTIONS = (1, 2, 4)
 HOSTS = ("one", "two", "three", "four")
+_SO_MAX_PACING_RATE = 47  # of asm-generic/socket.h; bytes a second
 _FRACTION = 0.01
 _WARM = 1
 _TARGET = "patch, relative, zstd", 500.0, "1gbit"  # encoding, megabytes and rate
@@ -116,6 +120,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     yield _encodings_table(plan, sent)
     yield _rates_table(plan, beside=options.figures is None)
     yield _hosts_table(plan)
+    yield _connections_table(plan)
     yield targets_table([_target(plan, sent)])
 
 
@@ -201,10 +206,58 @@ def _hosts_table(plan: Plan) -> Table:
     return Table(f"{plan.hosts_megabytes:.0f} MB to several hosts behind one link", note, head, rows)
 
 
-def measure(plan: Plan, label: str, megabytes: float, count: int, *, every_link: bool = False) -> Sent:
+class _Paced(DistributedWeightSyncScheme):
+    """A scheme whose sender sends at most ``rate`` over each connection, as some networks demand."""
+
+    def __init__(self, rate: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.rate = rate
+
+    def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
+        links = super().open_sender(workers, ctx)
+        nbytes = round(bits_of(self.rate) / 8)
+        # Accepted connections inherit it.
+        self.listener._sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, nbytes)
+        return links
+
+
+def _connections_table(plan: Plan) -> Table:
+    found = {
+        connections: measure(
+            plan,
+            "dense",
+            plan.hosts_megabytes,
+            1,
+            shaped=(),
+            kind=functools.partial(_Paced, plan.rate, connections=connections),
+        )
+        for connections in CONNECTIONS
+    }
+    rows: list[list[str | Cell]] = [
+        [str(connections), one.seconds.cell(1e3, 0), show_ratio(one.seconds, found[1].seconds)]
+        for connections, one in found.items()
+    ]
+    note = (
+        f"Milliseconds, as above. The sender sends at most {plan.rate}/s over each connection (the socket\n"
+        "option SO_MAX_PACING_RATE). The link itself is not slow."
+    )
+    title = f"{plan.hosts_megabytes:.0f} MB to one host over connections of {plan.rate}/s each"
+    return Table(title, note, ["connections", "dense", "of one"], rows)
+
+
+def measure(
+    plan: Plan,
+    label: str,
+    megabytes: float,
+    count: int,
+    *,
+    shaped: Sequence[str] = ("trainer",),
+    kind: Callable[..., DistributedWeightSyncScheme] = DistributedWeightSyncScheme,
+) -> Sent:
     """Time updates with one encoding to one worker on each of ``count`` hosts.
 
-    The link of the trainer is shaped, and with ``every_link`` those of all hosts.
+    The links of the hosts ``shaped`` have the rate of the plan. ``kind`` is the class of the scheme, or a
+    function that creates it.
 
     Raises:
         RuntimeError: a worker ended with other weights than the trainer.
@@ -213,11 +266,11 @@ def measure(plan: Plan, label: str, megabytes: float, count: int, *, every_link:
     hosts = HOSTS[:count]
     weights, random = layered(megabytes), np.random.default_rng(0)
     with Network(["trainer", *hosts]) as network, network.inside("trainer"):
-        for host in ("trainer", *hosts) if every_link else ("trainer",):
+        for host in shaped:
             network.shape(host, plan.rate)
         os.environ["WEIGHT_UPDATE_HOST"] = "trainer"
         strategy = WeightStrategy("state_dict", **STRATEGIES[label])
-        scheme = DistributedWeightSyncScheme(strategy=strategy, address=network.address["trainer"])
+        scheme = kind(strategy=strategy, address=network.address["trainer"])
         places = [Place(host=host, enter=functools.partial(network.enter, host)) for host in hosts]
         with connected([scheme], weights, places) as receivers:
             seconds, reports = [], []

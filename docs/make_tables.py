@@ -14,11 +14,6 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 MEGABYTES, WORKERS = "1000", "4"
-_RATES = re.compile(
-    r"^\d+ MB to one host over links of several rates\n~+\n\n(.*?\n\n=.*?)(?:\n\n|\Z)",
-    re.MULTILINE | re.DOTALL,
-)
-
 _HEAD = ".. Written by docs/make_tables.py; do not edit.\n\n"
 # Scheme, location, elasticity, use.
 _SCHEMES = [
@@ -149,9 +144,20 @@ def readme() -> str:
 
 
 def rates() -> str:
-    """Return the table of links of several rates, as the benchmark wrote it; a text if it has not yet."""
+    """Return the table of links of several rates."""
+    return _of_links("links of several rates")
+
+
+def connections() -> str:
+    """Return the table of connections whose rate is limited."""
+    return _of_links("connections of 1gbit/s each")
+
+
+def _of_links(title: str) -> str:
+    """Return the table whose title ends so, as the benchmark wrote it; a text if it has not yet."""
     text = (DOCS / "benchmark_links.rst").read_text(encoding="utf-8")
-    found = _RATES.search(text)
+    table = rf"^\d+ MB to one host over {title}\n~+\n\n(.*?\n\n=.*?)(?:\n\n|\Z)"
+    found = re.search(table, text, re.MULTILINE | re.DOTALL)
     return _HEAD + (found[1] if found else "*Not measured yet.*").rstrip() + "\n"
 
 
@@ -193,7 +199,7 @@ def versions() -> str:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS / "tables"
-    for make in (schemes, speeds, versions, rates):
+    for make in (schemes, speeds, versions, rates, connections):
         (folder / f"{make.__name__}.rst").write_text(make(), encoding="utf-8")
     if len(sys.argv) == 1:
         (ROOT / "README.rst").write_text(readme(), encoding="utf-8")

@@ -25,6 +25,7 @@ from weight_update import (
     WeightStrategy,
 )
 from weight_update.errors import LinkClosedError, NotEnoughMemoryError
+from weight_update.schemes import remote
 from weight_update.testing import Apart, ApartInTwos, Body, WorkerProcesses, fingerprint, mlp
 from weight_update.testing.processes import eventually, freeze, wait_until
 from weight_update.testing.worker_processes import context_of, start_workers
@@ -56,9 +57,10 @@ def hire(hired: Hire) -> Iterator[Hire]:
     running: list[WorkerProcesses] = []
 
     def build(
-        cls: type[DistributedWeightSyncScheme], count: int, encoding: Any = "dense", timeout: float = TIMEOUT
+        cls: type[DistributedWeightSyncScheme], count: int, encoding: Any = "dense", **options: Any
     ) -> WorkerProcesses:
-        scheme = cls(timeout=timeout, strategy=WeightStrategy(encoding=encoding))
+        options.setdefault("timeout", TIMEOUT)
+        scheme = cls(strategy=WeightStrategy(encoding=encoding), **options)
         running.append(hired(scheme, [Large(-1.0)] * count, model=Large(0.0), connect=False))
         connecting = threading.Thread(target=scheme.connect)
         connecting.start()
@@ -71,6 +73,11 @@ def hire(hired: Hire) -> Iterator[Hire]:
     for procs in running:
         for worker in procs.workers:
             send_signal(worker, signal.SIGCONT)
+
+
+several_connections = pytest.mark.parametrize(
+    "connections", [1, 3], ids=["one connection", "three connections"]
+)
 
 
 def send_signal(worker: Worker, number: int) -> None:
@@ -95,8 +102,9 @@ def has(worker: Worker, value: float, within: float = 20.0) -> bool:
     return eventually(lambda: value_of(worker) == value, within)
 
 
-def test_once_a_host_and_once_from_the_sender(hire: Hire) -> None:
-    procs = hire(ApartInTwos, 4)
+@several_connections
+def test_once_a_host_and_once_from_the_sender(hire: Hire, connections: int) -> None:
+    procs = hire(ApartInTwos, 4, connections=connections)
     scheme = procs.scheme
     assert scheme.network_bytes <= 2 * (NBYTES + 4096)  # each host by itself, as it joined
     for value in (1.0, 2.0, 3.0):
@@ -241,8 +249,9 @@ def test_killed_before_an_update(hire: Hire, victim: int) -> None:
     assert value_of(procs.workers[1 - victim]) == 1.0
 
 
-def test_relay_killed_in_the_middle(hire: Hire) -> None:
-    procs = hire(ApartInTwos, 2)
+@several_connections
+def test_relay_killed_in_the_middle(hire: Hire, connections: int) -> None:
+    procs = hire(ApartInTwos, 2, connections=connections)
     send_signal(procs.workers[0], signal.SIGSTOP)  # so that it is the middle
     kill_later(procs.workers[0])
     with pytest.raises(SyncFailedError) as caught:
@@ -275,9 +284,10 @@ def test_stopped_relay_is_given_up_for_a_sibling(hire: Hire) -> None:
     assert [value_of(worker) for worker in procs.workers] == [2.0] * 2
 
 
+@several_connections
 @pytest.mark.parametrize("end", ["killed", "stopped"])
-def test_middle_of_a_chain(hire: Hire, end: str) -> None:
-    procs = hire(Apart, 3)
+def test_middle_of_a_chain(hire: Hire, end: str, connections: int) -> None:
+    procs = hire(Apart, 3, connections=connections)
     procs.scheme.send(Large(1.0))
     send_signal(procs.workers[1], signal.SIGSTOP)
     if end == "killed":
@@ -440,6 +450,27 @@ def fork_and_end(body: Body | None) -> int:
 def test_nccl_without_cuda_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="use backend='gloo'"):
         DistributedWeightSyncScheme(backend="nccl")
+
+
+def test_several_connections_are_for_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "require_backend", lambda backend: None)  # there may be no CUDA
+    with pytest.raises(ValueError, match="connections= is for backend='gloo'; omit it"):
+        DistributedWeightSyncScheme(backend="nccl", connections=2)
+
+
+@pytest.mark.parametrize("connections", [0, 65, 2.0, None])
+def test_numbers_of_connections(connections: Any) -> None:
+    with pytest.raises(ValueError, match="connections is an integer from 1 to 64"):
+        DistributedWeightSyncScheme(connections=connections)
+
+
+def test_a_worker_makes_as_many_connections_as_the_sender_says() -> None:
+    scheme = Apart(timeout=TIMEOUT, connections=3)
+    with start_workers(scheme, [Large(1.0)], "thread", model=Large(0.0)) as procs:
+        scheme.send(Large(2.0))
+        assert [value_of(worker) for worker in procs.workers] == [2.0]
+        (remote_end,) = scheme.listener.router._remotes
+        assert len(remote_end.relay_client._stream.get(0.0).lanes) == 3
 
 
 def test_unknown_backend() -> None:

@@ -26,7 +26,7 @@ from weight_update import (
     show_progress,
 )
 from weight_update.checkpoints.store import CheckpointStore
-from weight_update.progress import LEAST_BYTES, Progress, advance, notice
+from weight_update.progress import LEAST_BYTES, Progress, advancer, notice
 from weight_update.testing import Apart, Body, WorkerProcesses, mlp
 from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import context_of, start_workers
@@ -157,16 +157,18 @@ def test_switched_off(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("at_once")
-def test_advance_refers_to_the_inner_transfer_of_this_thread(caplog: pytest.LogCaptureFixture) -> None:
-    advance(LARGE)
+def test_advancer_refers_to_the_inner_transfer_of_this_thread(caplog: pytest.LogCaptureFixture) -> None:
+    advancer()(LARGE)
     with Progress("outer", LARGE):
         with Progress("inner", LARGE):
-            other = threading.Thread(target=advance, args=(LARGE,))
-            other.start()
-            other.join()
+            elsewhere = threading.Thread(target=lambda: advancer()(LARGE))
+            elsewhere.start()
+            elsewhere.join()
             assert not caplog.messages
-            advance(LARGE)
-        advance(LARGE // 2)
+            of_this_thread = threading.Thread(target=advancer(), args=(LARGE,))
+            of_this_thread.start()
+            of_this_thread.join()
+        advancer()(LARGE // 2)
     starts = [message.partition("%")[0] for message in caplog.messages]
     assert starts == ["inner: 100", "inner: 100", "outer: 50", "outer: 50"]
 

@@ -11,6 +11,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 SHOW_AFTER = 2.0
@@ -100,10 +101,12 @@ _thread = _Thread()
 _shown: Progress | None = None  # on the terminal
 
 
-def advance(nbytes: int) -> None:
-    """Note that ``nbytes`` more were transferred, if this thread is in the context of a progress."""
-    if _thread.progress is not None:
-        _thread.progress.advance(nbytes)
+def advancer() -> Callable[[int], None]:
+    """Return a function that notes so many more transferred bytes, for any thread.
+
+    It notes them in the progress whose context the calling thread is in, if any.
+    """
+    return (lambda nbytes: None) if _thread.progress is None else _thread.progress.advance
 
 
 def notice(text: str) -> None:

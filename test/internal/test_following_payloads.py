@@ -35,7 +35,9 @@ def ends() -> Iterator[Ends]:
     """Yield the sender's end and the worker's end, whose host relay waits for a command."""
     (received, frames), (awaited, commands) = signed_pair(tcp=True), signed_pair(tcp=True)
     sender = Following(frames, "token")
-    worker = WorkerConnection(received, "token", connect=lambda: awaited, directory=None, slots=SlotTable())
+    worker = WorkerConnection(
+        received, "token", connect=lambda number: awaited, directory=None, slots=SlotTable()
+    )
     yield sender, worker
     for one in (sender, worker, commands, awaited):
         one.close()

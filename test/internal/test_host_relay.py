@@ -46,7 +46,7 @@ class Joint:
         self.failures: list[Exception] = []
         self.client = RelayClient(0, "gloo")
         self.here, there = signed_pair(tcp=True)
-        self.relay = HostRelay(lambda: self.here, TOKEN, None, self.failures.append)
+        self.relay = HostRelay(lambda number: self.here, TOKEN, None, self.failures.append)
         self.client.open(there)
 
     def ask(self, **command: Any) -> dict[str, Any]:
@@ -162,12 +162,30 @@ def test_a_sender_that_is_gone_ends_the_relay(joint: Joint) -> None:
 def test_a_sender_that_cannot_be_reached_is_reported() -> None:
     failures: list[Exception] = []
 
-    def connect() -> SignedStream:
+    def connect(number: int) -> SignedStream:
         raise LinkClosedError("no way")
 
     relay = HostRelay(connect, TOKEN, None, failures.append)
     relay._thread.join(LONG)
     assert list(map(str, failures)) == ["no connection for payloads (no way)"]
+
+
+def test_a_second_connection_that_cannot_be_made_is_reported() -> None:
+    failures: list[Exception] = []
+    here, there = signed_pair(tcp=True)
+
+    def connect(number: int) -> SignedStream:
+        if number == 1:
+            raise LinkClosedError("no way")
+        return here
+
+    relay, client = HostRelay(connect, TOKEN, None, failures.append), RelayClient(0, "gloo", 2)
+    client.open(there)
+    relay._thread.join(LONG)
+    assert list(map(str, failures)) == ["no connection for payloads (no way)"]
+    with pytest.raises(LinkClosedError):
+        there.receive_json(LONG)
+    client.close()
 
 
 # -- a chain of hosts ----------------------------------------------------------------------------------
@@ -256,12 +274,12 @@ def test_a_link_that_nobody_expects_is_closed(joint: Joint, name: object) -> Non
     with closing(Joint()) as after, slot_of_size(SMALL) as slot:
         where = after.ask(do="listen", name="link")
         with closing(call_relay(where)) as odd:
-            odd.send_json({"name": name}, LONG)
+            odd.send_json({"name": name, "connection": 0}, LONG)
             assert hear_end(odd.stream.sock)
         link(joint, after)
         take_along(joint, after, slot)
         with closing(call_relay(where)) as second:  # a link is not taken over by another one of its name
-            second.send_json({"name": "link"}, LONG)
+            second.send_json({"name": "link", "connection": 0}, LONG)
             assert hear_end(second.stream.sock)
         assert_arrives(joint, after, slot)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import socket
 import threading
 import time
@@ -24,6 +26,7 @@ from weight_update.transports.distributed.relay import nccl, payload_stream
 from weight_update.transports.distributed.relay.payload_stream import (
     PIECE,
     SEND_BUFFER,
+    AwaitedStream,
     Forwarder,
     PayloadStream,
     discarded_pieces,
@@ -37,10 +40,14 @@ NBYTES = 64 << 20  # more than the kernel takes from a sender whose other end do
 Pair = tuple[PayloadStream, PayloadStream]
 
 
-def connected(*, tcp: bool = False) -> Pair:
-    """Return the two ends of a connection; the first one sends payloads."""
-    ours, theirs = signed_pair(tcp=tcp)
-    return PayloadStream(ours), PayloadStream(theirs)
+def connected(*, tcp: bool = False, lanes: int = 1) -> Pair:
+    """Return the two ends of a stream of so many connections; the first one sends payloads."""
+    ends = AwaitedStream(), AwaitedStream()
+    for lane in reversed(range(lanes)):
+        for end, signed in zip(ends, signed_pair(tcp=tcp), strict=True):
+            end.add(PayloadStream(signed), lane, lanes)
+    ours, theirs = (end.get(0.0) for end in ends)
+    return ours, theirs
 
 
 @pytest.fixture(params=[pytest.param(True, marks=needs_library), False], ids=["compiled", "python"])
@@ -54,6 +61,14 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def pair(compiled: bool) -> Iterator[Pair]:
     sender, receiver = connected()
+    with closing(sender), closing(receiver):
+        yield sender, receiver
+
+
+@pytest.fixture(params=[1, 2, 3], ids=["one connection", "two", "three"])
+def lanes(request: pytest.FixtureRequest, compiled: bool) -> Iterator[Pair]:
+    """Return the two ends of a stream of several connections."""
+    sender, receiver = connected(lanes=request.param)
     with closing(sender), closing(receiver):
         yield sender, receiver
 
@@ -81,23 +96,99 @@ def test_the_send_buffer_holds_a_piece_while_the_next_one_arrives() -> None:
     assert nccl.NcclStream.sent_piece == PIECE
 
 
-@pytest.mark.parametrize("size", [0, 1, 2047, PIECE - 1, PIECE, PIECE + 1, 3 * BLOCK + 77])
-def test_a_payload_arrives_whole_between_messages(pair: Pair, size: int) -> None:
-    payload, sums = random_bytes(size), []
+@pytest.mark.parametrize("size", [0, 1, 2047, PIECE - 1, PIECE, PIECE + 1, 3 * BLOCK + 77, 8 * BLOCK])
+def test_a_payload_arrives_whole_between_messages(lanes: Pair, size: int) -> None:
+    sender, receiver = lanes
+    payload, sums, expected = random_bytes(size), [], Checksum()
+    for piece in pieces_of(payload):
+        expected.add(piece)
 
     def send() -> None:
-        pair[0].signed.send_json({"before": size}, LONG)
-        sums.append(pair[0].send_payload(payload, LONG))
-        pair[0].signed.send_json({"after": size}, LONG)
+        sender.signed.send_json({"before": size}, LONG)
+        sums.append(sender.send_payload(payload, LONG))
+        sender.signed.send_json({"after": size}, LONG)
 
     sending = in_background(send)
-    assert pair[1].signed.receive_json(LONG) == {"before": size}
+    assert receiver.signed.receive_json(LONG) == {"before": size}
     into = torch.zeros_like(payload)
-    total = pair[1].recv_payload(pieces_of(into), LONG, Forwarder(None))
-    assert pair[1].signed.receive_json(LONG) == {"after": size}
+    total = receiver.recv_payload(pieces_of(into), LONG, Forwarder(None))
+    assert receiver.signed.receive_json(LONG) == {"after": size}
     sending.join()
     assert torch.equal(into, payload)
-    assert sums == [total]
+    assert sums == [total] == [expected.hex()]
+
+
+def test_blocks_travel_over_all_connections(compiled: bool) -> None:
+    sender, receiver = connected(lanes=3)
+    with closing(sender), closing(receiver):
+        payload = random_bytes(4 * BLOCK)
+        sending = in_background(sender.send_payload, payload, LONG)
+        for lane, blocks in enumerate([(0, 3), (1,), (2,)]):
+            got = torch.zeros(BLOCK, dtype=torch.uint8)
+            for block in blocks:
+                receiver.lanes[lane].pull(got, LONG, Checksum())
+                assert torch.equal(got, payload[block * BLOCK :][:BLOCK])
+        sending.join()
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_one_connection_that_breaks_ends_all(end: int) -> None:
+    pair = connected(lanes=3)
+    with closing(pair[0]), closing(pair[1]):
+        pair[1 - end].lanes[2].signed.close()
+        actions = (
+            lambda: pair[0].send_payload(torch.zeros(NBYTES, dtype=torch.uint8), LONG),
+            lambda: pair[1].recv_payload(discarded_pieces(NBYTES), LONG, Forwarder(None)),
+        )
+        start = time.monotonic()
+        with pytest.raises(LinkClosedError, match="the other end is gone"):
+            actions[end]()
+        assert time.monotonic() - start < LONG / 2
+        for lane in pair[end].lanes:
+            with pytest.raises(LinkClosedError, match="closed"):
+                lane.push_now(torch.zeros(1, dtype=torch.uint8))
+
+
+def test_ctrl_c_ends_the_threads_of_all_connections() -> None:
+    pair = connected(lanes=3)
+    with closing(pair[0]), closing(pair[1]):
+        in_background(lambda: (time.sleep(0.3), os.kill(os.getpid(), signal.SIGINT)))
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            pair[0].send_payload(torch.zeros(NBYTES, dtype=torch.uint8), LONG)  # the other end does not read
+        assert time.monotonic() - start < LONG / 2
+    assert not any("ThreadPool" in thread.name for thread in threading.enumerate())
+
+
+def test_a_stream_is_open_when_all_its_connections_are() -> None:
+    awaited, ends = AwaitedStream(), [connected() for _ in range(5)]
+    streams = [end for end, _ in ends]
+    awaited.add(streams[0], 0, 2)
+    with pytest.raises(SyncTimeoutError):
+        awaited.get(0.0)
+    for stream, odd in ((streams[1], 0), (streams[2], 2), (streams[3], None)):
+        awaited.add(stream, odd, 2)  # type: ignore[arg-type]
+        with pytest.raises(LinkClosedError):
+            stream.push_now(torch.zeros(1, dtype=torch.uint8))
+    awaited.add(streams[4], 1, 2)
+    assert awaited.get(0.0).lanes == [streams[0], streams[4]]
+    for pair in ends:
+        for one in pair:
+            one.close()
+
+
+def test_connections_that_come_before_and_after_the_close_are_closed() -> None:
+    awaited, ends = AwaitedStream(), [connected() for _ in range(2)]
+    awaited.add(ends[0][0], 0, 2)
+    awaited.close()
+    awaited.add(ends[1][0], 1, 2)
+    with pytest.raises(LinkClosedError):
+        awaited.get(0.0)
+    for here, there in ends:
+        with pytest.raises(LinkClosedError):
+            there.signed.receive_json(LONG)
+        there.close()
+        here.close()
 
 
 @pytest.mark.parametrize("size", [1, 2047, 2049, PIECE, BLOCK + 3000])
@@ -213,7 +304,8 @@ def test_an_end_that_is_gone(pair: Pair, end: int) -> None:
 
 @pytest.mark.parametrize("waits", ["for a message", "for a payload", "to send"])
 @pytest.mark.parametrize("closes", ["this end", "the other end"])
-def test_closing_wakes_a_thread_that_waits(pair: Pair, waits: str, closes: str) -> None:
+def test_closing_wakes_a_thread_that_waits(lanes: Pair, waits: str, closes: str) -> None:
+    pair = lanes
     begun, ended = threading.Event(), threading.Event()
     action = {
         "for a message": lambda: pair[0].signed.receive_json(None),
@@ -252,6 +344,18 @@ def receive_and_forward(pair: Pair, payload: torch.Tensor, forwarder: Forwarder)
     pair[1].recv_payload(pieces_of(into), LONG, forwarder)
     sending.join()
     return into
+
+
+def test_all_connections_forward_their_pieces(lanes: Pair) -> None:
+    here, there = connected(lanes=len(lanes[0].lanes))
+    with closing(here), closing(there):
+        forwarder, payload = Forwarder(here), random_bytes(NBYTES)
+        assert torch.equal(receive_and_forward(lanes, payload, forwarder), payload)
+        got = torch.zeros_like(payload)
+        reading = in_background(there.recv_payload, pieces_of(got), LONG, Forwarder(None))
+        assert forwarder.finish(LONG)
+        reading.join()
+        assert torch.equal(got, payload)
 
 
 def test_pieces_go_on_as_they_arrive(pair: Pair) -> None:

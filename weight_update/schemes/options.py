@@ -29,6 +29,7 @@ class RemoteOptions(SchemeOptions, total=False):
     token: str | None
     host: str | None
     directory: str | None
+    connections: int
 
 
 class RayOptions(RemoteOptions, total=False):

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from weight_update.arguments import given_token, port_number, require_host, require_reachable
+from weight_update.arguments import given_token, port_number, require_host, require_reachable, whole_number
 from weight_update.errors import undo_on_error
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.options import SchemeOptions, takes_options_of
@@ -22,6 +22,7 @@ from weight_update.transports.distributed.transport import DistributedListener, 
 from weight_update.transports.host_name import this_host
 
 _HOST = "WEIGHT_UPDATE_HOST"
+_MOST_CONNECTIONS = 64
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,13 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         host: host name of this process; processes with the same name share memory. None takes the
             environment's ``WEIGHT_UPDATE_HOST``, or determines the name.
         directory: directory of buffers, as in :class:`SharedMemWeightSyncScheme`.
+        connections: number of TCP connections that carry the weights to another host, at most 64; the
+            sender's scheme decides. Several help where the network limits each connection, as many clouds do,
+            or where one processor core cannot fill the link. Each uses a thread at both ends.
 
     Raises:
-        ValueError: the backend is unknown, or is NCCL without CUDA; or the port is not valid; or the address
-            stands for all interfaces, as 0.0.0.0 does.
+        ValueError: the backend is unknown, or is NCCL without CUDA or with several connections; or the port
+            is not valid; or the address stands for all interfaces, as 0.0.0.0 does.
     """
 
     @takes_options_of(WeightSyncScheme.__init__)
@@ -81,9 +85,13 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         token: str | None = None,
         host: str | None = None,
         directory: str | None = None,
+        connections: int = 1,
         **options: Unpack[SchemeOptions],
     ) -> None:
         require_backend(backend)
+        self.connections: int = whole_number(connections, "connections", least=1, most=_MOST_CONNECTIONS)
+        if backend == "nccl" and self.connections > 1:
+            raise ValueError("connections= is for backend='gloo'; omit it, as NCCL makes its own connections")
         super().__init__(strategy, sync, **options)
         self.backend: str = backend
         self.address: str = require_reachable(address)
@@ -141,6 +149,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
             "host": self.host_name(),
             "directory": self.directory,
             "backend": self.backend,
+            "connections": self.connections,
         }
 
     def host_name(self) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,8 +30,8 @@ class Checksum:
     """
 
     def __init__(self) -> None:
-        self._digest = hashlib.blake2b(digest_size=16)
         self.sums = np.zeros(LANES, dtype=np.uint64)
+        self._blocks: list[bytes] = []  # the sums of each complete block
         self._filled = 0  # bytes of the block that is being summed
 
     def add(self, piece: torch.Tensor) -> None:
@@ -55,11 +57,24 @@ class Checksum:
 
     def hex(self) -> str:
         """Return the digest of all blocks; nothing can be added after it."""
+        return joint_hex([self])
+
+    def blocks(self) -> list[bytes]:
+        """Return the sums of each block; nothing can be added after it."""
         if self._filled:
             self._end_block()
-        return self._digest.hexdigest()
+        return self._blocks
 
     def _end_block(self) -> None:
-        self._digest.update(self.sums.astype("<u8", copy=False).tobytes())
+        self._blocks.append(self.sums.astype("<u8", copy=False).tobytes())
         self.sums[:] = 0
         self._filled = 0
+
+
+def joint_hex(parts: Sequence[Checksum]) -> str:
+    """Return the digest of a payload whose blocks were added to the ``parts`` in turns."""
+    digest = hashlib.blake2b(digest_size=16)
+    for blocks in itertools.zip_longest(*(part.blocks() for part in parts), fillvalue=b""):
+        for sums in blocks:
+            digest.update(sums)
+    return digest.hexdigest()

@@ -132,7 +132,8 @@ class Connection(LinkConnection):
 class WorkerConnection(Connection):
     """The worker's end of a connection; ``slots`` of an earlier connection are dropped.
 
-    ``connect`` connects to the sender once more, for payloads. Replicas of its slots are in ``directory``.
+    ``connect`` connects to the sender for payloads, with the number of the connection as argument. Replicas
+    of the sender's slots are in ``directory``.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class WorkerConnection(Connection):
         stream: SignedStream,
         token: str,
         *,
-        connect: Callable[[], SignedStream],
+        connect: Callable[[int], SignedStream],
         directory: str | None,
         slots: SlotTable,
     ) -> None:

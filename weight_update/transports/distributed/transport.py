@@ -53,6 +53,7 @@ class DistributedTransport(SharedMemTransport):
         directory: see :class:`~weight_update.SharedMemWeightSyncScheme`.
         backend: backend that carries payloads to other hosts: ``"gloo"`` (TCP) or ``"nccl"``; the sender's
             end decides.
+        connections: number of TCP connections that carry payloads to another host; the sender's end decides.
     """
 
     capabilities: Capabilities = Capabilities(shares_memory=True, allows_rejoin=True)
@@ -66,12 +67,13 @@ class DistributedTransport(SharedMemTransport):
         host: str | None = None,
         directory: str | None = None,
         backend: str = "gloo",
+        connections: int = 1,
         **unknown: Never,
     ) -> None:
         refuse_arguments(self, unknown, _NO_GROUP)
         super().__init__(address, token=token, directory=directory)
         self.host: str = host or this_host()
-        self._port, self._backend = port, backend
+        self._port, self._backend, self._connections = port, backend, connections
         self._joined = False  # at least once
         self._last: SocketStream | None = None  # to another host
 
@@ -132,19 +134,22 @@ class DistributedTransport(SharedMemTransport):
     ) -> None:
         """Sender's end: take over the connection of a worker on another host."""
         self.capabilities = replace(self.capabilities, send_never_blocks=False, pid_is_visible=False)
-        client = RelayClient(hello.header["pid"], self._backend)
+        client = RelayClient(hello.header["pid"], self._backend, self._connections)
         remote = RemoteConnection(stream, self._token, name=name, host=host, client=client, router=router)
         self.take_over(remote, hello)
 
 
-def _connect_for_payloads(address: str, sender: Announcement, token: str, name: str) -> SignedStream:
-    """Connect to a sender for the payloads of the worker that joined as ``name``."""
+def _connect_for_payloads(
+    address: str, sender: Announcement, token: str, name: str, number: int
+) -> SignedStream:
+    """Make connection ``number`` to a sender for the payloads of the worker that joined as ``name``."""
     until = time.monotonic() + _PAYLOADS_SECONDS
     while True:
         try:
             signed = call(address, sender.port, token, _context(sender), until)
             with undo_on_error(signed.close):
-                signed.send_json({"do": "take payloads", "name": name}, seconds_left(until))
+                request = {"do": "take payloads", "name": name, "connection": number}
+                signed.send_json(request, seconds_left(until))
             return signed
         except LinkClosedError:  # the listener is too busy, or the sender has ended
             if time.monotonic() > until:
@@ -198,7 +203,7 @@ class DistributedListener(Listener):
             remote = self.router.named(str(name))
             if remote is None:
                 raise LinkClosedError("a worker that is not connected wants payloads")
-            remote.relay_client.open(signed)
+            remote.relay_client.open(signed, request["connection"])
         elif isinstance(name, str) and isinstance(host, str):
             self._join(signed, name, host, deadline)
         else:

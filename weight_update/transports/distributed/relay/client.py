@@ -38,30 +38,31 @@ class NotDeliveredError(Exception):
 
 
 class RelayClient:
-    """Sender's end of the connection to the host relay of one worker.
+    """Sender's end of the connections to the host relay of one worker; ``backend`` carries the payloads.
 
-    One thread uses it at a time; the router chooses which. Methods that need the connection wait until the
-    worker, whose process id on its host is ``pid``, has made it.
+    One thread uses it at a time; the router chooses which. Methods that need the connections wait until the
+    worker, whose process id on its host is ``pid``, has made all of them.
 
     Attributes:
         incoming_link: name of the link from the host before it in the chain; None without one.
         outgoing_link: name of the link to the host after it in the chain; None without one.
     """
 
-    def __init__(self, pid: int, backend: str) -> None:
+    def __init__(self, pid: int, backend: str, connections: int = 1) -> None:
         self.incoming_link: str | None = None
         self.outgoing_link: str | None = None
-        self._pid, self._backend = pid, backend
+        self._pid, self._backend, self._connections = pid, backend, connections
         self._replicated: dict[str, weakref.ref[Any]] = {}
         self._stream = AwaitedStream()
 
-    def open(self, signed: SignedStream) -> None:
-        """Take over the worker's connection; LinkClosedError if the backend cannot make its own."""
-        signed.send_json({"backend": self._backend}, _OPENING)
-        self._stream.set(payload_stream(signed, self._backend, 0))
+    def open(self, signed: SignedStream, lane: int = 0) -> None:
+        """Take over a connection of the worker; LinkClosedError if the backend cannot make its own."""
+        if lane == 0:
+            signed.send_json({"backend": self._backend, "connections": self._connections}, _OPENING)
+        self._stream.add(payload_stream(signed, self._backend, 0), lane, self._connections)
 
     def close(self) -> None:
-        """Close the connection; the worker notices."""
+        """Close the connections; the worker notices."""
         self._stream.close()
 
     def send_command(self, command: dict[str, Any], patience: float) -> None:

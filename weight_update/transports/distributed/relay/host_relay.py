@@ -54,7 +54,8 @@ class HostRelay:
     - ``sum``: the checksum of the payload.
 
     Args:
-        connect: connects to the sender; raises as :func:`~weight_update.transports.signed_stream.call`.
+        connect: connects to the sender, with the number of the connection as argument; raises as
+            :func:`~weight_update.transports.signed_stream.call`.
         token: secret of all ends.
         directory: directory of replicas.
         on_failure: called from a thread with an error when the sender cannot be reached.
@@ -62,7 +63,7 @@ class HostRelay:
 
     def __init__(
         self,
-        connect: Callable[[], SignedStream],
+        connect: Callable[[int], SignedStream],
         token: str,
         directory: str | None,
         on_failure: Callable[[Exception], None],
@@ -70,7 +71,7 @@ class HostRelay:
         self._connect, self._token, self._on_failure = connect, token, on_failure
         self._directory = directory
         self._replicas: dict[str, SharedBuffer] = {}  # by key of the sender's slot
-        self._backend = ""
+        self._backend, self._connections = "", 1
         self._sender = AwaitedStream()
         self._incoming: dict[str, AwaitedStream] = {}  # the last link from another host, by its name
         self._outgoing: PayloadStream | None = None
@@ -88,22 +89,32 @@ class HostRelay:
 
     def _run(self) -> None:
         try:
-            signed = self._connect()
-        except (OSError, FormatError) as error:
-            self._on_failure(LinkClosedError(f"no connection for payloads ({error})"))
-            return
-        try:
-            self._backend = signed.receive_json(STALLED)["backend"]
-            self._sender.set(payload_stream(signed, self._backend, 1))
+            self._open()
             self._serve(self._sender.get(0.0))
         except (TransportError, TimeoutError):
             pass  # the sender is gone, or sees the end of this connection
         except FormatError as error:
             _log.warning("the connection for payloads was ended: %s", error)
         finally:
-            signed.close()
             self.close()
             self._forget(list(self._replicas))
+
+    def _open(self) -> None:
+        """Connect to the sender as often as it says."""
+        number = 0
+        while number < self._connections:
+            try:
+                signed = self._connect(number)
+            except (OSError, FormatError) as error:
+                self._on_failure(LinkClosedError(f"no connection for payloads ({error})"))
+                raise LinkClosedError(str(error)) from None
+            with undo_on_error(signed.close):
+                if number == 0:
+                    greeting = signed.receive_json(STALLED)
+                    self._backend, self._connections = greeting["backend"], greeting["connections"]
+                stream = payload_stream(signed, self._backend, 1)
+            self._sender.add(stream, number, self._connections)
+            number += 1
 
     def _serve(self, sender: PayloadStream) -> None:
         signed = sender.signed
@@ -140,21 +151,27 @@ class HostRelay:
     def _admit(self, stream: SocketStream, key: bytes, deadline: float) -> None:
         """Take over a connection of another host relay."""
         signed = SignedStream(stream, key, listener=True)
-        link = self._incoming.get(str(signed.receive_json(seconds_left(deadline)).get("name")))
+        request = signed.receive_json(seconds_left(deadline))
+        link = self._incoming.get(str(request.get("name")))
         if link is None:
             raise LinkClosedError("it belongs to no link of this host")
-        link.set(payload_stream(signed, self._backend, 1))
+        link.add(payload_stream(signed, self._backend, 1), request["connection"], self._connections)
 
     def _link(self, command: dict[str, Any]) -> dict[str, Any]:
         self._unlink()
+        deadline, outgoing = deadline_of(command["patience"]), AwaitedStream()
         try:
-            deadline = deadline_of(command["patience"])
-            signed = call(command["address"], command["port"], self._token, _CONTEXT, deadline)
-            with undo_on_error(signed.close):
-                signed.send_json({"name": command["name"]}, seconds_left(deadline))
-                self._outgoing = payload_stream(signed, self._backend, 0)
+            with undo_on_error(outgoing.close):
+                for number in range(self._connections):
+                    signed = call(command["address"], command["port"], self._token, _CONTEXT, deadline)
+                    with undo_on_error(signed.close):
+                        request = {"name": command["name"], "connection": number}
+                        signed.send_json(request, seconds_left(deadline))
+                        stream = payload_stream(signed, self._backend, 0)
+                    outgoing.add(stream, number, self._connections)
         except OSError as error:
             return {"error": str(error)[:_MAX_ERROR_CHARS]}
+        self._outgoing = outgoing.get(0.0)
         return {}
 
     def _close_incoming(self) -> None:

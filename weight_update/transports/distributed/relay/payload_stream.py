@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import torch
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
-from weight_update.progress import advance
-from weight_update.transports.distributed.checksum import Checksum
+from weight_update.progress import advancer
+from weight_update.threads import exiting
+from weight_update.transports.distributed.checksum import BLOCK, Checksum, joint_hex
 from weight_update.transports.distributed.transfer import transfer_piece
 from weight_update.transports.signed_stream import SignedStream
 from weight_update.transports.socket_stream import deadline_of
@@ -33,13 +36,17 @@ _MIN_RTT = struct.Struct("148xI")  # of struct tcp_info in linux/tcp.h
 
 
 class PayloadStream:
-    """One end of a connection for payloads.
+    """One end of a connection for payloads, or of several that share the bytes of each payload.
 
     One thread uses it at a time; any thread may call :meth:`close`. Methods raise LinkClosedError when the
-    other end is gone, and SyncTimeoutError when it makes no progress; the connection is then of no more use.
+    other end is gone, and SyncTimeoutError when it makes no progress; the stream is then of no more use.
 
     Args:
         signed: the connection, which sends and receives the messages between payloads.
+
+    Attributes:
+        lanes: streams of one connection each, of which this one is the first. They transfer the blocks of a
+            payload in turns, each in a thread of its own.
     """
 
     sent_piece: ClassVar[int] = 2 * PIECE
@@ -47,28 +54,60 @@ class PayloadStream:
 
     def __init__(self, signed: SignedStream) -> None:
         self.signed: SignedStream = signed
+        self.lanes: Sequence[PayloadStream] = (self,)
         with contextlib.suppress(OSError):  # it was closed meanwhile, or is not TCP
             _limit_send_buffer(signed.stream.sock)
 
     def send_payload(self, payload: torch.Tensor, patience: float) -> str:
         """Send a payload in pieces, each within ``patience`` seconds; return its checksum."""
-        total = Checksum()
-        for piece in pieces_of(payload, self.sent_piece):
-            self.push(piece, patience, total)
-            advance(piece.numel())
-        return total.hex()
+
+        def send(piece: torch.Tensor, lane: int, total: Checksum) -> None:
+            self.lanes[lane].push(piece, patience, total)
+
+        return self._transfer(pieces_of(payload, self.sent_piece), send)
 
     def recv_payload(self, pieces: Sequence[torch.Tensor], patience: float, forwarder: Forwarder) -> str:
         """Receive a payload in pieces, and forward each piece at once; return its checksum."""
-        total = Checksum()
-        for piece in pieces:
-            self.pull(piece, patience, total)
-            forwarder.add(piece)
-            advance(piece.numel())
-        return total.hex()
+
+        def receive(piece: torch.Tensor, lane: int, total: Checksum) -> None:
+            self.lanes[lane].pull(piece, patience, total)
+            forwarder.add(piece, lane)
+
+        return self._transfer(pieces, receive)
+
+    def _transfer(
+        self, pieces: Sequence[torch.Tensor], move: Callable[[torch.Tensor, int, Checksum], None]
+    ) -> str:
+        """Call ``move`` with each piece and its lane; return the checksum of all pieces."""
+        totals = [Checksum() for _ in self.lanes]
+        in_block = BLOCK // pieces[0].numel() if pieces else 1
+        advance = advancer()
+
+        def work(lane: int) -> None:
+            for start in range(lane * in_block, len(pieces), len(self.lanes) * in_block):
+                for piece in pieces[start : start + in_block]:
+                    move(piece, lane, totals[lane])
+                    advance(piece.numel())
+
+        self.in_lanes(work, min(len(self.lanes), -(-len(pieces) // in_block)))
+        return joint_hex(totals)
+
+    def in_lanes(self, work: Callable[[int], None], lanes: int) -> None:
+        """Call ``work`` with the numbers of the first ``lanes``, at the same time; close all if one fails."""
+        if lanes < 2 or exiting():
+            for lane in range(lanes):
+                work(lane)
+            return
+        with ThreadPoolExecutor(lanes) as pool:
+            try:
+                for done in futures.as_completed([pool.submit(work, lane) for lane in range(lanes)]):
+                    done.result()
+            except BaseException:
+                self.close()  # which ends the other threads
+                raise
 
     def push(self, piece: torch.Tensor, patience: float, total: Checksum | None = None) -> None:
-        """Send a piece, a contiguous CPU tensor, and add it to ``total``."""
+        """Send a piece, a contiguous CPU tensor, over the first connection, and add it to ``total``."""
         deadline = deadline_of(patience)
         if total is None:
             self.signed.stream.send(byte_view(piece), deadline)
@@ -84,8 +123,9 @@ class PayloadStream:
         return self.signed.stream.send_now(byte_view(piece))
 
     def close(self) -> None:
-        """Close the connection; the other end notices."""
-        self.signed.close()
+        """Close all connections; the other end notices."""
+        for lane in self.lanes:
+            lane.signed.close()
 
 
 class AwaitedStream:
@@ -93,13 +133,21 @@ class AwaitedStream:
 
     def __init__(self) -> None:
         self._opened: futures.Future[PayloadStream] = futures.Future()
+        self._lanes: dict[int, PayloadStream] = {}
+        self._changing = threading.RLock()
 
-    def set(self, stream: PayloadStream) -> None:
-        """Take ``stream``, the first one; close any other, and one that comes after :meth:`close`."""
-        try:
-            self._opened.set_result(stream)
-        except futures.InvalidStateError:
-            stream.close()
+    def add(self, stream: PayloadStream, lane: int = 0, lanes: int = 1) -> None:
+        """Take one of ``lanes`` connections; close a second one of a lane, and one after :meth:`close`."""
+        with self._changing:
+            missing = lane in range(lanes) and lane not in self._lanes and not self._opened.done()
+            if not missing:
+                stream.close()
+                return
+            self._lanes[lane] = stream
+            if len(self._lanes) == lanes:
+                first = self._lanes[0]
+                first.lanes = [self._lanes[number] for number in range(lanes)]
+                self._opened.set_result(first)
 
     def get(self, seconds: float) -> PayloadStream:
         """Return the stream; SyncTimeoutError if none comes in time, LinkClosedError after :meth:`close`."""
@@ -112,8 +160,10 @@ class AwaitedStream:
 
     def close(self) -> None:
         """Close the stream, or take none any more."""
-        if not self._opened.cancel():
-            self._opened.result().close()
+        with self._changing:
+            self._opened.cancel()
+            for stream in self._lanes.values():
+                stream.close()
 
 
 class Forwarder:
@@ -121,29 +171,40 @@ class Forwarder:
 
     def __init__(self, onward: PayloadStream | None) -> None:
         self._onward = onward
-        self._unsent: list[torch.Tensor] = []
+        self._unsent: list[list[torch.Tensor]] = [[] for _ in (onward.lanes if onward is not None else ())]
 
-    def add(self, piece: torch.Tensor) -> None:
-        """Forward what can be sent without a wait; a piece must not change until :meth:`finish`."""
-        if self._onward is None:
+    def add(self, piece: torch.Tensor, lane: int = 0) -> None:
+        """Forward what can be sent without a wait; a piece must not change until :meth:`finish`.
+
+        One thread at a time may add pieces of one lane.
+        """
+        onward = self._onward
+        if onward is None:
             return
-        self._unsent.append(piece)
+        unsent = self._unsent[lane]
+        unsent.append(piece)
         try:
-            while self._unsent:
-                sent = self._onward.push_now(self._unsent[0])
-                if sent < self._unsent[0].numel():
-                    self._unsent[0] = self._unsent[0][sent:]
+            while unsent:
+                sent = onward.lanes[lane].push_now(unsent[0])
+                if sent < unsent[0].numel():
+                    unsent[0] = unsent[0][sent:]
                     return
-                del self._unsent[0]
+                del unsent[0]
         except TransportError:
             self._onward = None
 
     def finish(self, patience: float) -> bool:
         """Send the rest, ``patience`` seconds for each piece; return whether all was sent."""
+        onward = self._onward
+        if onward is None:
+            return False
+
+        def send(lane: int) -> None:
+            for piece in self._unsent[lane]:
+                onward.lanes[lane].push(piece, patience)
+
         try:
-            for piece in self._unsent:
-                if self._onward is not None:
-                    self._onward.push(piece, patience)
+            onward.in_lanes(send, len(onward.lanes))
         except (TransportError, TimeoutError):
             self._onward = None
         return self._onward is not None
