@@ -23,7 +23,7 @@ from collectors.frames import (
     require_seconds,
 )
 from collectors.locks import WithProcessLock
-from collectors.requests import Request, find_model, real
+from collectors.requests import Request, find_model, real, require_one_each
 from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta
 from collectors.updating import WithWorkers
@@ -95,6 +95,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
     ) -> None:
         self._frames_timeout = require_seconds(frames_timeout)
         self._may_lose = self._goes_on(on_worker_lost)
+        require_one_each(options.get("policy_factory"), create_env_fn, options.get("num_workers"))
         self._relayed: Any = None
         updater = make_updater(weight_updater, weight_sync_schemes, policy)
         by_scheme = isinstance(updater, SchemeUpdater)

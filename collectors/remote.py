@@ -13,7 +13,7 @@ from torch import nn
 from collectors.closing import close_all
 from collectors.frames import FRAMES_TIMEOUT, WaitingTimes, require_seconds
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from collectors.requests import Request, require_ours, send
+from collectors.requests import Request, require_one_each, require_ours, send
 from collectors.single import Collector
 from collectors.updating import WithWorkers
 from collectors.versions import policy_scheme
@@ -70,12 +70,7 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
         frames_timeout: float = FRAMES_TIMEOUT,
         **options: Any,
     ) -> None:
-        many = isinstance(policy_factory, Sequence) and isinstance(create_env_fn, Sequence)
-        if many and len(policy_factory) != len(create_env_fn):
-            raise ValueError(
-                f"policy_factory is a list of {len(policy_factory)}, and there are {len(create_env_fn)} "
-                "workers; give a list with one for each worker, or one function for all"
-            )
+        require_one_each(policy_factory, create_env_fn, options.get("num_collectors"))
         self.worker_idx = worker_idx
         self._waits = WaitingTimes(require_seconds(frames_timeout))
         updater = make_updater(weight_updater, weight_sync_schemes, policy)

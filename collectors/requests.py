@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -130,6 +130,19 @@ def require_unused(schemes: Mapping[str, Any]) -> None:
                 f"the scheme of {model_id!r} was connected before ({scheme!r}); give each collector a "
                 "scheme of its own"
             )
+
+
+def require_one_each(policy_factory: Any, create_env_fn: Any, number: int | None) -> None:
+    """Raise ValueError for a list of policy factories that does not have one for each worker.
+
+    ``number`` is the number of workers if ``create_env_fn`` is no list.
+    """
+    workers = len(create_env_fn) if isinstance(create_env_fn, Sequence) else number
+    if isinstance(policy_factory, Sequence) and workers not in (None, len(policy_factory)):
+        raise ValueError(
+            f"policy_factory is a list of {len(policy_factory)}, and there are {workers} workers; give a "
+            "list with one for each worker, or one function for all"
+        )
 
 
 def _foreign(model_id: str, scheme: Any) -> TypeError:

@@ -4,6 +4,7 @@ import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from functools import partial
 
 import pytest
 import torch
@@ -277,10 +278,20 @@ def test_policy_factory(kind, made):
     assert used(frames, kind) == [8.0, 8.0]
 
 
-@pytest.mark.parametrize("cls", [DistributedCollector, RPCCollector, RayCollector])
-def test_a_list_of_policy_factories_has_one_for_each_worker(cls):
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(MultiSyncCollector, [Env] * 2),
+        partial(MultiSyncCollector, Env, num_workers=2),
+        partial(DistributedCollector, [Env] * 2),
+        partial(RPCCollector, [Env] * 2),
+        partial(RayCollector, [Env] * 2),
+        partial(RayCollector, Env, num_collectors=2),
+    ],
+)
+def test_a_list_of_policy_factories_has_one_for_each_worker(make):
     with pytest.raises(ValueError, match="policy_factory is a list of 1, and there are 2 workers; give"):
-        cls([Env] * 2, policy_factory=[make_policy], frames_per_batch=8)
+        make(policy_factory=[make_policy], frames_per_batch=8)
 
 
 def test_a_list_of_policy_factories_for_one_function_that_makes_environments(monkeypatch):
