@@ -171,7 +171,6 @@ class BatchQueue(Substitute):
         self._in_rounds, self._may_lose = in_rounds, may_lose
         self.frames_timeout: float = frames_timeout
         self._waits = WaitingTimes(frames_timeout)
-        self._missing = set(range(len(processes)))
         self._due: set[int] = set()  # workers that were asked for a batch, which was not read yet
         self._kept: deque[Any] = deque()  # batches that settle() has read
         self._unread: set[int] = set()  # lost workers, each of which may have left a batch in the queue
@@ -198,7 +197,7 @@ class BatchQueue(Substitute):
             WorkerError: a worker has ended, or no worker is left.
             SyncTimeoutError: workers are late.
         """
-        while self._reader.taken or worker in self._due - self.lost.keys():
+        while self._reader.taken or worker in self._missing:
             try:
                 self._kept.append(self._read(_READ_SECONDS))
             except queue.Empty:
@@ -248,7 +247,6 @@ class BatchQueue(Substitute):
             _log.warning("worker %d %s; collection goes on without it", idx, why)
             self.lost[idx] = why
             self._waits.end(idx)
-            self._missing.discard(idx)
             self._unread.add(idx)
         if not self._left():
             raise WorkerError(f"no worker is left: {_describe(self.lost)}")
@@ -282,6 +280,11 @@ class BatchQueue(Substitute):
         self._unread.pop()
         return True
 
+    @property
+    def _missing(self) -> set[int]:
+        """Workers whose batch is awaited."""
+        return self._due - self.lost.keys()
+
     def _left(self) -> list[tuple[int, Any]]:
         return [(idx, one) for idx, one in enumerate(self._processes) if idx not in self.lost]
 
@@ -291,11 +294,8 @@ class BatchQueue(Substitute):
         self._waits.end(idx)
         self._due.discard(idx)
         self._unread.discard(idx)
-        if self._in_rounds:
-            if isinstance(batch, tuple):
-                self.buffers[idx] = batch[0]
-            self._missing.discard(idx)
-            self._missing = self._missing or set(range(len(self._processes)))
+        if self._in_rounds and isinstance(batch, tuple):
+            self.buffers[idx] = batch[0]
 
 
 class ControlPipe(Substitute):
