@@ -33,6 +33,7 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncReport,
+    SyncTimeoutError,
     WeightStrategy,
     WeightSyncError,
     WeightSyncScheme,
@@ -227,9 +228,16 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Pause workers that collect freely, as in TorchRL; they go on after an error in the block, too."""
+        """Pause workers that collect freely, as in TorchRL; they go on after an error in the block, too.
+
+        Raises:
+            SyncTimeoutError: workers are late.
+        """
         pausing = super().pause()
-        pausing.__enter__()
+        try:
+            pausing.__enter__()
+        except TimeoutError as error:  # TorchRL's message may name another worker
+            raise SyncTimeoutError(f"workers {sorted(self.queue_out.due)} did not pause in time") from error
         try:
             yield
         finally:
