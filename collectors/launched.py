@@ -10,13 +10,15 @@ import queue
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from inspect import isfunction
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.collectors.utils import split_trajectories
+from torchrl.data.utils import CloudpickleWrapper
 
 from collectors.batch_request import BatchRequest, Make
 from collectors.closing import close_all
@@ -58,6 +60,7 @@ class Launched(Remote):
             raise ValueError(f"launcher is one of {_LAUNCHERS}, not {launcher!r}")
         if launcher == "submitit":
             _require_submitit()
+        options["collector_kwargs"] = _portable(options["collector_kwargs"])
         if options.get("tcp_port") is None and launcher == "mp":
             options["tcp_port"] = os.environ.get("TCP_PORT") or free_port()
         super()._begin(create_env_fn, policy, **options)
@@ -183,6 +186,14 @@ class Launched(Remote):
         """Shut down an unused collector."""
         if not self._has_ended and self._owner == os.getpid():  # not in a forked child
             self.shutdown()
+
+
+def _portable(options: Any) -> Any:
+    """Return ``collector_kwargs`` with functions that can be pickled, also lambdas and local functions."""
+    if isinstance(options, Sequence):
+        return [_portable(one) for one in options]
+    wrapped = {key: CloudpickleWrapper(one) for key, one in (options or {}).items() if isfunction(one)}
+    return {**(options or {}), **wrapped}
 
 
 def _require_submitit() -> None:

@@ -268,11 +268,13 @@ def test_frames_come_to_an_end_and_updates_go_on(made):
 
 
 @pytest.mark.parametrize("kind", [slow("sync"), "ahead"])
-def test_policy_factory(kind, made):
-    collector = made(kind, policy_factory=policy_of_seven)
+def test_a_policy_factory_and_a_lambda_among_the_options_of_workers(kind, made):
+    options = {"postproc": lambda batch: batch.set("marked", batch["action"] > 0)}
+    collector = made(kind, policy_factory=policy_of_seven, collector_kwargs=options)
     frames = iter(collector)
     data = next(frames)
     require_stamps(data)
+    assert data["marked"].all()
     assert values(data) == [7.0]
     collector.update_policy_weights_(make_policy(8.0))
     assert used(frames, kind) == [8.0, 8.0]
