@@ -96,7 +96,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
     ) -> None:
         self._frames_timeout = require_seconds(frames_timeout)
         self._may_lose = self._goes_on(on_worker_lost)
-        require_one_each(options.get("policy_factory"), create_env_fn, options.get("num_workers"))
+        factory, number = options.get("policy_factory"), options.get("num_workers")
+        require_one_each("policy_factory", factory, create_env_fn, number)
         self._relayed: Any = None
         updater = make_updater(weight_updater, weight_sync_schemes, policy)
         by_scheme = isinstance(updater, SchemeUpdater)

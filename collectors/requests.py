@@ -132,16 +132,16 @@ def require_unused(schemes: Mapping[str, Any]) -> None:
             )
 
 
-def require_one_each(policy_factory: Any, create_env_fn: Any, number: int | None) -> None:
-    """Raise ValueError for a list of policy factories that does not have one for each worker.
+def require_one_each(name: str, given: Any, create_env_fn: Any, number: int | None = None) -> None:
+    """Raise ValueError if the argument ``name`` is a list that does not have one item for each worker.
 
     ``number`` is the number of workers if ``create_env_fn`` is no list.
     """
     workers = len(create_env_fn) if isinstance(create_env_fn, Sequence) else number
-    if isinstance(policy_factory, Sequence) and workers not in (None, len(policy_factory)):
+    if isinstance(given, Sequence) and workers not in (None, len(given)):
         raise ValueError(
-            f"policy_factory is a list of {len(policy_factory)}, and there are {workers} workers; give a "
-            "list with one for each worker, or one function for all"
+            f"{name} is a list of {len(given)}, and there are {workers} workers; give a list with one for "
+            "each worker, or one for all"
         )
 
 
