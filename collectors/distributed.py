@@ -124,6 +124,10 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
         # TorchRL makes a scheme of its own for a policy that it sees.
         super()._begin(create_env_fn, None, policy_factory=_unseen, **options)
 
+    def _passed_on(self, collector_kwargs: Any) -> Any:
+        self._inner_options = collector_kwargs
+        return {}  # TorchRL's takes no list
+
     def _init_workers(self) -> None:
         if self.launcher == "submitit_delayed":
             raise ValueError(
@@ -134,6 +138,10 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
         many = isinstance(factory, (list, tuple))
         self.policy, self.policy_factory = policy, list(factory) if many else [factory] * self.num_workers
         self._policy_to_send = None if any(self.policy_factory) else policy
+        inner = self._inner_options
+        given = [inner] * self.num_workers if isinstance(inner, dict) else inner
+        completed: Any = vars(self)["collector_kwargs"]
+        self.collector_kwargs = [one | more for one, more in zip(given, completed, strict=True)]
         self.total_frames = self._total
         if self._total == math.inf:
             self.total_frames_per_collector = -1

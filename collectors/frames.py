@@ -23,6 +23,8 @@ FRAMES_TIMEOUT = 1800.0
 _EXIT_SECONDS, _GONE_SECONDS, _READ_SECONDS = 5.0, 1.0, 1.0
 _COLLECT = ("continue", "continue_random")
 """Orders of TorchRL after which a worker collects a batch."""
+_DELIVER = (*_COLLECT, "pause")
+"""Orders that a worker answers in the queue of batches."""
 _AT_ANY_TIME = ("close", "pause", "restart", "run_free")
 """Orders that do not make a worker drop the batch that it collects."""
 _WHILE_PAUSED = ("cascade_execute", "close", "get_distant_attr", "restart")
@@ -151,6 +153,7 @@ class BatchQueue(Substitute):
     Attributes:
         lost: reasons why workers were lost, by worker index.
         buffers: memory of each worker's batches if they come in rounds; None before its first batch.
+        due: workers that were asked for a batch or to pause, and whose answer was not read yet.
         frames_timeout: the argument.
     """
 
@@ -171,8 +174,7 @@ class BatchQueue(Substitute):
         self._in_rounds, self._may_lose = in_rounds, may_lose
         self.frames_timeout: float = frames_timeout
         self._waits = WaitingTimes(frames_timeout)
-        self._missing = set(range(len(processes)))
-        self._due: set[int] = set()  # workers that were asked for a batch, which was not read yet
+        self.due: set[int] = set()
         self._kept: deque[Any] = deque()  # batches that settle() has read
         self._unread: set[int] = set()  # lost workers, each of which may have left a batch in the queue
 
@@ -186,8 +188,8 @@ class BatchQueue(Substitute):
         return len(self._kept)
 
     def ask(self, worker: int) -> None:
-        """Note that a worker is asked for a batch."""
-        self._due.add(worker)
+        """Note that a worker is asked for an item of the queue."""
+        self.due.add(worker)
 
     def settle(self, worker: int) -> None:
         """Wait for the batch that a worker was asked for, and keep it for :meth:`get`.
@@ -198,7 +200,7 @@ class BatchQueue(Substitute):
             WorkerError: a worker has ended, or no worker is left.
             SyncTimeoutError: workers are late.
         """
-        while self._reader.taken or worker in self._due - self.lost.keys():
+        while self._reader.taken or worker in self._missing:
             try:
                 self._kept.append(self._read(_READ_SECONDS))
             except queue.Empty:
@@ -248,7 +250,6 @@ class BatchQueue(Substitute):
             _log.warning("worker %d %s; collection goes on without it", idx, why)
             self.lost[idx] = why
             self._waits.end(idx)
-            self._missing.discard(idx)
             self._unread.add(idx)
         if not self._left():
             raise WorkerError(f"no worker is left: {_describe(self.lost)}")
@@ -282,6 +283,11 @@ class BatchQueue(Substitute):
         self._unread.pop()
         return True
 
+    @property
+    def _missing(self) -> set[int]:
+        """Workers whose item is awaited."""
+        return self.due - self.lost.keys()
+
     def _left(self) -> list[tuple[int, Any]]:
         return [(idx, one) for idx, one in enumerate(self._processes) if idx not in self.lost]
 
@@ -289,13 +295,10 @@ class BatchQueue(Substitute):
         """Note the arrival of a batch: a worker's index, or a pair that ends with it."""
         idx = batch[1] if isinstance(batch, tuple) else batch
         self._waits.end(idx)
-        self._due.discard(idx)
+        self.due.discard(idx)
         self._unread.discard(idx)
-        if self._in_rounds:
-            if isinstance(batch, tuple):
-                self.buffers[idx] = batch[0]
-            self._missing.discard(idx)
-            self._missing = self._missing or set(range(len(self._processes)))
+        if self._in_rounds and isinstance(batch, tuple):
+            self.buffers[idx] = batch[0]
 
 
 class ControlPipe(Substitute):
@@ -336,7 +339,7 @@ class ControlPipe(Substitute):
         if collects or answered:  # a worker cannot do either until its earlier answer, if large, is read
             self._drop_answers()
         try:
-            if collects:
+            if order[1] in _DELIVER:
                 self._batches.ask(self._worker)
             self._original.send(order)
             self._answers += answered

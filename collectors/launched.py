@@ -10,18 +10,21 @@ import queue
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from inspect import isfunction
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.collectors.utils import split_trajectories
+from torchrl.data.utils import CloudpickleWrapper
 
 from collectors.batch_request import BatchRequest, Make
 from collectors.closing import close_all
 from collectors.nodes import Nodes, free_port
 from collectors.remote import Remote
+from collectors.requests import require_one_each
 from weight_update import (
     DistributedWeightSyncScheme,
     RPCWeightSyncScheme,
@@ -52,15 +55,26 @@ class Launched(Remote):
         self._nodes, self._in_group, self._owner = Nodes(), False, os.getpid()
         self._asked: dict[int, BatchRequest] = {}  # workers that were asked for a batch not taken yet
         self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
+        if not isinstance(create_env_fn, Sequence):
+            raise TypeError(
+                f"create_env_fn of {type(self).__name__} is a list, such as [make_env] * 4 for four workers, "
+                f"not {create_env_fn!r:.60}"
+            )
+        require_one_each("collector_kwargs", options["collector_kwargs"], create_env_fn)
         self._require_alone()
         launcher = options.setdefault("launcher", "submitit")
         if launcher not in _LAUNCHERS:
             raise ValueError(f"launcher is one of {_LAUNCHERS}, not {launcher!r}")
         if launcher == "submitit":
             _require_submitit()
+        options["collector_kwargs"] = self._passed_on(_portable(options["collector_kwargs"]))
         if options.get("tcp_port") is None and launcher == "mp":
             options["tcp_port"] = os.environ.get("TCP_PORT") or free_port()
         super()._begin(create_env_fn, policy, **options)
+
+    def _passed_on(self, collector_kwargs: Any) -> Any:
+        """Return the ``collector_kwargs`` for TorchRL's ``__init__``."""
+        return collector_kwargs
 
     def _require_alone(self) -> None:
         """Raise LifecycleError if this process cannot make the group or RPC world of this collector."""
@@ -183,6 +197,14 @@ class Launched(Remote):
         """Shut down an unused collector."""
         if not self._has_ended and self._owner == os.getpid():  # not in a forked child
             self.shutdown()
+
+
+def _portable(options: Any) -> Any:
+    """Return ``collector_kwargs`` with functions that can be pickled, also lambdas and local functions."""
+    if isinstance(options, Sequence):
+        return [_portable(one) for one in options]
+    wrapped = {key: CloudpickleWrapper(one) for key, one in (options or {}).items() if isfunction(one)}
+    return {**(options or {}), **wrapped}
 
 
 def _require_submitit() -> None:

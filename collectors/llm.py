@@ -76,6 +76,9 @@ class LLMCollector(torchrl.collectors.llm.LLMCollector, _WithSchemes):
         self._install_policy_call()
         return super().rollout
 
+    def _copies_policy(self, model_id: str) -> bool:
+        return model_id == "policy"
+
     def get_model(self, model_id: str) -> Any:
         """Return a model by id, as in TorchRL."""
         return self._wrapped_policy_uncompiled if model_id == "policy" else super().get_model(model_id)

@@ -23,7 +23,7 @@ from collectors.frames import (
     require_seconds,
 )
 from collectors.locks import WithProcessLock
-from collectors.requests import Request, find_model, real
+from collectors.requests import Request, find_model, real, require_one_each
 from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta
 from collectors.updating import WithWorkers
@@ -33,6 +33,7 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncReport,
+    SyncTimeoutError,
     WeightStrategy,
     WeightSyncError,
     WeightSyncScheme,
@@ -95,6 +96,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
     ) -> None:
         self._frames_timeout = require_seconds(frames_timeout)
         self._may_lose = self._goes_on(on_worker_lost)
+        factory, number = options.get("policy_factory"), options.get("num_workers")
+        require_one_each("policy_factory", factory, create_env_fn, number)
         self._relayed: Any = None
         updater = make_updater(weight_updater, weight_sync_schemes, policy)
         by_scheme = isinstance(updater, SchemeUpdater)
@@ -226,9 +229,16 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Pause workers that collect freely, as in TorchRL; they go on after an error in the block, too."""
+        """Pause workers that collect freely, as in TorchRL; they go on after an error in the block, too.
+
+        Raises:
+            SyncTimeoutError: workers are late.
+        """
         pausing = super().pause()
-        pausing.__enter__()
+        try:
+            pausing.__enter__()
+        except TimeoutError as error:  # TorchRL's message may name another worker
+            raise SyncTimeoutError(f"workers {sorted(self.queue_out.due)} did not pause in time") from error
         try:
             yield
         finally:

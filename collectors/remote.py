@@ -13,7 +13,7 @@ from torch import nn
 from collectors.closing import close_all
 from collectors.frames import FRAMES_TIMEOUT, WaitingTimes, require_seconds
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from collectors.requests import Request, require_ours, send
+from collectors.requests import Request, require_one_each, require_ours, send
 from collectors.single import Collector
 from collectors.updating import WithWorkers
 from collectors.versions import policy_scheme
@@ -70,12 +70,8 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
         frames_timeout: float = FRAMES_TIMEOUT,
         **options: Any,
     ) -> None:
-        many = isinstance(policy_factory, Sequence) and isinstance(create_env_fn, Sequence)
-        if many and len(policy_factory) != len(create_env_fn):
-            raise ValueError(
-                f"policy_factory is a list of {len(policy_factory)}, and there are {len(create_env_fn)} "
-                "workers; give a list with one for each worker, or one function for all"
-            )
+        kind = inner_class(collector_class, num_workers_per_collector)
+        require_one_each("policy_factory", policy_factory, create_env_fn, options.get("num_collectors"))
         self.worker_idx = worker_idx
         self._waits = WaitingTimes(require_seconds(frames_timeout))
         updater = make_updater(weight_updater, weight_sync_schemes, policy)
@@ -88,7 +84,6 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
         self._schemes = dict(weight_sync_schemes or {})
         self._adopt(self._schemes)
         self._watch(self._schemes.values())
-        kind = inner_class(collector_class, num_workers_per_collector)
         try:
             self._begin(
                 create_env_fn,
@@ -153,6 +148,8 @@ def inner_class(collector_class: Any, num_workers_per_collector: int) -> Any:
     if collector_class is None:
         collector_class = "single" if num_workers_per_collector == 1 else "sync"
     ours = {"single": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
+    if isinstance(collector_class, str) and collector_class not in ours:
+        raise ValueError(f"collector_class is a class or one of {[*ours]}, not {collector_class!r}")
     return ours.get(collector_class, collector_class) if isinstance(collector_class, str) else collector_class
 
 

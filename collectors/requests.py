@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -130,6 +130,19 @@ def require_unused(schemes: Mapping[str, Any]) -> None:
                 f"the scheme of {model_id!r} was connected before ({scheme!r}); give each collector a "
                 "scheme of its own"
             )
+
+
+def require_one_each(name: str, given: Any, create_env_fn: Any, number: int | None = None) -> None:
+    """Raise ValueError if the argument ``name`` is a list that does not have one item for each worker.
+
+    ``number`` is the number of workers if ``create_env_fn`` is no list.
+    """
+    workers = len(create_env_fn) if isinstance(create_env_fn, Sequence) else number
+    if isinstance(given, Sequence) and workers not in (None, len(given)):
+        raise ValueError(
+            f"{name} is a list of {len(given)}, and there are {workers} workers; give a list with one for "
+            "each worker, or one for all"
+        )
 
 
 def _foreign(model_id: str, scheme: Any) -> TypeError:

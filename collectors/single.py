@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,9 +49,9 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
     """TorchRL's ``Collector``, whose data has the exact version of the policy that made each frame.
 
     Args:
-        policy: as in TorchRL. With a scheme in ``weight_sync_schemes`` the collector runs a copy of it, which
-            changes only when ``update_policy_weights_`` is called. Without a scheme, and without a device of
-            its own, it runs the given module itself.
+        policy: as in TorchRL. With a scheme for it or a part of it, the collector runs a copy, which changes
+            only when ``update_policy_weights_`` is called. Without a scheme, and without a device of its own,
+            it runs the given module itself.
         track_policy_version: whether to write the version into ``"policy_version"`` and ``("next",
             "policy_version")``, as int64 of the shape of the batch. A policy that writes that key itself is
             left alone.
@@ -188,9 +189,13 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
     def _init_policy(self, policy: Any, *args: Any, **kwargs: Any) -> Any:
         policy = super()._init_policy(policy, *args, **kwargs)
         self._source = policy
-        if "policy" in real(self._here) and isinstance(policy, nn.Module):
+        if any(map(self._copies_policy, real(self._here))) and isinstance(policy, nn.Module):
             return copy.deepcopy(policy)
         return policy
+
+    def _copies_policy(self, model_id: str) -> bool:
+        """Whether the collector runs a copy of the policy if this model has a scheme."""
+        return in_policy(model_id)
 
     def _compile_wrapped_policy(self, policy: Any) -> Any:
         return policy  # it is compiled when its receivers are known: see _install_policy_call
@@ -275,7 +280,8 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
                     f"'policy' of {type(self).__name__} is of type {type(model).__name__}, not an nn.Module; "
                     "policies without parameters need no scheme"
                 )
-            source = self._source if model_id == "policy" else model
+            given: Any = SimpleNamespace(policy=self._source) if in_policy(model_id) else self
+            source = torchrl.collectors.Collector.get_model(given, model_id)
             self._add_receivers({model_id: receive_here(scheme, model_id, source, model)})
         super()._setup_weight_sync(weight_updater, weight_sync_schemes)
 

@@ -43,8 +43,11 @@ class Models:
     """Two schemes of a group, each with workers 0 and 1 in this process."""
 
     def __init__(
-        self, make: Callable[[], WeightSyncScheme] = lambda: MemoryWeightSyncScheme(timeout=LIMIT)
+        self,
+        make: Callable[[], WeightSyncScheme] = lambda: MemoryWeightSyncScheme(timeout=LIMIT),
+        target: Callable[[int], nn.Module] = lambda idx: mlp(2),
     ) -> None:
+        self._target = target
         self.schemes = [make() for _ in range(2)]
         self.receivers: dict[tuple[int, int], WeightSyncScheme] = {}
         self.models: dict[tuple[int, int], nn.Module] = {}
@@ -60,7 +63,7 @@ class Models:
 
     def join(self, position: int, idx: int) -> None:
         receiver = _copy_of(self.schemes[position])
-        self.models[position, idx] = mlp(2)
+        self.models[position, idx] = self._target(idx)
         receiver.init_on_receiver(model=self.models[position, idx], worker_idx=idx)
         receiver.connect()
         self.receivers[position, idx] = receiver
@@ -191,6 +194,15 @@ def test_a_worker_that_writes_while_patches_wait_gets_all_weights_with_the_next_
         for (position, _), target in models.models.items():
             expected = sources[models.schemes[position]].state_dict()
             assert all(torch.equal(expected[name], one) for name, one in target.state_dict().items())
+
+
+def test_the_error_of_patches_for_models_with_the_same_parameters_names_the_fix() -> None:
+    strategy, targets = WeightStrategy(encoding="patch"), [mlp(2), mlp(2)]
+    with (
+        Models(lambda: MemoryWeightSyncScheme(strategy, timeout=5.0), targets.__getitem__) as models,
+        pytest.raises(GroupSyncFailedError, match="same parameters: use one scheme for both"),
+    ):
+        send_together(dict.fromkeys(models.schemes, mlp(3)))
 
 
 @pytest.fixture(params=["dense", "patch"])

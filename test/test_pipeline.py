@@ -307,6 +307,16 @@ def test_weights_in_another_order(hire: Any) -> None:
     assert procs.ask("fingerprint") == [fingerprint(source)]
 
 
+def test_weights_of_one_worker_that_do_not_fit_change_no_worker(hire: Any) -> None:
+    source = layers()
+    procs = hire("memory", source, layers(5), 2, strategy=strategy())
+    expected = [fingerprint(source)] * 2
+    with pytest.raises(SchemaMismatchError, match=r"\(2 differences\):\n.* 11.weight.*\n.* more"):
+        procs.scheme.send({0: layers(6), 1: {**layers(7)[:-1].state_dict(), "more": torch.zeros(3)}})
+    assert procs.ask("fingerprint") == expected
+    assert set(procs.scheme.worker_versions.values()) == {0}
+
+
 @pytest.mark.parametrize("kind", quick_for(PROCESSES, "shared_mem"))
 def test_a_worker_killed_in_the_middle_is_named_and_the_others_go_on(hire: Any, kind: str) -> None:
     source, convert = layers(), Doubled()

@@ -1,8 +1,10 @@
 """The strategies keep their contract."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch import nn
 
 from weight_update import WeightStrategy
 from weight_update.strategy.named_weights import NamedWeights
@@ -31,3 +33,14 @@ def test_the_contract_notices_weights_that_are_left_out() -> None:
     contract.make_strategy = WithoutIntegers  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match=r"leaves out weights of the module: .*'of_int32'.*'steps'"):
         contract.test_every_weight_is_read()
+
+
+class OfOneName(nn.Linear):
+    """A module whose override of a method lacks an argument, as in TorchRL's ``LossModule``."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
+        return super().named_parameters(prefix, recurse)
+
+
+def test_a_module_whose_override_of_named_parameters_lacks_an_argument_is_read() -> None:
+    assert set(WeightStrategy("tensordict").named(OfOneName(2, 2)).tensors) == {"weight", "bias"}

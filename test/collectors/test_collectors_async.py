@@ -11,8 +11,8 @@ from test_collectors_end import interrupt
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from collectors import MultiAsyncCollector, MultiSyncCollector
-from weight_update import LifecycleError
-from weight_update.testing.processes import wait_until
+from weight_update import LifecycleError, SyncTimeoutError
+from weight_update.testing.processes import freeze, wait_until
 
 FRAMES = 8
 
@@ -242,6 +242,17 @@ def test_workers_go_on_after_an_error_in_a_pause(made):
         raise KeyError("the error of a user")
     count = buffer.write_count
     wait_until(lambda: buffer.write_count > count)
+
+
+def test_a_worker_that_does_not_pause_is_named(made, monkeypatch):
+    collector, _ = free(made)
+    stopped = collector.procs[0].pid
+    freeze(stopped)
+    with monkeypatch.context() as patch:
+        patch.setattr(collector.queue_out, "get", lambda timeout, get=collector.queue_out.get: get(0.1))
+        with pytest.raises(SyncTimeoutError, match=r"workers \[0\] did not pause in time"):
+            collector.pause().__enter__()
+    os.kill(stopped, signal.SIGCONT)
 
 
 def test_a_pause_refuses_what_would_end_paused_workers(made):

@@ -4,6 +4,7 @@ import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from functools import partial
 
 import pytest
 import torch
@@ -34,8 +35,6 @@ from collectors import (
     DistributedSyncCollector,
     MultiAsyncCollector,
     MultiSyncCollector,
-    RayCollector,
-    RPCCollector,
 )
 from collectors.nodes import free_port
 from collectors.remote import inner_class
@@ -60,7 +59,8 @@ KINDS = {
 def make(kind="sync", policy=None, workers=2, **options):
     cls, chosen = KINDS[kind]
     chosen = {"frames_per_batch": 8, "total_frames": -1, "launcher": "mp", **chosen, **options}
-    given = {**OPTIONS, **chosen.pop("collector_kwargs", {})}
+    given = chosen.pop("collector_kwargs", {})
+    given = [OPTIONS | one for one in given] if isinstance(given, list) else OPTIONS | given
     envs = chosen.pop("envs", [Env] * workers)
     return cls(envs, policy, collector_kwargs=given, **chosen)
 
@@ -267,31 +267,29 @@ def test_frames_come_to_an_end_and_updates_go_on(made):
 
 
 @pytest.mark.parametrize("kind", [slow("sync"), "ahead"])
-def test_policy_factory(kind, made):
-    collector = made(kind, policy_factory=policy_of_seven)
+def test_a_policy_factory_and_a_lambda_among_the_options_of_workers(kind, made):
+    options = {"postproc": lambda batch: batch.set("marked", batch["action"] > 0)}
+    collector = made(kind, policy_factory=policy_of_seven, collector_kwargs=options)
     frames = iter(collector)
     data = next(frames)
     require_stamps(data)
+    assert data["marked"].all()
     assert values(data) == [7.0]
     collector.update_policy_weights_(make_policy(8.0))
     assert used(frames, kind) == [8.0, 8.0]
 
 
-@pytest.mark.parametrize("cls", [DistributedCollector, RPCCollector, RayCollector])
-def test_a_list_of_policy_factories_has_one_for_each_worker(cls):
-    with pytest.raises(ValueError, match="policy_factory is a list of 1, and there are 2 workers; give"):
-        cls([Env] * 2, policy_factory=[make_policy], frames_per_batch=8)
+@pytest.mark.parametrize("kind", [slow("sync"), "ahead"])
+def test_each_worker_has_options_of_its_own(kind, made):
+    options = [{"postproc": partial(mark, number=number)} for number in range(2)]
+    collector = made(kind, policy=make_policy(), collector_kwargs=options, max_frames_per_traj=2)
+    data = next(iter(collector))
+    assert data["marked"].tolist() == [[0] * 4, [1] * 4]
+    assert data["next", "truncated"].sum() == 4  # from an argument of the collector
 
 
-def test_a_list_of_policy_factories_for_one_function_that_makes_environments(monkeypatch):
-    """The list is accepted: the next step is to make a scheme."""
-
-    def stop(*_, **__):
-        raise NotImplementedError("a scheme would be made now")
-
-    monkeypatch.setattr(RayCollector, "_default_scheme", stop)
-    with pytest.raises(NotImplementedError, match="would be made now"):
-        RayCollector(Env, num_collectors=2, policy_factory=[make_policy] * 2, frames_per_batch=8)
+def mark(batch, number):
+    return batch.set("marked", torch.full(batch.shape, number))
 
 
 def test_random_frames_name_the_version_in_force(made):

@@ -70,9 +70,9 @@ class InterruptedBatches:
 
 
 @contextlib.contextmanager
-def queue_of(*processes, batches=None, may_lose=True, frames_timeout=math.inf):
+def queue_of(*processes, batches=None, may_lose=True, frames_timeout=math.inf, in_rounds=False):
     options = {"frames_timeout": frames_timeout, "may_lose": may_lose}
-    made = BatchQueue(batches or GoneBatches(), processes, in_rounds=False, **options)
+    made = BatchQueue(batches or GoneBatches(), processes, in_rounds=in_rounds, **options)
     with contextlib.closing(made):
         yield made
 
@@ -86,6 +86,25 @@ def test_a_batch_that_arrives_with_ctrl_c_is_not_lost():
         batches.settle(0)
         assert batches.kept == 1
         assert batches.get(0.0) == (("batch", 0), 1)
+
+
+def test_a_batch_that_is_read_again_after_ctrl_c_counts_once(monkeypatch):
+    """Otherwise the next time limit would apply to another worker."""
+    items = multiprocessing.Queue()
+    options = {"may_lose": False, "frames_timeout": 0.5, "in_rounds": True}
+    with queue_of(Process(), Process(), batches=items, **options) as batches:
+        for worker in range(2):
+            batches.ask(worker)
+            items.put((("batch", worker), 0))
+        batches.get(1.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(batches._reader, "remove", lambda: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                batches.get(1.0)
+        batches.settle(1)
+        batches.ask(1)
+        with pytest.raises(SyncTimeoutError, match=r"no batch of workers \[1\]"):
+            batches.settle(1)
 
 
 def test_an_unreadable_batch_is_that_of_a_worker_that_is_ending():

@@ -206,3 +206,15 @@ def test_in_one_process(scheme, made):
     data = next(frames)
     assert data["action"].unique().tolist() == [1.0]
     assert data["policy_version"].unique().tolist() == [1]
+
+
+def test_one_process_with_a_scheme_for_a_part_runs_a_copy_of_the_policy(made):
+    policy, schemes = pair(), {ACTOR: SharedMemWeightSyncScheme()}
+    collector = made(
+        Collector, Env, policy, frames_per_batch=8, total_frames=-1, weight_sync_schemes=schemes, **OPTIONS
+    )
+    frames = iter(collector)
+    fill(policy, 1.0)
+    assert next(frames)["action"].unique().tolist() == [0.0]
+    collector.update_policy_weights_(model_id=ACTOR)
+    assert next(frames)["action"][0].tolist() == [1.0, 0.0]

@@ -51,9 +51,10 @@ class PipelineSender:
                 applies the weights.
         """
         report = SyncReport(version, self._groups.encoding.label)
+        parts = self._groups.partition(weights, apart=group_commit is not None)
+        ordered = [_in_order(weights[states[0].idx], states[0].schema) for states in parts]
         with contextlib.ExitStack() as staged:
-            for states in self._groups.partition(weights, apart=group_commit is not None):
-                named = _in_order(weights[states[0].idx], states[0].schema)
+            for states, named in zip(parts, ordered, strict=True):
                 pipeline = self._send(states, named, Step.of(version, named.extra, group_commit), report)
                 if group_commit is not None:
                     staged.callback(pipeline.give_up)
@@ -238,10 +239,14 @@ class Pipeline:
 
 
 def _in_order(named: NamedWeights, schema: WeightSchema) -> NamedWeights:
-    """Return weights in the order of ``schema``, unless they are converted or gathered on the way."""
-    lazy = named.convert is not None or named.gather is not None
-    if lazy or named.tensors.keys() != set(schema.names):
+    """Return weights in the order of ``schema``, unless they are converted or gathered on the way.
+
+    Raises:
+        SchemaMismatchError: the weights are not those of the schema.
+    """
+    if named.convert is not None or named.gather is not None:
         return named
+    named.require_agreed(schema, more=False)
     return replace(named, tensors=dict(zip(schema.names, named.in_order(schema.names), strict=True)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -395,7 +396,10 @@ def from_module(module: nn.Module) -> NamedWeights:
                     if value is not None:
                         tensors[prefix + name] = value
         else:
-            tensors.update(getattr(module, method)(remove_duplicate=False))
+            named = getattr(module, method)
+            known = inspect.signature(named).parameters.values()
+            takes = any(one.name == "remove_duplicate" or one.kind is one.VAR_KEYWORD for one in known)
+            tensors.update(named(remove_duplicate=False) if takes else named())
     return NamedWeights(tensors, {name: part.get_extra_state() for name, part in extra_owners(parts).items()})
 
 

@@ -22,7 +22,7 @@ def main():
         frames_per_batch=8,
         launcher="mp",
         sync=True,
-        collector_kwargs=OPTIONS,
+        collector_kwargs={**OPTIONS, "pre_collect_hook": lambda: None},
     )
     try:
         frames = iter(collector)

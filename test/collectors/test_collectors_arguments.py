@@ -1,0 +1,52 @@
+"""Arguments of collectors with workers that are refused before a worker starts."""
+
+from functools import partial
+
+import pytest
+from collector_parts import Env, make_policy
+
+from collectors import (
+    DistributedCollector,
+    DistributedSyncCollector,
+    MultiSyncCollector,
+    RayCollector,
+    RPCCollector,
+)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(MultiSyncCollector, [Env] * 2),
+        partial(MultiSyncCollector, Env, num_workers=2),
+        partial(DistributedCollector, [Env] * 2),
+        partial(RPCCollector, [Env] * 2),
+        partial(RayCollector, [Env] * 2),
+        partial(RayCollector, Env, num_collectors=2),
+    ],
+)
+def test_a_list_of_policy_factories_has_one_for_each_worker(make):
+    with pytest.raises(ValueError, match="policy_factory is a list of 1, and there are 2 workers; give"):
+        make(policy_factory=[make_policy], frames_per_batch=8)
+
+
+@pytest.mark.parametrize("cls", [DistributedCollector, DistributedSyncCollector, RPCCollector])
+def test_arguments_of_another_form_are_refused_before_workers_start(cls):
+    make_one = partial(cls, policy=make_policy(), frames_per_batch=8, launcher="mp")
+    with pytest.raises(ValueError, match="collector_kwargs is a list of 1, and there are 2 workers; give"):
+        make_one([Env] * 2, collector_kwargs=[{}])
+    with pytest.raises(TypeError, match=rf"create_env_fn of {cls.__name__} is a list, such as \[make_env\]"):
+        make_one(Env)
+    with pytest.raises(ValueError, match=r"collector_class is a class or one of .*'sync'.*, not 'parallel'"):
+        make_one([Env], collector_class="parallel")
+
+
+def test_a_list_of_policy_factories_for_one_function_that_makes_environments(monkeypatch):
+    """The list is accepted: the next step is to make a scheme."""
+
+    def stop(*_, **__):
+        raise NotImplementedError("a scheme would be made now")
+
+    monkeypatch.setattr(RayCollector, "_default_scheme", stop)
+    with pytest.raises(NotImplementedError, match="would be made now"):
+        RayCollector(Env, num_collectors=2, policy_factory=[make_policy] * 2, frames_per_batch=8)
