@@ -52,11 +52,16 @@ class PipelineSender:
         """
         report = SyncReport(version, self._groups.encoding.label)
         with contextlib.ExitStack() as staged:
-            for states in self._groups.partition(weights, apart=group_commit is not None):
-                named = _in_order(weights[states[0].idx], states[0].schema)
-                pipeline = self._send(states, named, Step.of(version, named.extra, group_commit), report)
-                if group_commit is not None:
-                    staged.callback(pipeline.give_up)
+            for part in self._groups.partition(weights, apart=group_commit is not None):
+                named = _in_order(weights[part[0].idx], part[0].schema)
+                # It connects its other models only when it has these weights, so it cannot stage them.
+                first = [one for one in part if group_commit and one.connecting and one.has is None]
+                others = [one for one in part if one not in first]
+                for states, commit in (first, None), (others, group_commit):
+                    if states:
+                        pipeline = self._send(states, named, Step.of(version, named.extra, commit), report)
+                        if group_commit is not None:
+                            staged.callback(pipeline.give_up)
             staged.pop_all()
         return report
 

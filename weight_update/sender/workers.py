@@ -91,6 +91,7 @@ class WorkerState:
         replaced: whether another receiver is about to join in its place.
         joining: whether it is being welcomed, and is sent the newest weights in a moment.
         joined: whether it was welcomed, and its connection has not ended since.
+        connecting: whether it joined by ``connect()``, which waits for first weights.
         pid: its process when it joined last.
         left: whether it said goodbye.
         leaving: whether an earlier ``connect()`` has raised its error, so that its end is no other error.
@@ -127,6 +128,7 @@ class WorkerState:
 
     joining: bool = False
     joined: bool = False
+    connecting: bool = False
     pid: int = 0
     left: bool = False
     leaving: bool = False
@@ -198,10 +200,8 @@ class WorkerState:
 
     def failure(self, version: int) -> Exception | None:
         """Return why the worker has neither ``version`` nor a newer one, and will not get one by itself."""
-        if version in self.failures:
-            return self.failures[version]
         newer = [error for number, error in self.failures.items() if number > version]
-        return newer[-1] if newer and self.lacks is None else None
+        return self.failures.get(version) or (newer[-1] if newer and self.lacks is None else None)
 
     @property
     def joining_error(self) -> Exception | None:
