@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -265,6 +265,24 @@ def test_a_step_after_one_whose_pipeline_failed() -> None:
         with pytest.raises(SchemaMismatchError, match=r"2\.bias"):
             send_together({first: {0: mlp(5), 1: wrong}, second: mlp(6)})
         reports = send_together({first: mlp(7), second: mlp(8)})
+        assert [set(report.apply_seconds) for report in reports.values()] == [{0, 1}] * 2
+
+
+def test_a_worker_that_restarts_joins_a_pipeline() -> None:
+    """It connects its models one after the other, each of which waits for weights."""
+    strategy = WeightStrategy(encoding=BucketEncoding(bucket_size=4096), max_in_flight=2)
+    with Models(lambda: SharedMemWeightSyncScheme(strategy, timeout=2.0)) as models:
+        for position in range(2):
+            models.receivers.pop((position, 1)).shutdown()
+        together = {scheme: mlp(7) for scheme in models.schemes}
+        joining = threading.Thread(target=lambda: [models.join(position, 1) for position in range(2)])
+        joining.start()
+        deadline = time.monotonic() + WAIT
+        while joining.is_alive():
+            assert time.monotonic() < deadline
+            with suppress(GroupSyncFailedError):
+                send_together(together)
+        reports = send_together(together)
         assert [set(report.apply_seconds) for report in reports.values()] == [{0, 1}] * 2
 
 

@@ -206,3 +206,26 @@ def test_send_waits_for_a_worker_that_is_being_welcomed(kind: type[WeightSyncSch
 def fill_with_seven(model: nn.Module) -> None:
     for one in model.parameters():
         one.fill_(7.0)
+
+
+@pytest.mark.parametrize("kind", [MemoryWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_send_does_not_wait_for_a_worker_whose_connect_took_too_long(kind: type[WeightSyncScheme]) -> None:
+    """With a pipeline, a worker that joins gets weights with the next send(), which may come later."""
+    strategy = WeightStrategy(encoding=BucketEncoding(bucket_size=64), max_in_flight=1)
+    model = nn.Linear(64, 64)
+    with kind(strategy, timeout=10.0) as sender:
+        sender.init_on_sender(model=nn.Linear(64, 64), num_workers=0)
+        sender.connect()
+        receiver = copy.copy(sender)
+        receiver.init_on_receiver(model=model, worker_idx=0)
+        with pytest.raises(SyncTimeoutError, match="its first weights did not arrive in time"):
+            receiver.connect(timeout=0.3)
+        start = time.monotonic()
+        sender.send()
+        assert time.monotonic() - start < 5.0
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(receiver.connect)
+            while not joining.done():
+                sender.send()
+            joining.result()
+        receiver.shutdown()

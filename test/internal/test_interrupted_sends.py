@@ -13,7 +13,12 @@ import torch
 from pairs import connect_pair
 from torch import nn
 
-from weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
+from weight_update import (
+    BucketEncoding,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightStrategy,
+)
 from weight_update.encodings.patch.encoding import PatchTracker
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.sender.delivery import Delivery
@@ -126,6 +131,23 @@ def test_an_update_that_is_not_written(
     interrupted_send(scheme, model)
     send_again(scheme)
     assert torch.equal(model.weight, target.weight)
+
+
+def test_the_start_of_a_thread_that_writes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that was just started ends."""
+    scheme = SharedMemWeightSyncScheme(WeightStrategy(encoding=BucketEncoding(bucket_size=64)))
+    model, target = pair(scheme)
+    sender_of(scheme).table[0].close_outbox()
+    wait_until(lambda: not outboxes())
+    interrupt_once(monkeypatch, threading.Thread, "start", after=True)
+    interrupted_send(scheme, model)
+    send_again(scheme)
+    wait_until(lambda: len(outboxes()) == 1)
+    assert torch.equal(model.weight, target.weight)
+
+
+def outboxes() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "-outbox-" in thread.name]
 
 
 def test_a_frame_that_may_be_cut_in_two(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,36 @@ def test_clearing_while_another_thread_releases():
             slot.close()
 
 
+def test_an_interrupted_close_closes_no_other_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a signal handler raises, the descriptor's number may have a new owner when the slot is freed."""
+    slot, real = SharedBuffer(64), os.close
+
+    def interrupted(fd: int) -> None:
+        real(fd)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            slot.close()
+    other = os.open(os.devnull, os.O_RDONLY)
+    slot.close()
+    del slot
+    os.close(other)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupted_start_leaves_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that was not made is freed in silence."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(slots.uuid, "uuid4", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        SharedBuffer(64)
+
+
 WRITING: dict[str, Callable[[int], object]] = {
     "write": lambda fd: os.pwrite(fd, b"x", 0),
     "truncate": lambda fd: os.ftruncate(fd, 0),

@@ -120,7 +120,12 @@ class Receiver:
             TransportError: the sender cannot be reached.
         """
         self._rejoin_seconds = max(_REJOIN_SECONDS, timeout)
-        self._attempt(timeout)
+        try:
+            self._attempt(timeout)
+        except SyncTimeoutError:
+            if self._welcomed:
+                self._say_goodbye()  # nothing is read any more: the sender must not wait for this worker
+            raise
 
     def _attempt(self, timeout: float) -> None:
         try:

@@ -157,6 +157,7 @@ class Admission:
             worker.link.send_chunk(chunk, self._delivery.timeout)
             with self._table.lock:
                 worker.joined, worker.joining, worker.lost, worker.pid = True, False, None, header["pid"]
+                worker.connecting = not header.get("again", False)
                 worker.left = worker.leaving = worker.replaced = False
                 worker.absence_told = worker.arrived = False
                 worker.failures.clear()  # they were of another process, or of an earlier connection

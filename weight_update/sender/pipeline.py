@@ -54,10 +54,11 @@ class PipelineSender:
         parts = self._groups.partition(weights, apart=group_commit is not None)
         ordered = [_in_order(weights[states[0].idx], states[0].schema) for states in parts]
         with contextlib.ExitStack() as staged:
-            for states, named in zip(parts, ordered, strict=True):
-                pipeline = self._send(states, named, Step.of(version, named.extra, group_commit), report)
-                if group_commit is not None:
-                    staged.callback(pipeline.give_up)
+            for part, named in zip(parts, ordered, strict=True):
+                for states, commit in _by_commit(part, group_commit):
+                    pipeline = self._send(states, named, Step.of(version, named.extra, commit), report)
+                    if group_commit is not None:
+                        staged.callback(pipeline.give_up)
             staged.pop_all()
         return report
 
@@ -236,6 +237,21 @@ class Pipeline:
                 worker.set_update("inflight", None)
                 worker.leave_window(reading=worker.may_read)
             self._delivery.post(worker, partial(self._delivery.tell, [worker], abort))
+
+
+def _by_commit(
+    states: list[WorkerState], commit: str | None
+) -> Iterator[tuple[list[WorkerState], str | None]]:
+    """Yield workers with the group commit that they take part in.
+
+    A worker in its first ``connect()`` connects its other models only when it has these weights, so it cannot
+    stage them.
+    """
+    first = [one for one in states if commit is not None and one.connecting and one.has is None]
+    if first:
+        yield first, None
+    if len(first) < len(states):
+        yield [one for one in states if one not in first], commit
 
 
 def _in_order(named: NamedWeights, schema: WeightSchema) -> NamedWeights:

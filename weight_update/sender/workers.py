@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from weight_update.encodings import DeltaEncoding, Encoding
+from weight_update.errors import undo_on_error
 from weight_update.report import WorkerEvent
 from weight_update.sender.buffers import MIXED, BufferPool, ChunkWindow, EncodedUpdate, VersionId, give_back
 from weight_update.sender.groups.base import FullGroup, SendGroup
@@ -38,7 +39,8 @@ class Outbox:
         self._changed = changed
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._left = 0
-        start_thread(f"weight_update-outbox-{idx}", self._run, in_order=True)
+        with undo_on_error(self.close):  # the thread may run, and nobody else could end it
+            start_thread(f"weight_update-outbox-{idx}", self._run, in_order=True)
 
     @property
     def busy(self) -> bool:
@@ -89,6 +91,7 @@ class WorkerState:
         replaced: whether another receiver is about to join in its place.
         joining: whether it is being welcomed, and is sent the newest weights in a moment.
         joined: whether it was welcomed, and its connection has not ended since.
+        connecting: whether it joined by ``connect()``, which waits for first weights.
         pid: its process when it joined last.
         left: whether it said goodbye.
         leaving: whether an earlier ``connect()`` has raised its error, so that its end is no other error.
@@ -125,6 +128,7 @@ class WorkerState:
 
     joining: bool = False
     joined: bool = False
+    connecting: bool = False
     pid: int = 0
     left: bool = False
     leaving: bool = False
@@ -178,8 +182,7 @@ class WorkerState:
         target = None if self.group is None else self.group.target(self.has)
         if target is None or target in self.failures:
             return None
-        version = self.version
-        return None if version is not None and version >= target else target
+        return target if self.version is None or self.version < target else None
 
     @property
     def writing(self) -> bool:
@@ -197,10 +200,8 @@ class WorkerState:
 
     def failure(self, version: int) -> Exception | None:
         """Return why the worker has neither ``version`` nor a newer one, and will not get one by itself."""
-        if version in self.failures:
-            return self.failures[version]
         newer = [error for number, error in self.failures.items() if number > version]
-        return newer[-1] if newer and self.lacks is None else None
+        return self.failures.get(version) or (newer[-1] if newer and self.lacks is None else None)
 
     @property
     def joining_error(self) -> Exception | None:
@@ -410,8 +411,7 @@ class GroupAssignment:
         for idx, named in weights.items():
             worker = self._table[idx]
             if worker.group is not None:
-                own = id(worker.group) if apart else None
-                key = (id(named), worker.group.schema.digest, worker.tracked, own)
+                key = id(named), worker.group.schema.digest, worker.tracked, apart and id(worker.group)
                 parts.setdefault(key, []).append(worker)
         return list(parts.values())
 

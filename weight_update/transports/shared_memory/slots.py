@@ -60,11 +60,12 @@ class SharedSlot(Buffer):
         handle: bytes that other processes need in addition to ``fd``; empty for host memory.
     """
 
+    fd = -1
     handle = b""
 
     def __init__(self, tensor: torch.Tensor, fd: int, key: str) -> None:
         super().__init__(tensor)
-        self.fd: int = fd
+        self.fd = fd
         self.key: str = key
         _mine[tensor.data_ptr()] = self
 
@@ -87,7 +88,6 @@ class SharedBuffer(SharedSlot):
 
     def __init__(self, nbytes: int, directory: str | None = None) -> None:
         key = uuid.uuid4().hex
-        self.fd = -1
         self._owner = os.getpid()
         size = aligned(nbytes, _PAGE) + 1
         writable = _anonymous_file(key, size, directory)
@@ -108,8 +108,8 @@ class SharedBuffer(SharedSlot):
         if self.fd >= 0:
             if self._map is not None and os.getpid() == self._owner:
                 self._map[-1] = _RELEASED
-            os.close(self.fd)
-            self.fd = -1
+            fd, self.fd = self.fd, -1  # first: a signal handler may raise in close()
+            os.close(fd)
             self.tensor = self.tensor[:0].clone()  # the mapping ends with the last tensor that uses it
             self._map = None
 
