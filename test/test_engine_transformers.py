@@ -375,6 +375,15 @@ def test_prompts_that_would_end_generation(connected: Any) -> None:
     assert len(engine.generate([PROMPT, torch.tensor(PROMPT)])) == 2
 
 
+def test_options_of_a_request(connected: Any) -> None:
+    engine = engine_of(model_of(1))
+    connected(model_of(2), engine)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'request_id'"):
+        engine.submit(PROMPT, request_id="mine")  # two requests of one id would share one answer
+    assert engine.generate([PROMPT], max_new_tokens=0)[0][:3] == ([], [], [])
+    assert engine.generate([PROMPT], max_new_tokens=2)[0].versions == [0, 0]
+
+
 def test_what_cannot_be_served() -> None:
     with pytest.raises(TypeError, match="give a PreTrainedModel, not 'Qwen/Qwen3-8B'"):
         TransformersEngine("Qwen/Qwen3-8B")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import http.server
 import importlib
+import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -195,6 +197,48 @@ def test_the_next_send_after_a_server_refused_its_workers() -> None:
                 connect_servers(scheme, VLLMServer(f"http://127.0.0.1:{server.server_port}"))
             with pytest.raises(SyncFailedError, match="worker 0: it is not connected; has it called connect"):
                 scheme.send()
+        server.shutdown()
+        serving.join(WAIT)
+
+
+def test_an_interrupt_while_a_server_has_its_workers_join() -> None:
+    joining, ended = threading.Event(), threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            """Say nothing."""
+
+        def do_GET(self) -> None:
+            self._answer(b'{"world_size": 1}')
+
+        def do_POST(self) -> None:
+            if self.path == "/init_weight_transfer_engine":
+                joining.set()
+                ended.wait(WAIT)
+            self._answer(b"{}")
+
+        def _answer(self, content: bytes) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content)
+
+    def interrupt() -> None:
+        joining.wait(WAIT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        with SharedMemWeightSyncScheme() as scheme:
+            scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+            interrupting = threading.Thread(target=interrupt)
+            interrupting.start()
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                connect_servers(scheme, VLLMServer(f"http://127.0.0.1:{server.server_port}"))
+            assert time.monotonic() - began < WAIT / 2
+            interrupting.join(WAIT)
+            ended.set()
         server.shutdown()
         serving.join(WAIT)
 

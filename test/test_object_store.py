@@ -18,6 +18,7 @@ from unittest import mock
 import fsspec
 import pytest
 import torch
+from engine_parts import Notebook
 from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
@@ -290,6 +291,22 @@ def test_an_engine(ends: Ends) -> None:
     scramble(source, 5)
     sender.send()
     arrives(reader, 1)
+    assert all(torch.equal(engine.loaded[name], value) for name, value in source.state_dict().items())
+
+
+def test_an_engine_that_could_not_begin_a_patch(ends: Ends) -> None:
+    """The next patch changes a version that the engine does not have."""
+    source, engine = mlp(1), Notebook(changes=True)
+    sender = ends.sender(source, strategy=WeightStrategy("state_dict", encoding="patch"))
+    reader = ends.reader(engine, strategy="state_dict")
+    engine.fails = "begin"
+    nudge(source)
+    sender.send()
+    wait_until(lambda: engine.fails is None)
+    with torch.no_grad():
+        source[0].weight.view(-1)[1] += 1
+    sender.send()
+    arrives(reader, 2)
     assert all(torch.equal(engine.loaded[name], value) for name, value in source.state_dict().items())
 
 

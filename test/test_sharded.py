@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from marks import slow
 from shard_parts import (
     BUCKETS,
+    Body,
     ColumnParallel,
     Moody,
     Net,
@@ -34,11 +36,15 @@ from shard_parts import (
 )
 
 from weight_update import (
+    GatherShards,
     LifecycleError,
     SchemaMismatchError,
     SyncFailedError,
+    Synchronizer,
     SyncTimeoutError,
+    TrainerClient,
     UnsupportedSourceError,
+    WeightStrategy,
 )
 from weight_update.testing.models import fingerprint
 from weight_update.testing.processes import freeze
@@ -160,6 +166,25 @@ def test_names_that_differ_are_an_error_on_all_ranks(four: Ranks) -> None:
         "layers.1.weight: rank 1 does not have it",
         "layers.1.strange: rank 0 does not have it",
     }
+
+
+def published(body: Body, whole: bool, gathers: bool) -> int | None:
+    """Return the version that a trainer's client of this rank publishes."""
+    source = (lambda: {"weight": torch.ones(3)}) if whole else body.net
+    strategy = WeightStrategy(gather=GatherShards(body.groups[0, 1]) if gathers else None)
+    synchronizer = Synchronizer("memory", "fixed", sync_interval=1)
+    with synchronizer, TrainerClient(synchronizer, source, strategy=strategy, timeout=5.0) as trainer:
+        return trainer.blocking.sync_weight()["version"]
+
+
+def test_a_client_of_a_synchronizer_publishes_whole_weights(four: Ranks) -> None:
+    """It would wait for other ranks, which cannot have clients of the same synchronizer."""
+    four.all("make", 1, 2, of=2)
+    for whole, gathers in ((False, False), (False, True), (True, True)):
+        (error,) = four.each("run", published, whole, gathers, of=1)
+        assert isinstance(error, UnsupportedSourceError)
+        assert "give the client of one rank a function that returns the whole weights" in str(error)
+    assert four.all("run", published, True, False, of=1) == [0]
 
 
 def test_a_worker_that_died_is_named_on_all_ranks(four: Ranks) -> None:

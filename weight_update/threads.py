@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +60,23 @@ def start_thread(
         _threads.add(thread)
     thread.start()
     return thread
+
+
+def call_in_thread(name: str, work: Callable[..., _R], *args: Any, in_order: bool = False) -> Future[_R]:
+    """Call ``work(*args)`` in a thread of :func:`start_thread`; return the future result.
+
+    Neither Ctrl-C nor the interpreter's exit waits for the call, as they do for those of a pool.
+    """
+    result: Future[_R] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work(*args))
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
+            result.set_exception(error)
+
+    start_thread(name, run, in_order=in_order)
+    return result
 
 
 def _await_threads() -> None:

@@ -116,12 +116,12 @@ def test_a_connection_that_is_made_while_the_channel_closes_is_not_kept(
         channel.close()  # as another thread may
         return made[-1]
 
-    connect = signed_stream.call
-    monkeypatch.setattr(signed_stream, "call", connect_late)
+    connect = signed_stream.dial
+    monkeypatch.setattr(signed_stream, "dial", connect_late)
     with Synchronizer(SyncMethod.MEMORY) as where:
         server = where.serve()
         channel = rpc.SocketChannel(server.address, server.token)
         for _ in range(2):  # another thread may also begin a call when the channel is closed
             with pytest.raises(LinkClosedError, match="the channel was closed"):
                 channel.call("status", {}, 5.0)
-    assert [one.stream.sock.fileno() for one in made] == [-1, -1]
+    assert [one.sock.fileno() for one in made] == [-1, -1]

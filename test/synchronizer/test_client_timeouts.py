@@ -18,6 +18,7 @@ from test_processes import COMING, FORKSERVER
 
 from weight_update import (
     ExplorerClient,
+    LifecycleError,
     LinkClosedError,
     Synchronizer,
     SyncMethod,
@@ -41,7 +42,7 @@ def timed(call: Callable[[], Any], took: dict[str, float], name: str) -> threadi
         began = time.monotonic()
         try:
             call()
-        except LinkClosedError:
+        except (LifecycleError, LinkClosedError):
             pass
         finally:
             took[name] = time.monotonic() - began
@@ -110,6 +111,24 @@ def test_a_host_that_swallows_packets_is_given_up_in_time() -> None:
         assert time.monotonic() - began < SOON
         for sock in waiting:
             sock.close()
+
+
+def test_close_ends_a_call_that_connects() -> None:
+    """The interpreter waits at exit for the threads of clients of asyncio."""
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        server = where.serve()
+        client = ExplorerClient(server.address, model_at(-1), token=server.token).blocking
+        server.close()
+        host, _, port = server.address.rpartition(":")
+        took: dict[str, float] = {}
+        with socket.create_server((host, int(port))) as silent:
+            call = timed(client.need_sync, took, "need_sync")
+            accepted, _ = silent.accept()
+            with accepted:
+                client.timeout = TIMEOUT  # of close() only
+                timed(client.close, took, "close")
+                call.join(SOON)
+                assert not call.is_alive()
 
 
 @pytest.mark.slow

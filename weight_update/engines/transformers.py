@@ -164,10 +164,12 @@ class TransformersEngine(InferenceEngine):
 
         Args:
             prompt: token ids.
-            options: arguments of ``ContinuousBatchingManager.add_request``, such as ``max_new_tokens``.
+            options: arguments of ``ContinuousBatchingManager.add_request``, such as ``max_new_tokens``, but
+                neither ``request_id`` nor ``record_timestamps``.
 
         Raises:
-            TypeError: the prompt is not a sequence of integers; it may be a text.
+            TypeError: the prompt is not a sequence of integers; it may be a text. Or ``options`` has an
+                argument that the engine sets itself.
             ValueError: the prompt is empty, or has a token that the model does not have.
             SyncTimeoutError: an update took longer than ``timeout`` seconds.
             LifecycleError: there is no complete version of the weights, or generation has ended.
@@ -291,7 +293,7 @@ class TransformersEngine(InferenceEngine):
     def _add(self, prompt: list[int], version: int, options: dict[str, Any]) -> Future[Answer]:
         future: Future[Answer] = Future()
         future.set_running_or_notify_cancel()  # cancel() has no effect
-        request_id = self._manager.add_request(prompt, record_timestamps=True, **options)
+        request_id = self._manager.add_request(prompt, request_id=None, record_timestamps=True, **options)
         if request_id is None:
             raise ended(self._manager)
         self._requests[request_id] = _Request(future, version)
@@ -369,7 +371,8 @@ class TransformersEngine(InferenceEngine):
         tokens = output.generated_tokens
         # transformers forgets the times of a request that it puts off when the cache is full
         versions = [request.version] * (len(tokens) - len(times)) + [*map(self._version_at, times)]
-        return Answer(tokens, output.logprobs, versions, output.is_finished())
+        # with max_new_tokens=0, transformers computes a token, and drops it
+        return Answer(tokens, output.logprobs, versions[: len(tokens)], output.is_finished())
 
     def _version_at(self, when: float) -> int:
         """Return the version in force at a time of ``time.perf_counter``."""

@@ -22,8 +22,8 @@ from weight_update.wire.schema import WeightSchema
 class EngineCopy(OwnCopy):
     """A copy of all weights, for an engine that copies what it is given.
 
-    If a patch arrived and was then not put in force, the copy has it already. The next patch therefore does
-    not fit, and all weights are sent.
+    If a patch arrived and was then not put in force, the copy has it already, and the engine does not. No
+    other patch fits then, and all weights are sent.
     """
 
     _changes: Sequence[WeightChange] = ()  # of the patch that is staged
@@ -33,6 +33,7 @@ class EngineCopy(OwnCopy):
         if update.base is None:
             return
         self.apply(update.deltas, update.version)
+        self._version = None  # until the engine has it, too
         if _takes_changes(target):
             changes = changes_of(update.deltas, self.schema, self.values)
             self._changes = [*changes, *self._needed_with(changes, target)]
@@ -58,6 +59,7 @@ class EngineCopy(OwnCopy):
             target.write_changes(changes, update.base, update.version)
         else:
             super().switch(update, target)
+        self._version = update.version
 
 
 class DoubleBuffer(OwnCopy):

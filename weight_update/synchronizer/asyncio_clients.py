@@ -150,7 +150,9 @@ class TrainerClient(_AsyncClient[BlockingTrainer]):
     Args:
         where: synchronizer to use: a :class:`Synchronizer` of this process; a server or its address,
             ``"host:port"``; or an actor or its address, ``"ray:<name>"``.
-        model: module, TensorDict, dict or callable that weights are read from.
+        model: module, TensorDict, dict or callable that weights are read from. If several ranks hold parts of
+            the weights, gather them on all ranks, and give the client of one rank a function that returns
+            the whole weights.
         token: token of the server; None takes the environment's ``WEIGHT_UPDATE_TOKEN``.
         address: address at which explorers or the synchronizer reach this process; None for the address of
             the interface that leads to the synchronizer.
@@ -168,6 +170,7 @@ class TrainerClient(_AsyncClient[BlockingTrainer]):
         LinkClosedError: there is no synchronizer.
         JoinRefusedError: it has another token.
         TypeError: ``where`` is no synchronizer, or a timeout is no number.
+        UnsupportedSourceError: weights cannot be read from ``model``, or several ranks hold parts of them.
         ValueError: the backend is unknown, or cannot be used here or with this method; or the address stands
             for all interfaces, as 0.0.0.0 does.
     """

@@ -11,7 +11,8 @@ from torch import nn
 
 from weight_update.arguments import require_reachable, whole_number
 from weight_update.engines.base import InferenceEngine
-from weight_update.errors import TransportError, undo_on_error
+from weight_update.errors import TransportError, UnsupportedSourceError, undo_on_error
+from weight_update.strategy.strategy import GatherShards, WeightStrategy
 from weight_update.synchronizer.checkpoint import CheckpointExplorer, CheckpointTrainer
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.direct import DirectTrainer
@@ -46,8 +47,7 @@ class BlockingTrainer(ClientBase):
         if address is not None:
             require_reachable(address)
         require_known(backend)
-        if not callable(source) or isinstance(source, nn.Module):
-            self.strategy.named(source)  # a client that cannot send takes no other one's place
+        _require_one_rank(self.strategy, source)  # a client that cannot send takes no other one's place
         reply = self._introduce()
         self.version = reply["version"]
         with undo_on_error(self.close):
@@ -104,6 +104,20 @@ class BlockingTrainer(ClientBase):
             else:
                 _log.warning("step %d: nothing was published: %s", step, metrics["reason"])
             return Metrics({"bytes": 0, "waited": 0.0, **metrics})
+
+
+def _require_one_rank(strategy: WeightStrategy, source: Any) -> None:
+    """Raise UnsupportedSourceError if a source cannot be read, or if several ranks hold parts of it."""
+    readable = not callable(source) or isinstance(source, nn.Module)
+    gather = strategy.gather
+    if readable and strategy.named(source).sharded and gather is None:
+        gather = GatherShards()
+    if gather is not None and len(gather.members()) > 1:
+        raise UnsupportedSourceError(
+            "several ranks hold parts of these weights, and a synchronizer has one trainer: gather them on "
+            "all ranks, for example with DTensor.full_tensor(), and give the client of one rank a function "
+            "that returns the whole weights"
+        )
 
 
 class BlockingExplorer(ClientBase):

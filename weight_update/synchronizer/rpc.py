@@ -20,11 +20,13 @@ from weight_update.errors import (
     LinkClosedError,
     SyncTimeoutError,
     TransportError,
+    undo_on_error,
 )
 from weight_update.synchronizer.service import Service
 from weight_update.synchronizer.sessions import Reply
 from weight_update.text import format_seconds
 from weight_update.transports import signed_stream
+from weight_update.transports.handshake import prove_token
 from weight_update.transports.listener import Listener
 from weight_update.transports.rate_limit import RateLimitedLog
 from weight_update.transports.signed_stream import SignedStream
@@ -144,7 +146,7 @@ class SocketChannel(Channel):
         self._host, self._port, self._token = host.strip("[]"), port_number(int(port)), token
         self._lock = threading.Lock()
         self._idle: list[SignedStream] = []
-        self._busy: set[SignedStream] = set()
+        self._busy: set[SocketStream] = set()
         self._closed = False
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
@@ -157,8 +159,8 @@ class SocketChannel(Channel):
             self._drop()  # if one connection is gone, all are
             raise LinkClosedError(f"the synchronizer at {self._host}:{self._port}: {error}") from None
         with self._lock:
-            if connection in self._busy:  # else it was dropped meanwhile
-                self._busy.remove(connection)
+            if connection.stream in self._busy:  # else it was dropped meanwhile
+                self._busy.remove(connection.stream)
                 self._idle.append(connection)
         return reply
 
@@ -168,9 +170,10 @@ class SocketChannel(Channel):
 
     def _drop(self) -> None:
         with self._lock:
-            connections, self._idle, self._busy = [*self._idle, *self._busy], [], set()
-        for connection in connections:
-            connection.close()
+            streams = [*(connection.stream for connection in self._idle), *self._busy]
+            self._idle, self._busy = [], set()
+        for stream in streams:
+            stream.close()
 
     def _reply(self, connection: SignedStream, deadline: float, timeout: float, longer: float) -> Reply:
         """Wait for the answer. While none comes, check that the synchronizer answers other calls."""
@@ -192,20 +195,32 @@ class SocketChannel(Channel):
         """Return a connection that no other call uses; make one if there is none."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
+            if connection is not None:
+                self._busy.add(connection.stream)
         if connection is None:
             where = f"{self._host}:{self._port}"
             try:
-                connection = signed_stream.call(self._host, self._port, self._token, CONTEXT, deadline)
+                connection = self._connect(deadline)
+                self.address = connection.local_address
             except JoinRefusedError as error:
                 raise JoinRefusedError(f"the synchronizer at {where}: {error}") from None
             except SyncTimeoutError as error:
                 raise LinkClosedError(str(error)) from None
             except OSError as error:
                 raise LinkClosedError(f"no synchronizer at {where} ({error})") from None
-            self.address = connection.local_address
-        with self._lock:
-            self._busy.add(connection)
-        if self._closed:
-            self._drop()
-            raise LinkClosedError("the channel was closed")
         return connection
+
+    def _connect(self, deadline: float) -> SignedStream:
+        """Make a connection, which :meth:`close` ends also while the server does not answer."""
+        stream = signed_stream.dial(self._host, self._port, deadline)
+        with self._lock:
+            self._busy.add(stream)
+        with undo_on_error(lambda: self._end(stream)):
+            if self._closed:
+                raise LinkClosedError("the channel was closed")
+            return SignedStream(stream, prove_token(stream, self._token, CONTEXT, deadline), listener=False)
+
+    def _end(self, stream: SocketStream) -> None:
+        with self._lock:
+            self._busy.discard(stream)
+        stream.close()

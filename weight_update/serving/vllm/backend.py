@@ -82,7 +82,6 @@ class VLLMBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.loader = ModelLoader(model, vllm_config.model_config, device)
         self.scheme: WeightSyncScheme | None = None
         self._turns = Turns()
-        self._calls: LeadingCalls | None = None
 
     @property
     def version(self) -> int | None:
@@ -98,9 +97,10 @@ class VLLMBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
         self._turns = Turns()
+        calls = None
         if init_info.control is not None and self.rank == 0:
-            self._calls = LeadingCalls(init_info.control, init_info.pause, init_info.timeout)
-        engine = VLLMReceiver(self.loader, self._turns, in_chunks=init_info.in_chunks, calls=self._calls)
+            calls = LeadingCalls(init_info.control, init_info.pause, init_info.timeout)
+        engine = VLLMReceiver(self.loader, self._turns, in_chunks=init_info.in_chunks, calls=calls)
         scheme = receiving_scheme(vars(init_info))
         scheme.init_on_receiver(model=engine, worker_idx=init_info.first_worker + self.rank)
         self.scheme = scheme
@@ -134,6 +134,3 @@ class VLLMBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._turns.close()
         if scheme is not None:
             scheme.shutdown()
-        if self._calls is not None:
-            self._calls.close()
-            self._calls = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from typing import Any, Literal
 
 from weight_update.errors import LifecycleError
@@ -12,6 +12,7 @@ from weight_update.schemes.distributed import DistributedWeightSyncScheme
 from weight_update.schemes.ray import RayWeightSyncScheme
 from weight_update.schemes.remote import RemoteWeightSyncScheme
 from weight_update.schemes.shared_mem import SharedMemWeightSyncScheme
+from weight_update.threads import call_in_thread
 
 PauseMode = Literal["abort", "wait", "keep"]
 """How vLLM treats running requests; see ``/pause`` of its server."""
@@ -97,20 +98,23 @@ def connect_with(scheme: WeightSyncScheme, calls: Sequence[Callable[[], None]]) 
         Exception: the first error of the calls.
     """
     before = scheme.worker_alive
-    with ThreadPoolExecutor(max(len(calls), 1), "weight_update-init-vllm") as threads:
-        answers: list[Future[None]] = [threads.submit(call) for call in calls]
+    answers = [call_in_thread("weight_update-init-vllm", call) for call in calls]
 
-        def alive(worker_idx: int) -> bool:
-            """Raise the error of a call that failed, which ends the wait of ``connect()``."""
-            for answer in filter(Future.done, answers):
-                answer.result()
-            return True
-
-        scheme.worker_alive = alive
-        try:
-            if not scheme.synchronized_on_sender:
-                scheme.connect()
-        finally:
-            scheme.worker_alive = before
-        for answer in answers:
+    def alive(worker_idx: int) -> bool:
+        """Raise the error of a call that failed, which ends the wait of ``connect()``."""
+        for answer in filter(Future.done, answers):
             answer.result()
+        return True
+
+    scheme.worker_alive = alive
+    try:
+        if not scheme.synchronized_on_sender:
+            scheme.connect()
+    except Exception:
+        wait(answers)  # workers that still join would be in the way of the next attempt
+        raise
+    finally:
+        scheme.worker_alive = before
+    wait(answers)
+    for answer in answers:
+        answer.result()

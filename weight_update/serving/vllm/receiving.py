@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar, cast
 
 import torch
@@ -16,6 +16,7 @@ from weight_update.serving.vllm.control import VLLMServer, end_session
 from weight_update.serving.vllm.joining import PauseMode
 from weight_update.serving.vllm.loader import ModelLoader
 from weight_update.serving.vllm.turns import Turns
+from weight_update.threads import call_in_thread
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -33,14 +34,14 @@ class LeadingCalls:
 
     def __init__(self, url: str, pause: PauseMode, timeout: float) -> None:
         self._server, self._pause = VLLMServer(url, max(timeout, 300.0)), pause
-        self._thread = ThreadPoolExecutor(1, "weight_update-vllm-calls")
         self._update: Future[None] | None = None
 
     def begin(self, version: int) -> None:
         """Pause the server and have all of its workers load ``version``."""
         self._server.pause(self._pause)
         self._server.start_weight_update()
-        self._update = self._thread.submit(self._server.update_weights, {"version": version})
+        update = {"version": version}
+        self._update = call_in_thread("weight_update-vllm-calls", self._server.update_weights, update)
 
     def check(self) -> None:
         """Raise the error of the server's answer, if there is one."""
@@ -66,10 +67,6 @@ class LeadingCalls:
         if whole and not asked:
             with contextlib.suppress(RuntimeError, TransportError, TimeoutError):
                 self._server.resume()
-
-    def close(self) -> None:
-        """End the thread of the calls."""
-        self._thread.shutdown(wait=False)
 
 
 class VLLMReceiver(InferenceEngine):

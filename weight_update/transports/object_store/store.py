@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.text import format_seconds
-from weight_update.threads import start_thread
+from weight_update.threads import call_in_thread
 
 _SLICE = 16 << 20  # bytes that a client gets to write at once; it may copy them
 _MOST_GIVEN_UP = 8  # requests that may go on after they were given up
@@ -149,20 +149,13 @@ class ObjectStore:
         self, verb: str, name: str, timeout: float | None, call: Callable[..., _T], *arguments: Any
     ) -> _T:
         self._require_open()
-        answer: Future[_T] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(call(f"{self._root}/{name}", *arguments))
-            except BaseException as error:  # noqa: BLE001 - the caller gets it
-                answer.set_exception(error)
-
         limit = self._timeout if timeout is None else min(timeout, self._timeout)
         late = f"could not {verb} {self.url}/{name} within {format_seconds(limit)}"
         deadline = time.monotonic() + limit
         if not self._may_begin(verb, name, limit):
             raise SyncTimeoutError(f"{late}: an earlier request still runs")
-        start_thread("weight_update-object-store", run, in_order=True)
+        path = f"{self._root}/{name}"
+        answer = call_in_thread("weight_update-object-store", call, path, *arguments, in_order=True)
         if not self._await([answer], max(deadline - time.monotonic(), 0.0)):
             self._given_up[answer] = verb, name
             raise SyncTimeoutError(late)
