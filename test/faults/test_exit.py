@@ -149,6 +149,23 @@ def update():
 
 atexit.register(update)
 """
+LANES = """
+import threading, time
+from stream_parts import signed_pair
+from weight_update.transports.distributed.relay.payload_stream import (
+    AwaitedStream, Forwarder, PayloadStream, discarded_pieces
+)
+
+awaited, pairs = AwaitedStream(), [signed_pair() for _ in range(2)]
+for lane, (here, there) in enumerate(pairs):
+    awaited.add(PayloadStream(here), lane, 2)
+pieces = discarded_pieces(16 << 20)  # of which nothing comes
+receive = awaited.get(0.0).recv_payload
+threading.Thread(target=receive, args=(pieces, 60.0, Forwarder(None)), daemon=True).start()
+while not any(thread.name == "weight_update-lane" for thread in threading.enumerate()):
+    time.sleep(0.01)
+print(time.time(), flush=True)
+"""
 WAYS = {
     "shut down": 0,
     "not shut down": 0,
@@ -208,6 +225,12 @@ def test_exit_waits_for_threads_that_the_end_of_a_scheme_ends(program: str) -> N
     """A thread that returns from PyTorch's C++ while the interpreter ends would abort the process."""
     done = run_python("-c", program)
     assert (done.returncode, done.stdout) == (0, "left in order\n"), done.stderr
+
+
+def test_exit_does_not_wait_for_a_payload_over_several_connections() -> None:
+    done = run_python("-c", LANES)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.time() - float(done.stdout) < PROMPT
 
 
 @pytest.mark.parametrize("program", [AFTER_MAIN, AT_EXIT], ids=["large copy", "large patch"])

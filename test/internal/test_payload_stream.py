@@ -157,7 +157,7 @@ def test_ctrl_c_ends_the_threads_of_all_connections() -> None:
         with pytest.raises(KeyboardInterrupt):
             pair[0].send_payload(torch.zeros(NBYTES, dtype=torch.uint8), LONG)  # the other end does not read
         assert time.monotonic() - start < LONG / 2
-    assert not any("ThreadPool" in thread.name for thread in threading.enumerate())
+    assert not any("lane" in thread.name for thread in threading.enumerate())
 
 
 def test_a_stream_is_open_when_all_its_connections_are() -> None:

@@ -8,14 +8,13 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import torch
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.progress import advancer
-from weight_update.threads import exiting
+from weight_update.threads import call_in_thread, exiting
 from weight_update.transports.distributed.checksum import BLOCK, Checksum, joint_hex
 from weight_update.transports.distributed.transfer import transfer_piece
 from weight_update.transports.signed_stream import SignedStream
@@ -98,13 +97,17 @@ class PayloadStream:
             for lane in range(lanes):
                 work(lane)
             return
-        with ThreadPoolExecutor(lanes) as pool:
-            try:
-                for done in futures.as_completed([pool.submit(work, lane) for lane in range(lanes)]):
-                    done.result()
-            except BaseException:
-                self.close()  # which ends the other threads
-                raise
+        calls: list[futures.Future[None]] = []
+        try:
+            for lane in range(lanes):
+                calls.append(call_in_thread("weight_update-lane", work, lane, in_order=True))
+            for call in futures.as_completed(calls):
+                call.result()
+        except BaseException:
+            self.close()  # which ends the other threads
+            raise
+        finally:
+            futures.wait(calls)  # the memory of the pieces is the caller's again
 
     def push(self, piece: torch.Tensor, patience: float, total: Checksum | None = None) -> None:
         """Send a piece, a contiguous CPU tensor, over the first connection, and add it to ``total``."""
