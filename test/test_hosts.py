@@ -470,7 +470,7 @@ def test_a_worker_makes_as_many_connections_as_the_sender_says() -> None:
         scheme.send(Large(2.0))
         assert [value_of(worker) for worker in procs.workers] == [2.0]
         (remote_end,) = scheme.listener.router._remotes
-        assert len(remote_end.relay_client._stream.get(0.0).lanes) == 3
+        assert len(remote_end.relay_client._stream.get(0.0).streams) == 3
 
 
 def test_unknown_backend() -> None:

@@ -65,7 +65,8 @@ def start_thread(
 def call_in_thread(name: str, work: Callable[..., _R], *args: Any, in_order: bool = False) -> Future[_R]:
     """Call ``work(*args)`` in a thread of :func:`start_thread`; return the future result.
 
-    Neither Ctrl-C nor the interpreter's exit waits for the call, as they do for those of a pool.
+    Ctrl-C does not wait for the call, and the interpreter's exit does only as in :func:`start_thread`; both
+    would wait for the calls of a pool.
     """
     result: Future[_R] = Future()
 

@@ -149,7 +149,7 @@ def update():
 
 atexit.register(update)
 """
-LANES = """
+CONNECTIONS = """
 import threading, time
 from stream_parts import signed_pair
 from weight_update.transports.distributed.relay.payload_stream import (
@@ -157,12 +157,12 @@ from weight_update.transports.distributed.relay.payload_stream import (
 )
 
 awaited, pairs = AwaitedStream(), [signed_pair() for _ in range(2)]
-for lane, (here, there) in enumerate(pairs):
-    awaited.add(PayloadStream(here), lane, 2)
+for number, (here, there) in enumerate(pairs):
+    awaited.add(PayloadStream(here), number, 2)
 pieces = discarded_pieces(16 << 20)  # of which nothing comes
 receive = awaited.get(0.0).recv_payload
 threading.Thread(target=receive, args=(pieces, 60.0, Forwarder(None)), daemon=True).start()
-while not any(thread.name == "weight_update-lane" for thread in threading.enumerate()):
+while not any(thread.name == "weight_update-connection" for thread in threading.enumerate()):
     time.sleep(0.01)
 print(time.time(), flush=True)
 """
@@ -228,7 +228,7 @@ def test_exit_waits_for_threads_that_the_end_of_a_scheme_ends(program: str) -> N
 
 
 def test_exit_does_not_wait_for_a_payload_over_several_connections() -> None:
-    done = run_python("-c", LANES)
+    done = run_python("-c", CONNECTIONS)
     assert (done.returncode, done.stderr) == (0, "")
     assert time.time() - float(done.stdout) < PROMPT
 

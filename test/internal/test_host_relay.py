@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -186,6 +187,22 @@ def test_a_second_connection_that_cannot_be_made_is_reported() -> None:
     with pytest.raises(LinkClosedError):
         there.receive_json(LONG)
     client.close()
+
+
+def test_connections_are_made_at_the_same_time() -> None:
+    together, pairs = threading.Barrier(2, timeout=LONG), [signed_pair(tcp=True) for _ in range(3)]
+
+    def connect(number: int) -> SignedStream:
+        if number:
+            together.wait()
+        return pairs[number][0]
+
+    relay, client = HostRelay(connect, TOKEN, None, list[Exception]().append), RelayClient(0, "gloo", 3)
+    for number, (_, there) in enumerate(pairs):
+        client.open(there, number)
+    assert len(relay._sender.get(LONG).streams) == 3
+    client.close()
+    relay._thread.join(LONG)
 
 
 # -- a chain of hosts ----------------------------------------------------------------------------------

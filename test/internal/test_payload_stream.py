@@ -20,6 +20,7 @@ from stream_parts import signed_pair
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.testing.chunks import in_background
+from weight_update.testing.processes import eventually
 from weight_update.transports.distributed import transfer
 from weight_update.transports.distributed.checksum import BLOCK, Checksum
 from weight_update.transports.distributed.relay import nccl, payload_stream
@@ -40,12 +41,12 @@ NBYTES = 64 << 20  # more than the kernel takes from a sender whose other end do
 Pair = tuple[PayloadStream, PayloadStream]
 
 
-def connected(*, tcp: bool = False, lanes: int = 1) -> Pair:
+def connected(*, tcp: bool = False, connections: int = 1) -> Pair:
     """Return the two ends of a stream of so many connections; the first one sends payloads."""
     ends = AwaitedStream(), AwaitedStream()
-    for lane in reversed(range(lanes)):
+    for number in reversed(range(connections)):
         for end, signed in zip(ends, signed_pair(tcp=tcp), strict=True):
-            end.add(PayloadStream(signed), lane, lanes)
+            end.add(PayloadStream(signed), number, connections)
     ours, theirs = (end.get(0.0) for end in ends)
     return ours, theirs
 
@@ -66,9 +67,9 @@ def pair(compiled: bool) -> Iterator[Pair]:
 
 
 @pytest.fixture(params=[1, 2, 3], ids=["one connection", "two", "three"])
-def lanes(request: pytest.FixtureRequest, compiled: bool) -> Iterator[Pair]:
+def several(request: pytest.FixtureRequest, compiled: bool) -> Iterator[Pair]:
     """Return the two ends of a stream of several connections."""
-    sender, receiver = connected(lanes=request.param)
+    sender, receiver = connected(connections=request.param)
     with closing(sender), closing(receiver):
         yield sender, receiver
 
@@ -97,8 +98,8 @@ def test_the_send_buffer_holds_a_piece_while_the_next_one_arrives() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 2047, PIECE - 1, PIECE, PIECE + 1, 3 * BLOCK + 77, 8 * BLOCK])
-def test_a_payload_arrives_whole_between_messages(lanes: Pair, size: int) -> None:
-    sender, receiver = lanes
+def test_a_payload_arrives_whole_between_messages(several: Pair, size: int) -> None:
+    sender, receiver = several
     payload, sums, expected = random_bytes(size), [], Checksum()
     for piece in pieces_of(payload):
         expected.add(piece)
@@ -119,23 +120,23 @@ def test_a_payload_arrives_whole_between_messages(lanes: Pair, size: int) -> Non
 
 
 def test_blocks_travel_over_all_connections(compiled: bool) -> None:
-    sender, receiver = connected(lanes=3)
+    sender, receiver = connected(connections=3)
     with closing(sender), closing(receiver):
         payload = random_bytes(4 * BLOCK)
         sending = in_background(sender.send_payload, payload, LONG)
-        for lane, blocks in enumerate([(0, 3), (1,), (2,)]):
+        for number, blocks in enumerate([(0, 3), (1,), (2,)]):
             got = torch.zeros(BLOCK, dtype=torch.uint8)
             for block in blocks:
-                receiver.lanes[lane].pull(got, LONG, Checksum())
+                receiver.streams[number].pull(got, LONG, Checksum())
                 assert torch.equal(got, payload[block * BLOCK :][:BLOCK])
         sending.join()
 
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_one_connection_that_breaks_ends_all(end: int) -> None:
-    pair = connected(lanes=3)
+    pair = connected(connections=3)
     with closing(pair[0]), closing(pair[1]):
-        pair[1 - end].lanes[2].signed.close()
+        pair[1 - end].streams[2].signed.close()
         actions = (
             lambda: pair[0].send_payload(torch.zeros(NBYTES, dtype=torch.uint8), LONG),
             lambda: pair[1].recv_payload(discarded_pieces(NBYTES), LONG, Forwarder(None)),
@@ -144,20 +145,36 @@ def test_one_connection_that_breaks_ends_all(end: int) -> None:
         with pytest.raises(LinkClosedError, match="the other end is gone"):
             actions[end]()
         assert time.monotonic() - start < LONG / 2
-        for lane in pair[end].lanes:
+        for stream in pair[end].streams:
             with pytest.raises(LinkClosedError, match="closed"):
-                lane.push_now(torch.zeros(1, dtype=torch.uint8))
+                stream.push_now(torch.zeros(1, dtype=torch.uint8))
 
 
 def test_ctrl_c_ends_the_threads_of_all_connections() -> None:
-    pair = connected(lanes=3)
+    pair = connected(connections=3)
     with closing(pair[0]), closing(pair[1]):
         in_background(lambda: (time.sleep(0.3), os.kill(os.getpid(), signal.SIGINT)))
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             pair[0].send_payload(torch.zeros(NBYTES, dtype=torch.uint8), LONG)  # the other end does not read
         assert time.monotonic() - start < LONG / 2
-    assert not any("lane" in thread.name for thread in threading.enumerate())
+        assert eventually(
+            lambda: not any("connection" in thread.name for thread in threading.enumerate()), LONG
+        )
+
+
+def test_a_process_that_can_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pair = connected(connections=2)
+    monkeypatch.setattr(payload_stream, "call_in_thread", refuse)
+    with (
+        closing(pair[0]),
+        closing(pair[1]),
+        pytest.raises(LinkClosedError, match="no thread for connection 0"),
+    ):
+        pair[0].send_payload(random_bytes(2 * BLOCK), LONG)
 
 
 def test_a_stream_is_open_when_all_its_connections_are() -> None:
@@ -171,7 +188,7 @@ def test_a_stream_is_open_when_all_its_connections_are() -> None:
         with pytest.raises(LinkClosedError):
             stream.push_now(torch.zeros(1, dtype=torch.uint8))
     awaited.add(streams[4], 1, 2)
-    assert awaited.get(0.0).lanes == [streams[0], streams[4]]
+    assert awaited.get(0.0).streams == [streams[0], streams[4]]
     for pair in ends:
         for one in pair:
             one.close()
@@ -304,8 +321,8 @@ def test_an_end_that_is_gone(pair: Pair, end: int) -> None:
 
 @pytest.mark.parametrize("waits", ["for a message", "for a payload", "to send"])
 @pytest.mark.parametrize("closes", ["this end", "the other end"])
-def test_closing_wakes_a_thread_that_waits(lanes: Pair, waits: str, closes: str) -> None:
-    pair = lanes
+def test_closing_wakes_a_thread_that_waits(several: Pair, waits: str, closes: str) -> None:
+    pair = several
     begun, ended = threading.Event(), threading.Event()
     action = {
         "for a message": lambda: pair[0].signed.receive_json(None),
@@ -346,11 +363,11 @@ def receive_and_forward(pair: Pair, payload: torch.Tensor, forwarder: Forwarder)
     return into
 
 
-def test_all_connections_forward_their_pieces(lanes: Pair) -> None:
-    here, there = connected(lanes=len(lanes[0].lanes))
+def test_all_connections_forward_their_pieces(several: Pair) -> None:
+    here, there = connected(connections=len(several[0].streams))
     with closing(here), closing(there):
         forwarder, payload = Forwarder(here), random_bytes(NBYTES)
-        assert torch.equal(receive_and_forward(lanes, payload, forwarder), payload)
+        assert torch.equal(receive_and_forward(several, payload, forwarder), payload)
         got = torch.zeros_like(payload)
         reading = in_background(there.recv_payload, pieces_of(got), LONG, Forwarder(None))
         assert forwarder.finish(LONG)

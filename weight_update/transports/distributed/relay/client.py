@@ -55,11 +55,11 @@ class RelayClient:
         self._replicated: dict[str, weakref.ref[Any]] = {}
         self._stream = AwaitedStream()
 
-    def open(self, signed: SignedStream, lane: int = 0) -> None:
+    def open(self, signed: SignedStream, number: int = 0) -> None:
         """Take over a connection of the worker; LinkClosedError if the backend cannot make its own."""
-        if lane == 0:
+        if number == 0:
             signed.send_json({"backend": self._backend, "connections": self._connections}, _OPENING)
-        self._stream.add(payload_stream(signed, self._backend, 0), lane, self._connections)
+        self._stream.add(payload_stream(signed, self._backend, 0), number, self._connections)
 
     def close(self) -> None:
         """Close the connections; the worker notices."""

@@ -22,6 +22,7 @@ from weight_update.transports.distributed.relay.payload_stream import (
     AwaitedStream,
     Forwarder,
     PayloadStream,
+    call_for_connection,
     discarded_pieces,
     pieces_of,
 )
@@ -100,21 +101,35 @@ class HostRelay:
             self._forget(list(self._replicas))
 
     def _open(self) -> None:
-        """Connect to the sender as often as it says."""
-        number = 0
-        while number < self._connections:
-            try:
-                signed = self._connect(number)
-            except (OSError, FormatError) as error:
-                self._on_failure(LinkClosedError(f"no connection for payloads ({error})"))
-                raise LinkClosedError(str(error)) from None
+        """Make as many connections as the sender asks for."""
+        signed = self._connect_to_sender(0)
+        with undo_on_error(signed.close):
+            greeting = signed.receive_json(STALLED)
+            self._backend, self._connections = greeting["backend"], greeting["connections"]
+            stream = payload_stream(signed, self._backend, 1)
+        self._sender.add(stream, 0, self._connections)
+        self._add_connections(self._sender, self._connect_to_sender, 1, range(1, self._connections))
+
+    def _connect_to_sender(self, number: int) -> SignedStream:
+        try:
+            return self._connect(number)
+        except (OSError, FormatError) as error:
+            self._on_failure(LinkClosedError(f"no connection for payloads ({error})"))
+            raise LinkClosedError(str(error)) from None
+
+    def _add_connections(
+        self, stream: AwaitedStream, connect: Callable[[int], SignedStream], rank: int, numbers: range
+    ) -> None:
+        """Make connections of a stream, all at the same time."""
+
+        def add(number: int) -> None:
+            signed = connect(number)
             with undo_on_error(signed.close):
-                if number == 0:
-                    greeting = signed.receive_json(STALLED)
-                    self._backend, self._connections = greeting["backend"], greeting["connections"]
-                stream = payload_stream(signed, self._backend, 1)
-            self._sender.add(stream, number, self._connections)
-            number += 1
+                one = payload_stream(signed, self._backend, rank)
+            stream.add(one, number, self._connections)
+
+        for made in [call_for_connection(add, number) for number in numbers]:
+            made.result()
 
     def _serve(self, sender: PayloadStream) -> None:
         signed = sender.signed
@@ -160,18 +175,19 @@ class HostRelay:
     def _link(self, command: dict[str, Any]) -> dict[str, Any]:
         self._unlink()
         deadline, outgoing = deadline_of(command["patience"]), AwaitedStream()
+
+        def connect(number: int) -> SignedStream:
+            signed = call(command["address"], command["port"], self._token, _CONTEXT, deadline)
+            with undo_on_error(signed.close):
+                signed.send_json({"name": command["name"], "connection": number}, seconds_left(deadline))
+            return signed
+
         try:
             with undo_on_error(outgoing.close):
-                for number in range(self._connections):
-                    signed = call(command["address"], command["port"], self._token, _CONTEXT, deadline)
-                    with undo_on_error(signed.close):
-                        request = {"name": command["name"], "connection": number}
-                        signed.send_json(request, seconds_left(deadline))
-                        stream = payload_stream(signed, self._backend, 0)
-                    outgoing.add(stream, number, self._connections)
+                self._add_connections(outgoing, connect, 0, range(self._connections))
+                self._outgoing = outgoing.get(0.0)
         except OSError as error:
             return {"error": str(error)[:_MAX_ERROR_CHARS]}
-        self._outgoing = outgoing.get(0.0)
         return {}
 
     def _close_incoming(self) -> None:

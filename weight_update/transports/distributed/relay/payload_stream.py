@@ -14,7 +14,7 @@ import torch
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.progress import advancer
-from weight_update.threads import call_in_thread, exiting
+from weight_update.threads import call_in_thread
 from weight_update.transports.distributed.checksum import BLOCK, Checksum, joint_hex
 from weight_update.transports.distributed.transfer import transfer_piece
 from weight_update.transports.signed_stream import SignedStream
@@ -44,7 +44,7 @@ class PayloadStream:
         signed: the connection, which sends and receives the messages between payloads.
 
     Attributes:
-        lanes: streams of one connection each, of which this one is the first. They transfer the blocks of a
+        streams: streams of one connection each, of which this one is the first. They transfer the blocks of a
             payload in turns, each in a thread of its own.
     """
 
@@ -53,56 +53,63 @@ class PayloadStream:
 
     def __init__(self, signed: SignedStream) -> None:
         self.signed: SignedStream = signed
-        self.lanes: Sequence[PayloadStream] = (self,)
+        self.streams: Sequence[PayloadStream] = (self,)
         with contextlib.suppress(OSError):  # it was closed meanwhile, or is not TCP
             _limit_send_buffer(signed.stream.sock)
 
     def send_payload(self, payload: torch.Tensor, patience: float) -> str:
         """Send a payload in pieces, each within ``patience`` seconds; return its checksum."""
 
-        def send(piece: torch.Tensor, lane: int, total: Checksum) -> None:
-            self.lanes[lane].push(piece, patience, total)
+        def send(piece: torch.Tensor, number: int, total: Checksum) -> None:
+            self.streams[number].push(piece, patience, total)
 
         return self._transfer(pieces_of(payload, self.sent_piece), send)
 
     def recv_payload(self, pieces: Sequence[torch.Tensor], patience: float, forwarder: Forwarder) -> str:
         """Receive a payload in pieces, and forward each piece at once; return its checksum."""
 
-        def receive(piece: torch.Tensor, lane: int, total: Checksum) -> None:
-            self.lanes[lane].pull(piece, patience, total)
-            forwarder.add(piece, lane)
+        def receive(piece: torch.Tensor, number: int, total: Checksum) -> None:
+            self.streams[number].pull(piece, patience, total)
+            forwarder.add(piece, number)
 
         return self._transfer(pieces, receive)
 
     def _transfer(
         self, pieces: Sequence[torch.Tensor], move: Callable[[torch.Tensor, int, Checksum], None]
     ) -> str:
-        """Call ``move`` with each piece and its lane; return the checksum of all pieces."""
-        totals = [Checksum() for _ in self.lanes]
+        """Call ``move`` with each piece and the number of its stream; return the checksum of all pieces."""
+        totals = [Checksum() for _ in self.streams]
         in_block = BLOCK // pieces[0].numel() if pieces else 1
         advance = advancer()
 
-        def work(lane: int) -> None:
-            for start in range(lane * in_block, len(pieces), len(self.lanes) * in_block):
+        def work(number: int) -> None:
+            for start in range(number * in_block, len(pieces), len(self.streams) * in_block):
                 for piece in pieces[start : start + in_block]:
-                    move(piece, lane, totals[lane])
+                    move(piece, number, totals[number])
                     advance(piece.numel())
 
-        self.in_lanes(work, min(len(self.lanes), -(-len(pieces) // in_block)))
+        self.at_once(work, min(len(self.streams), -(-len(pieces) // in_block)))
         return joint_hex(totals)
 
-    def in_lanes(self, work: Callable[[int], None], lanes: int) -> None:
-        """Call ``work`` with the numbers of the first ``lanes``, at the same time; close all if one fails."""
-        if lanes < 2 or exiting():
-            for lane in range(lanes):
-                work(lane)
+    def at_once(self, work: Callable[[int], None], count: int) -> None:
+        """Call ``work`` with the numbers of the first ``count`` streams, at the same time.
+
+        If one call fails, all connections are closed.
+
+        Raises:
+            LinkClosedError: the other end is gone, or there can be no thread for each stream.
+            SyncTimeoutError: the other end makes no progress.
+        """
+        if count < 2:
+            for number in range(count):
+                work(number)
             return
         calls: list[futures.Future[None]] = []
         try:
-            for lane in range(lanes):
-                calls.append(call_in_thread("weight_update-lane", work, lane, in_order=True))
-            for call in futures.as_completed(calls):
-                call.result()
+            for number in range(count):
+                calls.append(call_for_connection(work, number))
+            for done in futures.as_completed(calls):
+                done.result()
         except BaseException:
             self.close()  # which ends the other threads
             raise
@@ -127,8 +134,8 @@ class PayloadStream:
 
     def close(self) -> None:
         """Close all connections; the other end notices."""
-        for lane in self.lanes:
-            lane.signed.close()
+        for stream in self.streams:
+            stream.signed.close()
 
 
 class AwaitedStream:
@@ -136,20 +143,20 @@ class AwaitedStream:
 
     def __init__(self) -> None:
         self._opened: futures.Future[PayloadStream] = futures.Future()
-        self._lanes: dict[int, PayloadStream] = {}
+        self._streams: dict[int, PayloadStream] = {}  # by number
         self._changing = threading.RLock()
 
-    def add(self, stream: PayloadStream, lane: int = 0, lanes: int = 1) -> None:
-        """Take one of ``lanes`` connections; close a second one of a lane, and one after :meth:`close`."""
+    def add(self, stream: PayloadStream, number: int = 0, count: int = 1) -> None:
+        """Take connection ``number`` of ``count``; close it if there is one, or after :meth:`close`."""
         with self._changing:
-            missing = lane in range(lanes) and lane not in self._lanes and not self._opened.done()
+            missing = number in range(count) and number not in self._streams and not self._opened.done()
             if not missing:
                 stream.close()
                 return
-            self._lanes[lane] = stream
-            if len(self._lanes) == lanes:
-                first = self._lanes[0]
-                first.lanes = [self._lanes[number] for number in range(lanes)]
+            self._streams[number] = stream
+            if len(self._streams) == count:
+                first = self._streams[0]
+                first.streams = [self._streams[number] for number in range(count)]
                 self._opened.set_result(first)
 
     def get(self, seconds: float) -> PayloadStream:
@@ -157,7 +164,7 @@ class AwaitedStream:
         try:
             return self._opened.result(seconds)
         except futures.TimeoutError:
-            raise SyncTimeoutError("it made no connection for payloads") from None
+            raise SyncTimeoutError("it did not make all connections for payloads") from None
         except futures.CancelledError:
             raise LinkClosedError("this end was closed") from None
 
@@ -165,7 +172,7 @@ class AwaitedStream:
         """Close the stream, or take none any more."""
         with self._changing:
             self._opened.cancel()
-            for stream in self._lanes.values():
+            for stream in self._streams.values():
                 stream.close()
 
 
@@ -174,21 +181,21 @@ class Forwarder:
 
     def __init__(self, onward: PayloadStream | None) -> None:
         self._onward = onward
-        self._unsent: list[list[torch.Tensor]] = [[] for _ in (onward.lanes if onward is not None else ())]
+        self._unsent: list[list[torch.Tensor]] = [[] for _ in (onward.streams if onward is not None else ())]
 
-    def add(self, piece: torch.Tensor, lane: int = 0) -> None:
-        """Forward what can be sent without a wait; a piece must not change until :meth:`finish`.
+    def add(self, piece: torch.Tensor, number: int = 0) -> None:
+        """Forward what stream ``number`` can send without a wait; one thread calls this for each stream.
 
-        One thread at a time may add pieces of one lane.
+        A piece must not change until :meth:`finish`.
         """
         onward = self._onward
         if onward is None:
             return
-        unsent = self._unsent[lane]
+        unsent = self._unsent[number]
         unsent.append(piece)
         try:
             while unsent:
-                sent = onward.lanes[lane].push_now(unsent[0])
+                sent = onward.streams[number].push_now(unsent[0])
                 if sent < unsent[0].numel():
                     unsent[0] = unsent[0][sent:]
                     return
@@ -202,15 +209,23 @@ class Forwarder:
         if onward is None:
             return False
 
-        def send(lane: int) -> None:
-            for piece in self._unsent[lane]:
-                onward.lanes[lane].push(piece, patience)
+        def send(number: int) -> None:
+            for piece in self._unsent[number]:
+                onward.streams[number].push(piece, patience)
 
         try:
-            onward.in_lanes(send, len(onward.lanes))
+            onward.at_once(send, len(self._unsent) if any(self._unsent) else 0)
         except (TransportError, TimeoutError):
             self._onward = None
         return self._onward is not None
+
+
+def call_for_connection(work: Callable[[int], None], number: int) -> futures.Future[None]:
+    """Call ``work(number)`` in a thread; LinkClosedError if the process can start none."""
+    try:
+        return call_in_thread("weight_update-connection", work, number, in_order=True)
+    except RuntimeError as error:
+        raise LinkClosedError(f"there is no thread for connection {number} ({error})") from None
 
 
 def _limit_send_buffer(sock: socket.socket) -> None:
