@@ -8,6 +8,7 @@ import gc
 
 gc.disable()  # a quarter of the time that importing and collecting takes; see pytest_collection_finish
 
+import logging
 import os
 import signal
 import subprocess
@@ -23,8 +24,10 @@ import torch
 
 from weight_update.compression import ans
 from weight_update.encodings.patch import kernels
+from weight_update.sender import observers
 from weight_update.testing.processes import eventually
 from weight_update.testing.worker_processes import WorkerProcesses, start_workers
+from weight_update.transports.rate_limit import RateLimitedLog
 
 # By default 15: on a busy machine, Ray's workers then start only when all other tests have ended.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -115,6 +118,13 @@ def hired() -> Iterator[Callable[..., WorkerProcesses]]:
     """Return :func:`start_workers`, whose senders and workers end with the test."""
     with ExitStack() as stack:
         yield lambda *args, **options: stack.enter_context(start_workers(*args, **options))
+
+
+@pytest.fixture
+def all_observer_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log errors of observers, also if tests before this one have used up the limit of the log."""
+    log = RateLimitedLog(logging.getLogger(observers.__name__))
+    monkeypatch.setattr(observers, "_log", log)
 
 
 @pytest.fixture

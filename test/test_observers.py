@@ -213,6 +213,7 @@ def with_one_change(model: Any) -> None:
     next(model.parameters()).data.view(-1)[0] += 1
 
 
+@pytest.mark.usefixtures("all_observer_errors")
 @pytest.mark.parametrize("error", [ArithmeticError, SystemExit])
 def test_an_observer_that_raises(
     error: type[BaseException], running: Any, caplog: pytest.LogCaptureFixture

@@ -194,6 +194,7 @@ def test_a_removed_observer_leaves_nothing(made):
     assert eventually(lambda: told.versions == [1, 3])
 
 
+@pytest.mark.usefixtures("all_observer_errors")
 def test_an_observer_that_raises_breaks_nothing(made, caplog):
     collector, told = made(MultiSyncCollector), Told()
 
