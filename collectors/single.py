@@ -280,8 +280,10 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
                     f"'policy' of {type(self).__name__} is of type {type(model).__name__}, not an nn.Module; "
                     "policies without parameters need no scheme"
                 )
-            given: Any = SimpleNamespace(policy=self._source) if in_policy(model_id) else self
-            source = torchrl.collectors.Collector.get_model(given, model_id)
+            source: Any = model
+            if in_policy(model_id):
+                given: Any = SimpleNamespace(policy=self._source)
+                source = torchrl.collectors.Collector.get_model(given, model_id)
             self._add_receivers({model_id: receive_here(scheme, model_id, source, model)})
         super()._setup_weight_sync(weight_updater, weight_sync_schemes)
 

@@ -313,6 +313,10 @@ def test_weights_of_one_worker_that_do_not_fit_change_no_worker(hire: Any) -> No
     expected = [fingerprint(source)] * 2
     with pytest.raises(SchemaMismatchError, match=r"\(2 differences\):\n.* 11.weight.*\n.* more"):
         procs.scheme.send({0: layers(6), 1: {**layers(7)[:-1].state_dict(), "more": torch.zeros(3)}})
+    with pytest.raises(
+        SchemaMismatchError, match=r" 0.weight.*: dtype bfloat16(?s:.*) 11.weight.*: dtype bfloat16"
+    ):
+        procs.scheme.send({0: layers(6), 1: layers(7).bfloat16()})
     assert procs.ask("fingerprint") == expected
     assert set(procs.scheme.worker_versions.values()) == {0}
 

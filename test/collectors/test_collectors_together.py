@@ -208,6 +208,23 @@ def test_in_one_process(scheme, made):
     assert data["policy_version"].unique().tolist() == [1]
 
 
+class WithCritic(Collector):
+    """A collector with a model beside the policy."""
+
+    critic = nn.Linear(1, 1)
+
+    def get_model(self, model_id):
+        return self.critic if model_id == "critic_net" else super().get_model(model_id)
+
+
+def test_a_subclass_may_know_further_models(made):
+    schemes = {"critic_net": SharedMemWeightSyncScheme()}
+    collector = made(
+        WithCritic, Env, pair(), frames_per_batch=8, total_frames=-1, weight_sync_schemes=schemes, **OPTIONS
+    )
+    assert collector.update_policy_weights_(model_id="critic_net").version == 1
+
+
 def test_one_process_with_a_scheme_for_a_part_runs_a_copy_of_the_policy(made):
     policy, schemes = pair(), {ACTOR: SharedMemWeightSyncScheme()}
     collector = made(

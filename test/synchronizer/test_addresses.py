@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from typing import Any
 
 import pytest
 from sync_parts import model_at
@@ -122,6 +123,23 @@ def test_a_connection_that_is_made_while_the_channel_closes_is_not_kept(
         server = where.serve()
         channel = rpc.SocketChannel(server.address, server.token)
         for _ in range(2):  # another thread may also begin a call when the channel is closed
-            with pytest.raises(LinkClosedError, match="the channel was closed"):
+            with pytest.raises(LinkClosedError, match=r"^the channel was closed$"):
                 channel.call("status", {}, 5.0)
-    assert [one.sock.fileno() for one in made] == [-1, -1]
+    assert [one.sock.fileno() for one in made] == [-1], "a closed channel does not connect"
+
+
+def test_a_call_that_fails_leaves_connections_that_are_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may connect to a server that has just started again, while an old call fails."""
+
+    def prove_late(*args: Any) -> bytes:
+        key = prove(*args)
+        channel._drop()  # as a call of another thread that fails
+        return key
+
+    prove = rpc.prove_token
+    monkeypatch.setattr(rpc, "prove_token", prove_late)
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        server = where.serve()
+        channel = rpc.SocketChannel(server.address, server.token)
+        assert channel.call("status", {}, 5.0)
+        channel.close()

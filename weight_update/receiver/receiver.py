@@ -164,6 +164,7 @@ class Receiver:
         if error is not None and applied and self._welcomed:
             _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
         elif error is not None:
+            self._welcomed = False
             self._say_goodbye()  # nothing is read any more: the sender must not wait for this worker
             try:
                 raise error

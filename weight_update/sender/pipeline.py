@@ -27,7 +27,7 @@ from weight_update.sender.workers import GroupAssignment, WorkerState
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Kind, Step, WeightChunk, frames_of
 from weight_update.wire.memory import memory_identity
-from weight_update.wire.schema import WeightSchema, require_plain
+from weight_update.wire.schema import WeightSchema, dtype_name, require_plain
 
 
 class PipelineSender:
@@ -263,7 +263,15 @@ def _in_order(named: NamedWeights, schema: WeightSchema) -> NamedWeights:
     if named.convert is not None or named.gather is not None:
         return named
     named.require_agreed(schema, more=False)
-    return replace(named, tensors=dict(zip(schema.names, named.in_order(schema.names), strict=True)))
+    tensors = dict(zip(schema.names, named.in_order(schema.names), strict=True))
+    differ = [
+        f"{meta}: dtype {dtype_name(tensor.dtype)} in the weights given"
+        for meta, tensor in zip(schema.tensors, tensors.values(), strict=True)
+        if tensor.dtype != meta.dtype
+    ]
+    if differ:
+        raise _mismatch(*differ)
+    return replace(named, tensors=tensors)
 
 
 def _require_sendable(name: str, tensor: torch.Tensor) -> None:
@@ -273,7 +281,7 @@ def _require_sendable(name: str, tensor: torch.Tensor) -> None:
         NamedWeights({name: tensor}).require_values()
 
 
-def _mismatch(problem: str) -> SchemaMismatchError:
+def _mismatch(*problems: str) -> SchemaMismatchError:
     return SchemaMismatchError(
-        "the weights are not those agreed on in connect(); none of them is applied:", (problem,)
+        "the weights are not those agreed on in connect(); none of them is applied:", problems
     )

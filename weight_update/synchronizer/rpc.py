@@ -146,7 +146,8 @@ class SocketChannel(Channel):
         self._host, self._port, self._token = host.strip("[]"), port_number(int(port)), token
         self._lock = threading.Lock()
         self._idle: list[SignedStream] = []
-        self._busy: set[SocketStream] = set()
+        self._busy: set[SignedStream] = set()
+        self._connecting: set[SocketStream] = set()
         self._closed = False
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
@@ -159,21 +160,24 @@ class SocketChannel(Channel):
             self._drop()  # if one connection is gone, all are
             raise LinkClosedError(f"the synchronizer at {self._host}:{self._port}: {error}") from None
         with self._lock:
-            if connection.stream in self._busy:  # else it was dropped meanwhile
-                self._busy.remove(connection.stream)
+            if connection in self._busy:  # else it was dropped meanwhile
+                self._busy.remove(connection)
                 self._idle.append(connection)
         return reply
 
     def close(self) -> None:
-        self._closed = True  # other threads may begin a call afterwards
+        with self._lock:
+            self._closed = True  # other threads may begin a call afterwards
+            connecting = list(self._connecting)
+        for stream in connecting:
+            stream.close()
         self._drop()
 
     def _drop(self) -> None:
         with self._lock:
-            streams = [*(connection.stream for connection in self._idle), *self._busy]
-            self._idle, self._busy = [], set()
-        for stream in streams:
-            stream.close()
+            connections, self._idle, self._busy = [*self._idle, *self._busy], [], set()
+        for connection in connections:
+            connection.close()
 
     def _reply(self, connection: SignedStream, deadline: float, timeout: float, longer: float) -> Reply:
         """Wait for the answer. While none comes, check that the synchronizer answers other calls."""
@@ -194,33 +198,42 @@ class SocketChannel(Channel):
     def _take(self, deadline: float) -> SignedStream:
         """Return a connection that no other call uses; make one if there is none."""
         with self._lock:
-            connection = self._idle.pop() if self._idle else None
-            if connection is not None:
-                self._busy.add(connection.stream)
-        if connection is None:
-            where = f"{self._host}:{self._port}"
-            try:
-                connection = self._connect(deadline)
-                self.address = connection.local_address
-            except JoinRefusedError as error:
-                raise JoinRefusedError(f"the synchronizer at {where}: {error}") from None
-            except SyncTimeoutError as error:
-                raise LinkClosedError(str(error)) from None
-            except OSError as error:
-                raise LinkClosedError(f"no synchronizer at {where} ({error})") from None
+            self._require_open()
+            if self._idle:
+                connection = self._idle.pop()
+                self._busy.add(connection)
+                return connection
+        where = f"{self._host}:{self._port}"
+        try:
+            connection = self._connect(deadline)
+        except JoinRefusedError as error:
+            raise JoinRefusedError(f"the synchronizer at {where}: {error}") from None
+        except SyncTimeoutError as error:
+            raise LinkClosedError(str(error)) from None
+        except OSError as error:
+            self._require_open()
+            raise LinkClosedError(f"no synchronizer at {where} ({error})") from None
+        self.address = connection.local_address
         return connection
 
     def _connect(self, deadline: float) -> SignedStream:
-        """Make a connection, which :meth:`close` ends also while the server does not answer."""
+        """Make a connection; :meth:`close` ends its handshake."""
         stream = signed_stream.dial(self._host, self._port, deadline)
-        with self._lock:
-            self._busy.add(stream)
-        with undo_on_error(lambda: self._end(stream)):
-            if self._closed:
-                raise LinkClosedError("the channel was closed")
-            return SignedStream(stream, prove_token(stream, self._token, CONTEXT, deadline), listener=False)
+        try:
+            with undo_on_error(stream.close):
+                with self._lock:
+                    self._require_open()
+                    self._connecting.add(stream)
+                key = prove_token(stream, self._token, CONTEXT, deadline)
+                connection = SignedStream(stream, key, listener=False)
+                with self._lock:
+                    self._require_open()
+                    self._busy.add(connection)
+                return connection
+        finally:
+            with self._lock:
+                self._connecting.discard(stream)
 
-    def _end(self, stream: SocketStream) -> None:
-        with self._lock:
-            self._busy.discard(stream)
-        stream.close()
+    def _require_open(self) -> None:
+        if self._closed:
+            raise LinkClosedError("the channel was closed")

@@ -94,7 +94,7 @@ class PayloadStream:
     def at_once(self, work: Callable[[int], None], count: int) -> None:
         """Call ``work`` with the numbers of the first ``count`` streams, at the same time.
 
-        If one call fails, all connections are closed.
+        If one of several calls fails, all connections are closed.
 
         Raises:
             LinkClosedError: the other end is gone, or there can be no thread for each stream.
