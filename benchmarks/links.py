@@ -238,8 +238,9 @@ def _connections_table(plan: Plan) -> Table:
         for connections, one in found.items()
     ]
     note = (
-        f"Milliseconds, as above. The sender sends at most {plan.rate}/s over each connection (the socket\n"
-        "option SO_MAX_PACING_RATE). The link itself is not slow."
+        f"Milliseconds from send() until applied, median (min .. max) of {plan.turns} turns. The sender\n"
+        f"sends at most {plan.rate}/s over each connection (the socket option SO_MAX_PACING_RATE).\n"
+        "The link itself is not slow."
     )
     title = f"{plan.hosts_megabytes:.0f} MB to one host over connections of {plan.rate}/s each"
     return Table(title, note, ["connections", "dense", "of one"], rows)
