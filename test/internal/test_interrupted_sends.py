@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import connect_pair
+from pairs import connect_pair, interrupt_once
 from torch import nn
 
 from weight_update import (
@@ -32,29 +32,6 @@ from weight_update.wire.frames import Kind, WeightChunk
 
 SECONDS = 15.0
 Pair = Callable[[WeightSyncScheme], tuple[nn.Linear, nn.Linear]]
-
-
-def interrupt_once(
-    patch: pytest.MonkeyPatch,
-    owner: Any,
-    method: str,
-    *,
-    after: bool,
-    handle: Callable[[], object] = lambda: None,
-) -> None:
-    """Have the main thread's next call of a method raise KeyboardInterrupt, before or after its work."""
-    real = getattr(owner, method)
-
-    def interrupted(*arguments: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            return real(*arguments)
-        patch.setattr(owner, method, real)
-        if after:
-            real(*arguments)
-        handle()
-        raise KeyboardInterrupt
-
-    patch.setattr(owner, method, interrupted)
 
 
 @pytest.fixture

@@ -98,10 +98,11 @@ class SharedBuffer(SharedSlot):
             if directory is None:
                 _seal(writable)
             os.fchmod(writable, _READ_ONLY)
-            self.fd = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
+            tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
+            fd = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.close(writable)
-        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes], self.fd, key)
+        super().__init__(tensor, fd, key)
 
     def close(self) -> None:
         """Release the slot; workers that still use it keep its memory until they switch to another one."""
