@@ -65,6 +65,17 @@ def test_an_interrupted_close_closes_no_other_descriptor(monkeypatch: pytest.Mon
     os.close(other)
 
 
+def test_an_interrupt_while_memory_is_allocated_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "posix_fallocate", interrupted)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        SharedBuffer(64)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupted_start_leaves_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that was not made is freed in silence."""

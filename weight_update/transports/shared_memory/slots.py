@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import resource
@@ -32,6 +33,7 @@ from weight_update.errors import (
     NotEnoughMemoryError,
     TransportError,
     UnreachableMemoryError,
+    undo_on_error,
 )
 from weight_update.transports.base import Buffer
 from weight_update.transports.memory_limits import available_memory
@@ -149,10 +151,16 @@ def _anonymous_file(key: str, size: int, directory: str | None) -> int:
         fd = os.memfd_create(anonymous_name(key), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:  # O_EXCL: no process can give it a name
         fd = _nameless_file(directory)
+    with undo_on_error(functools.partial(os.close, fd)):
+        _fill(fd, size, directory)
+    return fd
+
+
+def _fill(fd: int, size: int, directory: str | None) -> None:
+    """Give a file its memory, or raise NotEnoughMemoryError."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
-        os.close(fd)
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         where, free, cure = "memory", "", "free memory or raise the container's limit"
@@ -162,7 +170,6 @@ def _anonymous_file(key: str, size: int, directory: str | None) -> int:
         raise NotEnoughMemoryError(
             f"{where} is too small: a shared slot of {size / 1e6:.1f} MB is needed{free}; {cure}"
         ) from None
-    return fd
 
 
 def _nameless_file(directory: str) -> int:
