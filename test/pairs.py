@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import nn
 
@@ -58,3 +61,26 @@ def same(source: nn.Module, target: nn.Module) -> bool:
     """Return whether ``target`` has the weights of ``source``."""
     mine = target.state_dict()
     return all(torch.equal(mine[name], value) for name, value in source.state_dict().items())
+
+
+def interrupt_once(
+    patch: pytest.MonkeyPatch,
+    owner: Any,
+    method: str,
+    *,
+    after: bool,
+    handle: Callable[[], object] = lambda: None,
+) -> None:
+    """Have the main thread's next call of a method raise KeyboardInterrupt, before or after its work."""
+    real = getattr(owner, method)
+
+    def interrupted(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return real(*arguments)
+        patch.setattr(owner, method, real)
+        if after:
+            real(*arguments)
+        handle()
+        raise KeyboardInterrupt
+
+    patch.setattr(owner, method, interrupted)

@@ -1,4 +1,4 @@
-"""A trainer dies while a process that it forked, or a program that it started, lives on."""
+"""Processes that a trainer forked, or programs that it started."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from faults_tools import WAIT, Processes, Stripes, Worker, fill
+from faults_tools import START, WAIT, Processes, Stripes, Worker, fill
+from pairs import connect_pair
 
-from weight_update import DistributedWeightSyncScheme, LinkClosedError
+from weight_update import (
+    DistributedWeightSyncScheme,
+    LifecycleError,
+    LinkClosedError,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightSyncScheme,
+)
 
 LIMIT = 5.0
 SHAPE = (4, 1 << 16)  # more than what travels with a signal
@@ -81,3 +89,35 @@ def test_a_worker_learns_of_it(procs: Processes, host: str | None, leave) -> Non
         assert worker.result(LIMIT) < LIMIT
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def error_in_a_child(call: Callable[[], object]) -> str:
+    """Fork, and return the LifecycleError that ``call`` raises in the child."""
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        signal.alarm(int(LIMIT))  # it may hang in a lock that another thread held
+        try:
+            call()
+        except LifecycleError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        os.wait()
+        return pipe.read()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_a_child_does_not_send_in_the_name_of_the_trainer(kind: type[WeightSyncScheme]) -> None:
+    model, target = make(), make()
+    with kind(timeout=WAIT) as scheme:
+        scheme.init_on_sender(model=model, num_workers=1)
+        assert "init_on_receiver() in this process first" in error_in_a_child(scheme.connect)
+        with connect_pair(scheme, model, target) as receiver:
+            with scheme._sender_side._sending:
+                assert "not a sender in this process" in error_in_a_child(scheme.send)
+            assert "init_on_receiver() in this process first" in error_in_a_child(receiver.connect)
+            scheme.send(fill(model, 1.0))
+            assert target(START).tolist() == [1.0, 1.0]

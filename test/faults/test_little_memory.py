@@ -80,6 +80,17 @@ def test_no_room_for_a_third_slot(kind, procs: Processes, small_mount: Path) -> 
     assert worker.call(wait_version, 2, 10.0) == 2
 
 
+@quick_over("shared_mem")
+def test_no_room_for_a_third_slot_in_time(kind, procs: Processes, small_mount: Path) -> None:
+    scheme, model = procs.scheme(kind, directory=str(small_mount), timeout=1.0), half_a_megabyte()
+    (worker,) = procs.launch(scheme, model, half_a_megabyte, 1)
+    worker.call(hold)
+    scheme.send_async(fill(model, 1))
+    with pytest.raises(NotEnoughMemoryError, match=r"remount,size=.*; workers did not release any in time"):
+        scheme.send_async(fill(model, 2))
+    worker.call(let_go)
+
+
 def _let_go_soon(me) -> None:
     import time
 

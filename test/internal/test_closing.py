@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from pairs import connect_pair
+from pairs import connect_pair, interrupt_once
 from torch import nn
 
 from weight_update import (
@@ -30,9 +30,11 @@ from weight_update import (
 from weight_update.receiver.receiver import Receiver
 from weight_update.schemes import rpc_notices
 from weight_update.schemes.base import End
+from weight_update.sender.buffers import BufferPool
+from weight_update.sender.sender import Sender
 from weight_update.testing.processes import wait_until
 from weight_update.transports.memory import MemoryTransport
-from weight_update.transports.shared_memory.transport import SlotStream
+from weight_update.transports.shared_memory.transport import SharedMemListener, SlotStream
 from weight_update.wire.frames import Kind, WeightChunk
 
 
@@ -239,3 +241,36 @@ def test_shutdown_while_a_payload_is_opened_logs_nothing(
         receiver.shutdown()
         wait_until(lambda: sender.worker_versions == {0: None})
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(Sender, "close"), (Sender, "_say_goodbye"), (BufferPool, "close"), (SharedMemListener, "close")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_second_shutdown_finishes_an_interrupted_one(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, after: bool
+) -> None:
+    before, running = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
+    scheme, model = SharedMemWeightSyncScheme(timeout=10.0), nn.Linear(64, 64)
+    receiver = connect_pair(scheme, model, nn.Linear(64, 64))
+    interrupt_once(monkeypatch, owner, method, after=after)
+    with pytest.raises(KeyboardInterrupt):
+        scheme.shutdown()
+    scheme.shutdown()
+    receiver.shutdown()
+    del receiver  # its model keeps the memory of its weights
+    gc.collect()
+    assert [thread.name for thread in set(threading.enumerate()) - running if thread.is_alive()] == []
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_second_shutdown_finishes_an_interrupted_one_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    with SharedMemWeightSyncScheme(timeout=10.0) as scheme:
+        receiver = connect_pair(scheme, nn.Linear(2, 2), nn.Linear(2, 2))
+        interrupt_once(monkeypatch, Receiver, "close", after=False)
+        with pytest.raises(KeyboardInterrupt):
+            receiver.shutdown()
+        receiver.shutdown()
+        wait_until(lambda: scheme.worker_versions == {0: None})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import connect_pair
+from pairs import connect_pair, interrupt_once
 from torch import nn
 
 from weight_update import (
@@ -19,6 +19,8 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     WeightStrategy,
 )
+from weight_update.encodings.patch import encoding as patch_encoding
+from weight_update.encodings.patch.changes import Changes
 from weight_update.encodings.patch.encoding import PatchTracker
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.sender.delivery import Delivery
@@ -32,29 +34,6 @@ from weight_update.wire.frames import Kind, WeightChunk
 
 SECONDS = 15.0
 Pair = Callable[[WeightSyncScheme], tuple[nn.Linear, nn.Linear]]
-
-
-def interrupt_once(
-    patch: pytest.MonkeyPatch,
-    owner: Any,
-    method: str,
-    *,
-    after: bool,
-    handle: Callable[[], object] = lambda: None,
-) -> None:
-    """Have the main thread's next call of a method raise KeyboardInterrupt, before or after its work."""
-    real = getattr(owner, method)
-
-    def interrupted(*arguments: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            return real(*arguments)
-        patch.setattr(owner, method, real)
-        if after:
-            real(*arguments)
-        handle()
-        raise KeyboardInterrupt
-
-    patch.setattr(owner, method, interrupted)
 
 
 @pytest.fixture
@@ -103,6 +82,35 @@ def test_a_commit_of_changes(pair: Pair, monkeypatch: pytest.MonkeyPatch, select
         with torch.no_grad():
             model.weight[row] = 4.0
         send_again(scheme)
+        assert torch.equal(model.weight, target.weight)
+        assert torch.equal(model.bias, target.bias)
+    assert scheme.last_report is not None
+    assert scheme.last_report.encoding == "patch"
+
+
+@pytest.mark.parametrize("selected", [None, ["weight"]])
+def test_a_snapshot_without_memory(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, selected: list[str] | None
+) -> None:
+    monkeypatch.setattr(patch_encoding, "_FEW", 1)  # a thread of its own writes the snapshot
+    scheme = SharedMemWeightSyncScheme(WeightStrategy(encoding="patch", select=selected))
+    model, target = pair(scheme)
+    real = PatchTracker._write
+
+    def write(tracker: PatchTracker, changes: Changes) -> None:
+        monkeypatch.setattr(PatchTracker, "_write", real)
+        raise MemoryError
+
+    monkeypatch.setattr(PatchTracker, "_write", write)
+    with torch.no_grad():
+        model.weight[0] = 4.0
+    scheme.send()
+    with pytest.raises(MemoryError):
+        scheme.send()
+    for row in 1, 2:
+        with torch.no_grad():
+            model.weight[row] = 4.0
+        scheme.send()
         assert torch.equal(model.weight, target.weight)
         assert torch.equal(model.bias, target.bias)
     assert scheme.last_report is not None

@@ -177,6 +177,7 @@ def test_a_late_joiner_admitted_during_shutdown(monkeypatch: pytest.MonkeyPatch)
     late: list[SharedMemTransport] = []
     monkeypatch.setattr(sender, "_recall", lambda: late.append(admit(5)))
     sender.close()
+    monkeypatch.undo()
     with pytest.raises(LinkClosedError):
         late[0].recv_chunk(timeout=0.0)
     with pytest.raises(JoinRefusedError, match="shut down"):

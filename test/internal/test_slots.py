@@ -5,6 +5,7 @@ import mmap
 import multiprocessing
 import operator
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -63,6 +64,17 @@ def test_an_interrupted_close_closes_no_other_descriptor(monkeypatch: pytest.Mon
     slot.close()
     del slot
     os.close(other)
+
+
+def test_an_interrupt_while_memory_is_allocated_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "posix_fallocate", interrupted)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        SharedBuffer(64)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
@@ -193,6 +205,21 @@ def test_no_memory_to_map_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_memory(*args: object, **options: object) -> None:
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "command"),
+    [(resource.RLIMIT_FSIZE, 1 << 12, "ulimit -f"), (resource.RLIMIT_NOFILE, 3, "ulimit -n")],
+    ids=["file size", "open files"],
+)
+def test_limits_of_the_process_are_named(limit: int, most: int, command: str) -> None:
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (most, hard))
+    try:
+        with pytest.raises(OSError, match=f"a shared slot of 1.0 MB is needed; raise .*{command}"):
+            SharedBuffer(1 << 20)
+    finally:
+        resource.setrlimit(limit, (soft, hard))
 
 
 def test_may_run() -> None:

@@ -348,6 +348,8 @@ class WeightSyncScheme(SchemeUpdates):
             TransportError: on a receiver, the sender is gone or refuses this worker.
         """
         limit = self._connect_limit(timeout)
+        if not (self.initialized_on_sender or self.initialized_on_receiver):
+            raise LifecycleError("call init_on_sender() or init_on_receiver() in this process first")
         if self._connected:
             raise LifecycleError(
                 "this scheme was connected already; give each model, collector and worker a scheme of its "
@@ -361,10 +363,8 @@ class WeightSyncScheme(SchemeUpdates):
             self._connect_sender(side, weights, limit)
         elif side is not None:
             self.last_report: SyncReport | None = side.connect(weights, limit, self.worker_alive)
-        elif self._end == "receiver":
-            self._connect_receiver(worker_idx, weights, limit)
         else:
-            raise LifecycleError("call init_on_sender() or init_on_receiver() before connect()")
+            self._connect_receiver(worker_idx, weights, limit)
         self._connected = True
 
     @property

@@ -228,17 +228,22 @@ class SchemeLifecycle(ABC):
     def shutdown(self) -> None:
         """End all threads and free all memory. Models keep their weights.
 
-        Calling it twice is fine. A scheme is shut down automatically at the end of its ``with`` block, when
-        it is garbage-collected, and when the process exits. The model of a connected receiver, unless it is a
-        plain dict, is updated until it is garbage-collected as well.
+        Calling it twice is fine. If KeyboardInterrupt ended the first call, the second one does the rest. A
+        scheme is shut down automatically at the end of its ``with`` block, when it is garbage-collected, and
+        when the process exits. The model of a connected receiver, unless it is a plain dict, is updated until
+        it is garbage-collected as well.
         """
         self._connected = False
         if self._owner == os.getpid():
-            close = self._finalizer
-            while close is not None and close.alive:
-                close()
-                close = self._finalizer  # connect() in another thread may have replaced it
-            if close is None:
+            # connect() in another thread may replace the finalizer
+            while self._finalizer is not None and (call := self._finalizer.peek()) is not None:
+                try:
+                    self._finalizer()
+                except (KeyboardInterrupt, SystemExit):  # any other error leaves nothing to do
+                    owner, close, parts, _ = call
+                    self._finalizer = weakref.finalize(owner, close, *parts)
+                    raise
+            if self._finalizer is None:
                 self._observers.close()
 
     def __enter__(self: _S) -> _S:

@@ -28,10 +28,10 @@ class SchemeUpdates(SchemeLifecycle):
 
     def _require_sender(self, connected: bool = True) -> SenderSide:
         side = self._sender_side
-        if side is None:
+        if side is None or not self.initialized_on_sender:
             if self._end == "receiver":
                 raise LifecycleError("this is a receiver; send() and send_async() are for the sender")
-            raise LifecycleError("this is not a sender; call init_on_sender() first")
+            raise LifecycleError("this is not a sender in this process; call init_on_sender() first")
         if not side.sender.serving:  # connect() may have failed for some workers only
             self._require_open()
             if connected:

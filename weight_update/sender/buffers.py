@@ -138,18 +138,20 @@ class BufferPool:
         deadline = time.monotonic() + self._timeout
         with self.lock:
             while True:
-                slot = self._find(nbytes)
-                if slot is not None:
+                try:
+                    slot = self._find(nbytes)
+                except NotEnoughMemoryError as error:
+                    if not self._slots:
+                        raise
+                    if time.monotonic() > deadline:
+                        raise NotEnoughMemoryError(f"{error}; workers did not release any in time") from None
+                    self._changed.wait(_CHECK_SECONDS)
+                else:
                     slot.users += 1
                     return slot
-                if time.monotonic() > deadline:
-                    raise NotEnoughMemoryError(
-                        f"no memory for {nbytes / 1e6:.1f} MB, and workers did not release any in time"
-                    )
-                self._changed.wait(_CHECK_SECONDS)
 
-    def _find(self, nbytes: int) -> Slot | None:
-        """Return a free slot of exactly this size, else a new one; None if memory is short for now."""
+    def _find(self, nbytes: int) -> Slot:
+        """Return a free slot of exactly this size, else a new one; NotEnoughMemoryError if there is none."""
         self._drop([slot for slot in self._slots if slot.abandoned and slot.users == 0])
         free = [slot for slot in self._slots if slot.users == 0]
         for slot in free:
@@ -162,12 +164,10 @@ class BufferPool:
         try:
             self._slots.append(Slot(self._link.allocate(nbytes), self._updates))
         except NotEnoughMemoryError:
-            if free:
-                self._drop(free)  # of other sizes
-                return self._find(nbytes)
-            if not self._slots:
+            if not free:
                 raise
-            return None
+            self._drop(free)  # of other sizes
+            return self._find(nbytes)
         return self._slots[-1]
 
     def trim(self, keep: int) -> None:

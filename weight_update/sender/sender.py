@@ -343,7 +343,7 @@ class Sender(Outcomes):
 
     def close(self) -> None:
         """Say goodbye, end all threads, free all memory."""
-        if self.table.closed or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
         with ExitStack() as rest:  # all steps are taken, in reverse order, whatever one of them raises
             rest.callback(self._free_memory)

@@ -232,9 +232,11 @@ class PatchTracker(Tracker[Scan]):
         await_stream(self._flat)
 
     def _flushed(self) -> None:
-        """Wait for the end of the last :meth:`advance`."""
-        flush = self._flush  # not cleared, because several threads may wait for it
+        """Wait for the end of the last :meth:`advance`; raise its error once."""
+        flush = self._flush
         if flush is not None:
+            if flush.exception() is not None:
+                self._flush = None
             flush.result()
 
     def weights(self) -> list[torch.Tensor]:

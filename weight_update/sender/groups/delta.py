@@ -37,8 +37,9 @@ class DeltaGroup(SendGroup):
     """A send group whose updates carry changes; workers that joined or missed too much get all weights.
 
     The group remembers the weights of ``version``, and the payloads of the last few changes that led there. A
-    worker that was busy meanwhile gets several of them at once. Updates may change the entries ``tracked``;
-    None is all.
+    worker that was busy meanwhile gets several of them at once. After an error of the tracker, no version is
+    remembered, and the next update carries all weights. Updates may change the entries ``tracked``; None is
+    all.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class DeltaGroup(SendGroup):
             with self._remembering:
                 self._begin(tensors)
         else:
-            difference = self._tracker.compare([tensors.get(name) for name in self.schema.names])
+            with self._remembering, undo_on_error(self.close):
+                difference = self._tracker.compare([tensors.get(name) for name in self.schema.names])
         if not step.commit and any(self._changes_since(one) is None for one in bases):
             # for a worker that no known change can bring there; names that updates do not carry are known
             whole = self._encode_whole(step, self.whole_encoding.encoder(self.schema), self._updated(tensors))
@@ -92,7 +94,7 @@ class DeltaGroup(SendGroup):
         return Encoded(used.label, used.compressed_with, difference)
 
     def _begin(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Remember these weights, for the first time or after a commit that was interrupted."""
+        """Remember these weights, for the first time or after an error of the tracker."""
         if self._first is None:
             self._tracker.begin([tensors[name] for name in self.schema.names])
             return
@@ -125,7 +127,6 @@ class DeltaGroup(SendGroup):
         done = self._staged
         if done is None:
             return
-        # if a signal handler raises, the remembered weights are of no version until the next one is staged
         with self._remembering, undo_on_error(self.close):
             if done.difference is not None:
                 self._tracker.advance(done.difference)
@@ -164,9 +165,11 @@ class DeltaGroup(SendGroup):
             version_id, step = self._goal()
             if self.whole is not None or version_id is None:  # another worker's thread was first
                 return
+            with undo_on_error(self.close):
+                weights = self._tracker.weights()
             if self._digests_to_tell() is None:
                 encoder = self.whole_encoding.encoder(self.schema)
-                whole = self._encode_whole(step, encoder, self._tracker.weights())
+                whole = self._encode_whole(step, encoder, weights)
             else:
                 with self._borrowing() as (slots, lend):
                     payload = self._tracker.bootstrap(step.version, _rounding(lend))
@@ -181,7 +184,7 @@ class DeltaGroup(SendGroup):
 
     def fork(self) -> SendGroup:
         """Return another group that starts with a copy of the remembered weights and changes."""
-        with self._remembering:
+        with self._remembering, undo_on_error(self.close):
             tracker = self._tracker.copy()
         with self._lock:
             other = copy.copy(self)

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import resource
@@ -32,6 +33,7 @@ from weight_update.errors import (
     NotEnoughMemoryError,
     TransportError,
     UnreachableMemoryError,
+    undo_on_error,
 )
 from weight_update.transports.base import Buffer
 from weight_update.transports.memory_limits import available_memory
@@ -47,6 +49,10 @@ _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _SEAL_FUTURE_WRITE = 16  # Linux 5.1: mappings that exist stay writable; Python has no constant for it
 _READ_ONLY = 0o400
 _RELEASED = 1  # in the last byte of a slot's file
+_LIMITS = {
+    errno.EMFILE: "the process's limit of open files (ulimit -n)",
+    errno.EFBIG: "the process's limit of file sizes (ulimit -f)",
+}
 _LOOKED_AT = 4
 """Number of slots in use that are checked for each payload."""
 
@@ -90,18 +96,19 @@ class SharedBuffer(SharedSlot):
         key = uuid.uuid4().hex
         self._owner = os.getpid()
         size = aligned(nbytes, _PAGE) + 1
-        writable = _anonymous_file(key, size, directory)
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        try:
-            with _naming_memory(f"a shared slot of {size / 1e6:.1f} MB"):
+        with _naming_limits(f"a shared slot of {size / 1e6:.1f} MB"):
+            writable = _anonymous_file(key, size, directory)
+            try:
                 self._map: mmap.mmap | None = mmap.mmap(writable, size, flags=flags)
-            if directory is None:
-                _seal(writable)
-            os.fchmod(writable, _READ_ONLY)
-            self.fd = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            os.close(writable)
-        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes], self.fd, key)
+                if directory is None:
+                    _seal(writable)
+                os.fchmod(writable, _READ_ONLY)
+                tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
+                fd = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
+            finally:
+                os.close(writable)
+        super().__init__(tensor, fd, key)
 
     def close(self) -> None:
         """Release the slot; workers that still use it keep its memory until they switch to another one."""
@@ -148,10 +155,16 @@ def _anonymous_file(key: str, size: int, directory: str | None) -> int:
         fd = os.memfd_create(anonymous_name(key), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:  # O_EXCL: no process can give it a name
         fd = _nameless_file(directory)
+    with undo_on_error(functools.partial(os.close, fd)):
+        _fill(fd, size, directory)
+    return fd
+
+
+def _fill(fd: int, size: int, directory: str | None) -> None:
+    """Give a file its memory, or raise NotEnoughMemoryError."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
-        os.close(fd)
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         where, free, cure = "memory", "", "free memory or raise the container's limit"
@@ -161,7 +174,6 @@ def _anonymous_file(key: str, size: int, directory: str | None) -> int:
         raise NotEnoughMemoryError(
             f"{where} is too small: a shared slot of {size / 1e6:.1f} MB is needed{free}; {cure}"
         ) from None
-    return fd
 
 
 def _nameless_file(directory: str) -> int:
@@ -185,11 +197,20 @@ def _seal(fd: int) -> None:
 
 
 @contextlib.contextmanager
-def _naming_memory(needed: str) -> Iterator[None]:
-    """Raise NotEnoughMemoryError, with what is ``needed``, where the operating system has no memory."""
+def _naming_limits(needed: str) -> Iterator[None]:
+    """Name what is ``needed``, and the cure, where the operating system refuses memory or a descriptor.
+
+    Raises:
+        NotEnoughMemoryError: there is not enough memory.
+    """
     try:
         yield
+    except NotEnoughMemoryError:
+        raise
     except (OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno in _LIMITS:
+            limit = _LIMITS[error.errno]
+            raise OSError(error.errno, f"{error.strerror}: {needed} is needed; raise {limit}") from None
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:
             raise
         raise NotEnoughMemoryError(
@@ -246,7 +267,7 @@ class HostSlotMapping(SlotMapping):
         size = os.fstat(fd).st_size
         if size == 0:
             raise FormatError("the sender's slot is empty")
-        with _naming_memory(f"the sender's slot of {size / 1e6:.1f} MB"):
+        with _naming_limits(f"the sender's slot of {size / 1e6:.1f} MB"):
             self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
             on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             self._read_only = _mapped_read_only(fd, size) if on_gpu else None
