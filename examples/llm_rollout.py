@@ -289,6 +289,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of GRPO for each update")
     parser.add_argument("--bucket", type=int, default=32 << 10, help="bytes of a chunk")
     args = parser.parse_args()
+    if args.updates < 2:
+        parser.error("--updates is at least 2: the reward of the last ones is compared with the first")
 
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the model is small

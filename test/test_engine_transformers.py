@@ -358,7 +358,7 @@ def test_after_close(connected: Any) -> None:
         scheme.send()
 
 
-def test_prompts_that_would_end_generation(connected: Any) -> None:
+def test_requests_that_would_end_generation(connected: Any) -> None:
     """One caller's mistake does not end the answers of others."""
     engine = engine_of(model_of(2))
     connected(model_of(1), engine)
@@ -371,6 +371,9 @@ def test_prompts_that_would_end_generation(connected: Any) -> None:
     for prompt in ([], [1, 32], [-1]):
         with pytest.raises(ValueError, match="token ids from 0 to 31, at least one; got"):
             engine.submit(prompt)
+    for count in ("5", [5], 2.5, -1):
+        with pytest.raises(ValueError, match="max_new_tokens is an integer of at least 0, not"):
+            engine.submit(PROMPT, max_new_tokens=count)
     assert len(running.result(WAIT).tokens) == LONG
     assert len(engine.generate([PROMPT, torch.tensor(PROMPT)])) == 2
 
@@ -382,6 +385,7 @@ def test_options_of_a_request(connected: Any) -> None:
         engine.submit(PROMPT, request_id="mine")  # two requests of one id would share one answer
     assert engine.generate([PROMPT], max_new_tokens=0)[0][:3] == ([], [], [])
     assert engine.generate([PROMPT], max_new_tokens=2)[0].versions == [0, 0]
+    assert len(engine.generate([PROMPT], max_new_tokens=None)[0].tokens) == 8
 
 
 def test_what_cannot_be_served() -> None:

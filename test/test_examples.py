@@ -242,6 +242,13 @@ def test_llm_rollout() -> None:
 
 
 @pytest.mark.slow
+def test_llm_rollout_with_too_few_updates() -> None:
+    done = run("llm_rollout.py", "--updates", "0")
+    assert done.returncode == 2
+    assert "--updates is at least 2" in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["fixed", "all"])
 def test_trainer_explorer(style: str, tmp_path: Path) -> None:
     picture = tmp_path / "lines.png"

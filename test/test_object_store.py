@@ -310,6 +310,36 @@ def test_an_engine_that_could_not_begin_a_patch(ends: Ends) -> None:
     assert all(torch.equal(engine.loaded[name], value) for name, value in source.state_dict().items())
 
 
+@pytest.mark.parametrize("place", ["begin", 1, "finish"])
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_a_version_that_an_engine_could_not_load_comes_again(
+    ends: Ends, place: str | int, in_chunks: bool
+) -> None:
+    """It may be the last one of the trainer."""
+    source, engine = mlp(1), Notebook(in_chunks)
+    encoding = BucketEncoding(bucket_size=256)
+    sender = ends.sender(source, strategy=WeightStrategy("state_dict", encoding=encoding))
+    reader = ends.reader(engine, strategy="state_dict")
+    engine.fails = place
+    scramble(source, 5)
+    sender.send()
+    sender.shutdown()
+    arrives(reader, 1)
+    assert all(torch.equal(engine.loaded[name], value) for name, value in source.state_dict().items())
+
+
+def test_a_version_that_no_engine_could_load_is_not_read_all_the_time(ends: Ends) -> None:
+    source, engine = mlp(1), Notebook()
+    sender = ends.sender(source, strategy="state_dict")
+    reader = ends.reader(engine, strategy="state_dict")
+    scramble(source, 5)
+    with mock.patch.object(engine, "begin_update", side_effect=RuntimeError("broken")) as begin:
+        sender.send()
+        time.sleep(2.0)
+    assert 2 <= begin.call_count < 10
+    arrives(reader, 1)
+
+
 # -- trainers that end -------------------------------------------------------------------------------------
 
 

@@ -190,6 +190,32 @@ def test_a_client_whose_thread_ended_without_close_is_missed_and_may_come_back(t
         made[0].close()
 
 
+@pytest.mark.parametrize("method", SyncMethod)
+def test_one_that_was_missed_for_a_while_takes_the_place_of_no_other(
+    method: SyncMethod, tmp_path: Path
+) -> None:
+    source, models = model_at(0), [model_at(-1), model_at(-1)]
+    with (
+        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, source) as trainer,
+        ExplorerClient(where, models[0]) as stopped,
+    ):
+        stopped.step = 1
+        exchange(trainer, stopped)
+        where.service.gone(stopped.blocking.session, "it was stopped")
+        with ExplorerClient(where, models[1]) as other:
+            for step in (2, 3):
+                set_to(source, step)
+                for model, explorer in zip(models, (stopped, other), strict=True):
+                    explorer.step = step
+                    explorer.blocking.need_sync()
+                    waiting = Waiting(explorer)
+                    waiting.be_served_by(trainer)
+                    assert "reason" not in waiting.result()
+                    assert step_of(model) == step
+            assert [explorer.blocking.id for explorer in (stopped, other)] == [1, 0]
+
+
 def test_a_client_that_is_dropped_is_missed() -> None:
     with Synchronizer(SyncMethod.MEMORY, lease=0.4) as where:
         service = where.service

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from weight_update.arguments import require_seconds
+from weight_update.arguments import require_seconds, whole_number
 from weight_update.engines.base import InferenceEngine, WeightChange
 from weight_update.engines.continuous_batching import (
     Pause,
@@ -170,7 +170,8 @@ class TransformersEngine(InferenceEngine):
         Raises:
             TypeError: the prompt is not a sequence of integers; it may be a text. Or ``options`` has an
                 argument that the engine sets itself.
-            ValueError: the prompt is empty, or has a token that the model does not have.
+            ValueError: the prompt is empty, or has a token that the model does not have; or
+                ``max_new_tokens`` is no integer of at least 0.
             SyncTimeoutError: an update took longer than ``timeout`` seconds.
             LifecycleError: there is no complete version of the weights, or generation has ended.
         """
@@ -278,6 +279,8 @@ class TransformersEngine(InferenceEngine):
     def _submit(self, prompts: Sequence[Sequence[int]], options: dict[str, Any]) -> list[Future[Answer]]:
         vocabulary = self._model.get_input_embeddings().num_embeddings
         tokens = [tokens_of(prompt, vocabulary) for prompt in prompts]
+        if options.get("max_new_tokens") is not None:  # transformers would end generation for all
+            whole_number(options["max_new_tokens"], "max_new_tokens", least=0)
         with self._changed:
             if not self._changed.wait_for(lambda: not self._updating, self.timeout):
                 raise SyncTimeoutError(f"an update took longer than {self.timeout:g} s (raise timeout=)")

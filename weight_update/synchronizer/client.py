@@ -187,7 +187,7 @@ class ClientBase:
         reply = self.channel.call(name, args, patience, 2 * self.transfer_timeout)
         known = reply.get("refused") != "unknown"
         if not known:
-            reply = self.channel.call("hello", self._hello(), patience)
+            reply = self._come_back(patience)
         if "closed" in reply:
             raise LinkClosedError(reply["closed"])
         if "refused" in reply:
@@ -195,6 +195,14 @@ class ClientBase:
         if "error" in reply:
             raise TransportError(f"{name} failed in the synchronizer: {reply['error']}")
         return reply if known else None
+
+    def _come_back(self, timeout: float) -> Reply:
+        """Say hello again to a synchronizer that has forgotten this client, or was restarted."""
+        reply = self.channel.call("hello", {**self._hello(), "back": True}, timeout)
+        if (id := reply.get("id", self.id)) != self.id:  # another explorer took it meanwhile
+            self.id = id
+            self._method.unlink()
+        return reply
 
 
 def _send_beats(ref: weakref.ref[ClientBase], closed: threading.Event, lease: float) -> None:
@@ -210,5 +218,5 @@ def _send_beats(ref: weakref.ref[ClientBase], closed: threading.Event, lease: fl
             with contextlib.suppress(TransportError):  # the next call raises it
                 reply = client.channel.call("beat", {"session": client.session}, lease)
                 if reply.get("refused") == "unknown" and not client._stopped:
-                    client.channel.call("hello", client._hello(), lease)
+                    client._come_back(lease)
         del client

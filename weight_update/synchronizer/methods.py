@@ -90,6 +90,9 @@ class ExplorerMethod(ABC):
     def check_link(self) -> None:  # noqa: B027 - files have no link
         """Close a link whose other end is gone, after a synchronization without new weights."""
 
+    def unlink(self) -> None:  # noqa: B027 - files have no link
+        """Close the link: the client has another id, and connects by that one."""
+
     @abstractmethod
     def close(self) -> None:
         """Release what the method holds, after the client was closed."""
@@ -131,11 +134,12 @@ class SubscribingExplorer(ExplorerMethod):
     def _join(self, client: ClientBase, endpoint: Endpoint) -> None:
         """Connect to a publisher; raise as :class:`Subscriber`."""
         self.close()
-        assert client.id is not None
+        id = client.id
+        assert id is not None
         self.subscriber = Subscriber(
-            endpoint, client.id, self._model, client.strategy, client.transfer_timeout, self._group
+            endpoint, id, self._model, client.strategy, client.transfer_timeout, self._group
         )
-        if client.closed.is_set():  # another thread closed it meanwhile
+        if client.closed.is_set() or client.id != id:  # another thread closed it, or said hello again
             self.close()
 
     def check_link(self) -> None:
@@ -145,6 +149,9 @@ class SubscribingExplorer(ExplorerMethod):
                 subscriber.scheme.receive(0)
             except WeightSyncError:
                 self.close()
+
+    def unlink(self) -> None:
+        self.close()
 
     def close(self) -> None:
         subscriber, self.subscriber = self.subscriber, None

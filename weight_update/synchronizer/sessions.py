@@ -174,6 +174,7 @@ class SessionManager:
         synced_at: int | None = None,
         version: int | None = None,
         ticket: Endpoint | None = None,
+        back: bool = False,
     ) -> Reply:
         """Let a client in, perhaps again.
 
@@ -185,6 +186,8 @@ class SessionManager:
             synced_at: step of the last synchronization.
             version: explorer: version in force there; trainer: newest version that it knows of.
             ticket: trainer: endpoint of its publisher, if it has one.
+            back: whether the client was forgotten. It takes the place of no explorer that came meanwhile, but
+                another id.
         """
         with self.changed:
             self.table.require_current(session)
@@ -198,7 +201,8 @@ class SessionManager:
                 self.table.add(session, self.machine.trainer_joined(step, synced_at))
             else:
                 known = self.machine.explorers
-                id = next(new for new in range(len(known) + 1) if new not in known) if id is None else id
+                if id is None or (back and id in known):
+                    id = next(new for new in range(len(known) + 1) if new not in known)
                 self.table.replace(known.get(id))
                 explorer = self.machine.joined(id, version, step, synced_at)
                 self.table.add(session, explorer)

@@ -30,7 +30,7 @@ from weight_update.wire.memory import byte_view
 from weight_update.wire.schema import WeightSchema
 
 _PIECE = 64 << 20  # bytes of an object that one request reads
-_LONGEST_PAUSE = 30.0  # seconds between two attempts to read what could not be read
+_LONGEST_PAUSE = 30.0  # seconds between two attempts to read what could not be read or applied
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +41,7 @@ class ObjectStoreReader(TransportBackend):
     link applies the changes. Otherwise it gets the changes since its version.
 
     A store that cannot be read for a while, or a damaged object, ends nothing: the receiver keeps its
-    version, and a warning is logged.
+    version, and a warning is logged. A receiver that could not apply a version gets all weights later.
 
     Args:
         store: the object store.
@@ -79,6 +79,9 @@ class ObjectStoreReader(TransportBackend):
             self._hello = chunk
         elif chunk.kind is Kind.BEHIND:  # it needs all weights, not what comes next
             self._position, self._chunks, self._next_look = None, iter(()), 0.0
+        elif chunk.kind is Kind.FAILED:  # what hindered it may pass, and no newer version may come
+            self._position, self._chunks, self._begun = None, iter(()), None
+            self._look_later()
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
@@ -121,12 +124,15 @@ class ObjectStoreReader(TransportBackend):
                 _log.warning("the weights are not updated now: %s", error)
             if self._trouble is None or not isinstance(error, SyncTimeoutError):
                 self._trouble = error  # a read that was only late does not hide the cause before
-            self._look_after(min(2 * self._pause, _LONGEST_PAUSE))
+            self._look_later()
             begun, self._begun = self._begun, None
             return None if begun is None else WeightChunk(Kind.ABORT, {"version": begun})
 
     def _look_after(self, pause: float) -> None:
         self._pause, self._next_look = pause, time.monotonic() + pause
+
+    def _look_later(self) -> None:
+        self._look_after(min(2 * self._pause, _LONGEST_PAUSE))
 
     def _recover(self) -> None:
         """Note that nothing is left to be read."""
