@@ -33,7 +33,6 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncReport,
-    SyncTimeoutError,
     WeightStrategy,
     WeightSyncError,
     WeightSyncScheme,
@@ -78,6 +77,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
 
     procs: list[Any]
     pipes: list[Any]
+    _running_free: bool
     queue_out = WithProcessLock("_wlock")
     _traj_pool = WithProcessLock("lock")
 
@@ -221,7 +221,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             raise error.args[0] from None
 
     def _drop_batches(self) -> list[int]:
-        """Wait for the batches that workers were asked for, and drop them; return the workers."""
+        """Wait for what workers were asked to deliver, and drop it; return the workers."""
         self._require_open()
         for idx in range(self.num_workers):
             self.queue_out.settle(idx)
@@ -229,21 +229,27 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Pause workers that collect freely, as in TorchRL; they go on after an error in the block, too.
+        """Pause workers that collect freely, as in TorchRL; they go on after any error, too.
 
         Raises:
-            SyncTimeoutError: workers are late.
+            WorkerError: a worker has ended.
+            SyncTimeoutError: workers do not finish their batches in time (``frames_timeout``).
         """
-        pausing = super().pause()
+        if not self._running_free:
+            raise RuntimeError("Collector cannot be paused: its workers collect freely only after start()")
+        self._drop_batches()  # the answers to a pause that failed
         try:
-            pausing.__enter__()
-        except TimeoutError as error:  # TorchRL's message may name another worker
-            raise SyncTimeoutError(f"workers {sorted(self.queue_out.due)} did not pause in time") from error
-        try:
+            for pipe in self.pipes:
+                pipe.send((None, "pause"))
+            self._drop_batches()
+            self._running_free = False
             yield
         finally:
             if not self._has_ended:
-                pausing.__exit__(None, None, None)
+                self._running_free = True
+                for pipe in self.pipes:
+                    if pipe.paused:
+                        pipe.send((None, "restart"))
 
     def _send(
         self, schemes: Mapping[str, WeightSyncScheme], request: Request

@@ -81,6 +81,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "_add_collector_outputs_to_fake_td",
         "_closed",
         "_run_processes",
+        "_running_free",
         "_setup_multi_policy_version_tracking",
         "_traj_pool",
         "_weight_sync_schemes",
