@@ -23,7 +23,7 @@ from collectors.frames import (
     require_seconds,
 )
 from collectors.locks import WithProcessLock
-from collectors.requests import Request, find_model, real, require_one_each
+from collectors.requests import Request, find_model, real, require_one_each, require_workers
 from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta
 from collectors.updating import WithWorkers
@@ -72,7 +72,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
     Raises:
         WorkerError: workers could not start. Also raised while iterating, when a worker has ended.
         SyncTimeoutError: a worker is late; raised while iterating.
-        ValueError: ``frames_timeout`` or ``on_worker_lost`` is not valid.
+        ValueError: ``frames_timeout`` or ``on_worker_lost`` is not valid, or there is no worker.
     """
 
     procs: list[Any]
@@ -97,6 +97,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         self._frames_timeout = require_seconds(frames_timeout)
         self._may_lose = self._goes_on(on_worker_lost)
         factory, number = options.get("policy_factory"), options.get("num_workers")
+        if not isinstance(self, AsyncCollector):
+            require_workers(create_env_fn, number)
         require_one_each("policy_factory", factory, create_env_fn, number)
         self._relayed: Any = None
         updater = make_updater(weight_updater, weight_sync_schemes, policy)
