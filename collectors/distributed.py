@@ -67,7 +67,7 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
 
     def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
         by_value, arguments = super()._arguments_of(idx)
-        return by_value, {**arguments, "sync": self._sync, "verbose": self._VERBOSE}
+        return by_value, {**arguments, "verbose": self._VERBOSE}
 
     def _request(self, idx: int) -> Make:
         store, receive = self._store, super()._request(idx)

@@ -67,10 +67,13 @@ class WaitingTimes:
         return sorted(idx for idx, seconds in self._seconds.items() if seconds > self.limit)
 
     def require_in_time(self) -> None:
-        """Raise SyncTimeoutError if workers are late."""
-        if self.late:
+        """Raise SyncTimeoutError if workers are late; they get as much time again."""
+        late = self.late
+        for idx in late:
+            self.end(idx)
+        if late:
             raise SyncTimeoutError(
-                f"no batch of workers {self.late} came in {self.limit:g} s of waiting (frames_timeout)"
+                f"no batch of workers {late} came in {self.limit:g} s of waiting (frames_timeout)"
             )
 
 
@@ -311,12 +314,15 @@ class ControlPipe(Substitute):
         batches: queue of batches, which knows whether the worker has ended and owes a batch.
         worker: index of the worker.
         drops: whether to drop orders to a worker that is gone.
+
+    Attributes:
+        paused: whether the worker was told to pause, and not to restart.
     """
 
     def __init__(self, pipe: Any, batches: BatchQueue, worker: int, *, drops: bool) -> None:
         super().__init__(pipe)
         self._batches, self._worker, self._drops = batches, worker, drops
-        self._paused = False
+        self.paused = False
         self._answers = 0  # answers of the worker that were not read, usually because of Ctrl-C
 
     def send(self, order: tuple[Any, str]) -> None:
@@ -327,11 +333,11 @@ class ControlPipe(Substitute):
             SyncTimeoutError: the worker does not answer an earlier order.
             LifecycleError: the worker is paused, and would end with an error.
         """
-        if self._paused and order[1] not in _WHILE_PAUSED:
+        if self.paused and order[1] not in _WHILE_PAUSED:
             raise LifecycleError(f"workers are paused and cannot do {order[1]!r}; call it after the pause")
-        if self._paused and order[1] == "close":
+        if self.paused and order[1] == "close":
             self.send((None, "restart"))  # a paused worker would take it for an error
-        self._paused = order[1] == "pause" or (self._paused and order[1] not in ("close", "restart"))
+        self.paused = order[1] == "pause" or (self.paused and order[1] not in ("close", "restart"))
         collects = order[1] in _COLLECT
         answered = not collects and order[1] not in _AT_ANY_TIME
         if answered and not self._original.closed:
@@ -404,16 +410,17 @@ class WorkerProcess(Substitute):
 
     def __init__(self, process: Any) -> None:
         super().__init__(process)
-        self._ended = False
+        self._seen: bool | None = None
 
     @property
     def _closed(self) -> bool:
-        self._ended = not self._original.is_alive()
-        return self._ended
+        self._seen = bool(self._original.is_alive())
+        return not self._seen
 
     def is_alive(self) -> bool:
-        """Whether the process was alive at the last access to ``_closed``, which TorchRL reads first."""
-        return not self._ended
+        """Whether the process is alive, or was when TorchRL has just read ``_closed``."""
+        seen, self._seen = self._seen, None
+        return bool(self._original.is_alive()) if seen is None else seen
 
 
 def _describe(gone: dict[int, str]) -> str:

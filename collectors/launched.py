@@ -55,7 +55,7 @@ class Launched(Remote):
         self._nodes, self._in_group, self._owner = Nodes(), False, os.getpid()
         self._asked: dict[int, BatchRequest] = {}  # workers that were asked for a batch not taken yet
         self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
-        if not isinstance(create_env_fn, Sequence):
+        if not isinstance(create_env_fn, Sequence) or not create_env_fn:
             raise TypeError(
                 f"create_env_fn of {type(self).__name__} is a list, such as [make_env] * 4 for four workers, "
                 f"not {create_env_fn!r:.60}"

@@ -23,7 +23,7 @@ from collectors.frames import (
     require_seconds,
 )
 from collectors.locks import WithProcessLock
-from collectors.requests import Request, find_model, real, require_one_each
+from collectors.requests import Request, find_model, real, require_one_each, require_workers
 from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta
 from collectors.updating import WithWorkers
@@ -33,7 +33,6 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncReport,
-    SyncTimeoutError,
     WeightStrategy,
     WeightSyncError,
     WeightSyncScheme,
@@ -73,11 +72,12 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
     Raises:
         WorkerError: workers could not start. Also raised while iterating, when a worker has ended.
         SyncTimeoutError: a worker is late; raised while iterating.
-        ValueError: ``frames_timeout`` or ``on_worker_lost`` is not valid.
+        ValueError: ``frames_timeout`` or ``on_worker_lost`` is not valid, or there is no worker.
     """
 
     procs: list[Any]
     pipes: list[Any]
+    _running_free: bool
     queue_out = WithProcessLock("_wlock")
     _traj_pool = WithProcessLock("lock")
 
@@ -97,6 +97,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         self._frames_timeout = require_seconds(frames_timeout)
         self._may_lose = self._goes_on(on_worker_lost)
         factory, number = options.get("policy_factory"), options.get("num_workers")
+        if not isinstance(self, AsyncCollector):
+            require_workers(create_env_fn, number)
         require_one_each("policy_factory", factory, create_env_fn, number)
         self._relayed: Any = None
         updater = make_updater(weight_updater, weight_sync_schemes, policy)
@@ -221,7 +223,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             raise error.args[0] from None
 
     def _drop_batches(self) -> list[int]:
-        """Wait for the batches that workers were asked for, and drop them; return the workers."""
+        """Wait for what workers were asked to deliver, and drop it; return the workers."""
         self._require_open()
         for idx in range(self.num_workers):
             self.queue_out.settle(idx)
@@ -229,21 +231,27 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Pause workers that collect freely, as in TorchRL; they go on after an error in the block, too.
+        """Pause workers that collect freely, as in TorchRL; they go on after any error, too.
 
         Raises:
-            SyncTimeoutError: workers are late.
+            WorkerError: a worker has ended.
+            SyncTimeoutError: workers do not finish their batches in time (``frames_timeout``).
         """
-        pausing = super().pause()
+        if not self._running_free:
+            raise RuntimeError("Collector cannot be paused: its workers collect freely only after start()")
+        self._drop_batches()  # the answers to a pause that failed
         try:
-            pausing.__enter__()
-        except TimeoutError as error:  # TorchRL's message may name another worker
-            raise SyncTimeoutError(f"workers {sorted(self.queue_out.due)} did not pause in time") from error
-        try:
+            for pipe in self.pipes:
+                pipe.send((None, "pause"))
+            self._drop_batches()
+            self._running_free = False
             yield
         finally:
             if not self._has_ended:
-                pausing.__exit__(None, None, None)
+                self._running_free = True
+                for pipe in self.pipes:
+                    if pipe.paused:
+                        pipe.send((None, "restart"))
 
     def _send(
         self, schemes: Mapping[str, WeightSyncScheme], request: Request

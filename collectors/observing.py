@@ -27,6 +27,8 @@ class Observed:
     _observers: Observers | None = None  # until one is added
     _ended_by: int | None = None
     """The thread that began the shutdown, if any did."""
+    _ended_because: Exception | None = None
+    """The error that ended an iteration, perhaps in the thread of ``start()``."""
 
     def __bool__(self) -> bool:
         """Return True.
@@ -69,7 +71,7 @@ class Observed:
     def _require_open(self) -> None:
         """Raise LifecycleError if this collector was shut down."""
         if self._has_ended:
-            raise LifecycleError(ENDED)
+            raise LifecycleError(ENDED) from self._ended_because
 
     def _end_observers(self) -> None:
         """Tell observers what is left to tell; to be called after the schemes were shut down."""
@@ -100,6 +102,7 @@ class Observed:
         except Exception as error:
             if ended or self._ended_by not in (None, threading.get_ident()):  # TorchRL's code may end it, too
                 raise LifecycleError(ENDED) from error
+            self._ended_because = error
             if not self._has_ended:
                 collector.shutdown()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from torchrl.envs import EnvBase, EnvCreator
 from collectors.batch_request import Make
 from collectors.closing import close_all
 from collectors.launched import END_SECONDS, START_SECONDS, Launched
+from collectors.node_programs import EXAMPLE, describe
 from collectors.single import Collector
 from weight_update import (
     DistributedWeightSyncScheme,
@@ -112,6 +114,7 @@ class ProcessGroupCollector(Launched):
 
     def _make_container(self) -> None:
         example = self._example()
+        dist.distributed_c10d._get_default_store().set(EXAMPLE, json.dumps(describe(example)))
         self._batches = [example.clone().lock_() for _ in range(self.num_workers)]
 
     def _example(self) -> TensorDictBase:

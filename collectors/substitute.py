@@ -15,3 +15,6 @@ class Substitute:
         if name == "_original":  # not initialized yet, as while being copied
             raise AttributeError(name)
         return getattr(self._original, name)
+
+    def __repr__(self) -> str:
+        return repr(self._original)

@@ -25,7 +25,6 @@ __all__ = [
     "join_group",
     "normalize_service_backend",
     "require_hooks",
-    "run_collector",
     "tensorpipe_options",
 ]
 
@@ -81,6 +80,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "_add_collector_outputs_to_fake_td",
         "_closed",
         "_run_processes",
+        "_running_free",
         "_setup_multi_policy_version_tracking",
         "_traj_pool",
         "_weight_sync_schemes",
@@ -205,7 +205,6 @@ try:
     tensorpipe_options = default_configs.DEFAULT_TENSORPIPE_OPTIONS
     connect_timeout = generic.MAX_TIME_TO_CONNECT
     join_group = generic._node_init_dist
-    run_collector = generic._run_collector
 except (ImportError, AttributeError) as error:
     raise ImportError(_refusal(str(error)), name="torchrl") from error
 

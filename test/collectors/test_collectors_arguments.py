@@ -8,6 +8,7 @@ from collector_parts import Env, make_policy
 from collectors import (
     DistributedCollector,
     DistributedSyncCollector,
+    MultiAsyncCollector,
     MultiSyncCollector,
     RayCollector,
     RPCCollector,
@@ -37,8 +38,17 @@ def test_arguments_of_another_form_are_refused_before_workers_start(cls):
         make_one([Env] * 2, collector_kwargs=[{}])
     with pytest.raises(TypeError, match=rf"create_env_fn of {cls.__name__} is a list, such as \[make_env\]"):
         make_one(Env)
+    with pytest.raises(TypeError, match=rf"create_env_fn of {cls.__name__} is a list, .* not \[\]"):
+        make_one([])
     with pytest.raises(ValueError, match=r"collector_class is a class or one of .*'sync'.*, not 'parallel'"):
         make_one([Env], collector_class="parallel")
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("create_env_fn", [[], Env])
+def test_a_collector_without_workers_is_refused(cls, create_env_fn):
+    with pytest.raises(ValueError, match=r"with a function for each worker, .* not (\[\]|<class.*Env)"):
+        cls(create_env_fn, make_policy(), frames_per_batch=8)
 
 
 def test_a_list_of_policy_factories_for_one_function_that_makes_environments(monkeypatch):

@@ -9,6 +9,7 @@ import signal
 import textwrap
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ from marks import slow
 from tensordict import TensorDict
 from test_collectors_distributed import make, used
 from test_collectors_end import Dies, Fails, ours, require_end_by_another_thread
+from torchrl.data import Unbounded
 
 from collectors.nodes import Nodes
 from weight_update import (
@@ -230,6 +232,27 @@ class Breaks(Env):
 def test_what_a_worker_raises_while_it_collects_is_told(kind):
     with pytest.raises(WorkerError, match=r"worker 1(.|\n)*this environment broke"):
         list(zip(range(100), make(kind, make_policy(), envs=[Env, Breaks]), strict=False))
+    assert nothing_is_left()
+
+
+class Sized(Env):
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+        self.observation_spec["more"] = Unbounded((size,))
+
+    def _reset(self, tensordict=None):
+        return super()._reset(tensordict).set("more", torch.zeros(self.size))
+
+    def _step(self, tensordict):
+        return super()._step(tensordict).set("more", torch.zeros(self.size))
+
+
+@pytest.mark.parametrize("kind", ["sync", slow("ahead")])
+def test_a_worker_whose_batches_the_trainer_cannot_receive_is_named(kind):
+    envs = [partial(Sized, 3), partial(Sized, 2)]
+    with pytest.raises(WorkerError, match=r"worker 1(.|\n)*same specs.* more is \[4, 2\] .* \[4, 3\]"):
+        next(iter(make(kind, make_policy(), envs=envs)))
     assert nothing_is_left()
 
 

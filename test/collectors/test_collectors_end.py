@@ -18,6 +18,7 @@ from interpreters import run_python
 from marks import slow
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from collectors import Collector, MultiAsyncCollector, MultiSyncCollector, updating
 from weight_update import (
@@ -31,6 +32,7 @@ from weight_update import (
     UnsupportedSourceError,
     WorkerError,
 )
+from weight_update.testing.processes import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,6 +100,22 @@ def test_calls_after_the_shutdown_speak_of_the_collector(cls):
     for call in calls:
         with pytest.raises(LifecycleError, match="this collector was shut down; make a new collector"):
             call()
+
+
+class Breaks(Env):
+    def _step(self, tensordict):
+        raise ValueError("the environment broke")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_in_the_thread_of_start_is_the_cause_of_later_errors(made):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    collector = made(Collector, Breaks, make_policy(), frames_per_batch=8, replay_buffer=buffer, **OPTIONS)
+    collector.start()
+    wait_until(lambda: not collector.is_running())
+    with pytest.raises(LifecycleError, match="this collector was shut down") as caught:
+        collector.update_policy_weights_()
+    assert str(caught.value.__cause__) == "the environment broke"
 
 
 def test_weights_of_a_collector_that_was_shut_down_are_not_changed():

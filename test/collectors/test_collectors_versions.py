@@ -115,6 +115,7 @@ def test_one_process(env, made):
         fill(policy, number + 1)
         assert collector.update_policy_weights_().version == number + 1
     assert number == 3
+    assert "TellTale" in repr(collector)
 
 
 def test_an_environment_gets_no_transform_and_can_be_copied(made):
