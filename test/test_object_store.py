@@ -340,6 +340,24 @@ def test_a_version_that_no_engine_could_load_is_not_read_all_the_time(ends: Ends
     arrives(reader, 1)
 
 
+def test_a_worker_that_joined_again_and_could_not_apply_lives_on(ends: Ends, url: str) -> None:
+    """A manifest that cannot be verified ends connect(), but not a worker that has weights."""
+    engine, manifest = Notebook(), Path(url) / "latest.json"
+    ends.sender(mlp(1), strategy="state_dict").shutdown()
+    reader = ends.reader(engine, strategy="state_dict")
+    with mock.patch.object(engine, "begin_update", side_effect=RuntimeError("broken")) as begin:
+        source = mlp(2).bfloat16()  # of another schema, so that the worker joins again
+        ends.sender(source, strategy="state_dict")
+        wait_until(lambda: begin.call_count > 0)
+        signed = manifest.read_bytes()
+        manifest.write_bytes(Manifest.decode(signed, TOKEN).encode("other"))
+        time.sleep(1.0)
+    manifest.write_bytes(signed)
+    weights = source.state_dict().items()
+    wait_until(lambda: all(torch.equal(engine.loaded[name], value) for name, value in weights))
+    assert reader.receive(timeout=0.0) is not None
+
+
 # -- trainers that end -------------------------------------------------------------------------------------
 
 

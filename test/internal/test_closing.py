@@ -258,6 +258,8 @@ def test_a_second_shutdown_finishes_an_interrupted_one(
     interrupt_once(monkeypatch, owner, method, after=after)
     with pytest.raises(KeyboardInterrupt):
         scheme.shutdown()
+    with pytest.raises(LifecycleError, match="was shut down"):
+        scheme.send()
     scheme.shutdown()
     receiver.shutdown()
     del receiver  # its model keeps the memory of its weights

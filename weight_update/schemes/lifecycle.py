@@ -63,6 +63,7 @@ class SchemeLifecycle(ABC):
         self._observers = Observers()
         self._owner = os.getpid()
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._unfinished: weakref.finalize[Any, Any] | None = None  # after Ctrl-C in shutdown()
         self.__dict__.update(self.process_state())
 
     def process_state(self) -> dict[str, Any]:
@@ -109,8 +110,7 @@ class SchemeLifecycle(ABC):
         This takes the place of an earlier call. If :meth:`shutdown` was called since, call ``close(*parts)``
         and raise LifecycleError.
         """
-        before, self._finalizer = self._finalizer, weakref.finalize(owner, close, *parts)
-        Finalize(owner, self._finalizer, exitpriority=11)  # queues end at 10
+        before, self._finalizer = self._finalizer, _finalizer_of(owner, close, *parts)
         if before is not None and before.detach() is None:
             self._finalizer()
         self._require_open()
@@ -235,16 +235,21 @@ class SchemeLifecycle(ABC):
         """
         self._connected = False
         if self._owner == os.getpid():
-            # connect() in another thread may replace the finalizer
-            while self._finalizer is not None and (call := self._finalizer.peek()) is not None:
-                try:
-                    self._finalizer()
-                except (KeyboardInterrupt, SystemExit):  # any other error leaves nothing to do
-                    owner, close, parts, _ = call
-                    self._finalizer = weakref.finalize(owner, close, *parts)
-                    raise
+            while self._finalizer is not None and self._finalizer.alive:
+                self._end_by(self._finalizer)  # connect() in another thread may have replaced it
+            if self._unfinished is not None:
+                self._end_by(self._unfinished)
             if self._finalizer is None:
                 self._observers.close()
+
+    def _end_by(self, finalizer: weakref.finalize[Any, Any]) -> None:
+        call = finalizer.peek()
+        try:
+            finalizer()
+        except (KeyboardInterrupt, SystemExit):  # any other error leaves nothing to do
+            if call is not None:
+                self._unfinished = _finalizer_of(call[0], call[1], *call[2])
+            raise
 
     def __enter__(self: _S) -> _S:
         return self
@@ -271,6 +276,13 @@ class SchemeLifecycle(ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
+
+
+def _finalizer_of(owner: Any, close: Callable[..., None], *parts: Any) -> weakref.finalize[Any, Any]:
+    """Return a finalizer that the end of ``owner`` or of the process calls, unless it was called before."""
+    finalizer = weakref.finalize(owner, close, *parts)
+    Finalize(owner, finalizer, exitpriority=11)  # queues end at 10
+    return finalizer
 
 
 def _require_picklable(convert: Convert | None) -> None:

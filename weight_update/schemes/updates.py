@@ -32,10 +32,9 @@ class SchemeUpdates(SchemeLifecycle):
             if self._end == "receiver":
                 raise LifecycleError("this is a receiver; send() and send_async() are for the sender")
             raise LifecycleError("this is not a sender in this process; call init_on_sender() first")
-        if not side.sender.serving:  # connect() may have failed for some workers only
-            self._require_open()
-            if connected:
-                raise LifecycleError(f"the sender is not connected{side.failure}; call connect() first")
+        self._require_open()
+        if connected and not side.sender.serving:  # connect() may have failed for some workers only
+            raise LifecycleError(f"the sender is not connected{side.failure}; call connect() first")
         return side
 
     def _require_receiver(self) -> Receiver:

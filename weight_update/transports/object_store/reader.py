@@ -81,6 +81,7 @@ class ObjectStoreReader(TransportBackend):
             self._position, self._chunks, self._next_look = None, iter(()), 0.0
         elif chunk.kind is Kind.FAILED:  # what hindered it may pass, and no newer version may come
             self._position, self._chunks, self._begun = None, iter(()), None
+            self._joining, self._deadline = False, None  # a receiver that has other weights goes on with them
             self._look_later()
 
     def recv_chunk(
