@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -28,13 +29,15 @@ class SchemeUpdates(SchemeLifecycle):
 
     def _require_sender(self, connected: bool = True) -> SenderSide:
         side = self._sender_side
-        if side is None or not self.initialized_on_sender:
+        if side is None or self._owner != os.getpid():
             if self._end == "receiver":
                 raise LifecycleError("this is a receiver; send() and send_async() are for the sender")
             raise LifecycleError("this is not a sender in this process; call init_on_sender() first")
-        self._require_open()
-        if connected and not side.sender.serving:  # connect() may have failed for some workers only
-            raise LifecycleError(f"the sender is not connected{side.failure}; call connect() first")
+        ended = self._finalizer is not None and not self._finalizer.alive
+        if ended or not side.sender.serving:  # connect() may have failed for some workers only
+            self._require_open()
+            if connected:
+                raise LifecycleError(f"the sender is not connected{side.failure}; call connect() first")
         return side
 
     def _require_receiver(self) -> Receiver:
