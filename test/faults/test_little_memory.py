@@ -67,13 +67,19 @@ def use(procs: Processes, scheme) -> None:
     assert worker.call(version_of) == 3
 
 
-@quick_over("shared_mem")
-def test_no_room_for_a_third_slot(kind, procs: Processes, small_mount: Path) -> None:
-    """Two slots are reserved: asynchronous sends wait for one of them instead of failing."""
-    scheme, model = procs.scheme(kind, directory=str(small_mount), timeout=20.0), half_a_megabyte()
+def use_both_slots(procs: Processes, kind, mount: Path, timeout: float):
+    """Have a worker hold one slot and lack the update in the other; a third one does not fit in."""
+    scheme, model = procs.scheme(kind, directory=str(mount), timeout=timeout), half_a_megabyte()
     (worker,) = procs.launch(scheme, model, half_a_megabyte, 1)
     worker.call(hold)
     scheme.send_async(fill(model, 1))
+    return scheme, model, worker
+
+
+@quick_over("shared_mem")
+def test_no_room_for_a_third_slot(kind, procs: Processes, small_mount: Path) -> None:
+    """Two slots are reserved: asynchronous sends wait for one of them instead of failing."""
+    scheme, model, worker = use_both_slots(procs, kind, small_mount, 20.0)
     worker.begin(_let_go_soon)
     scheme.send_async(fill(model, 2))
     worker.result()
@@ -82,10 +88,7 @@ def test_no_room_for_a_third_slot(kind, procs: Processes, small_mount: Path) -> 
 
 @quick_over("shared_mem")
 def test_no_room_for_a_third_slot_in_time(kind, procs: Processes, small_mount: Path) -> None:
-    scheme, model = procs.scheme(kind, directory=str(small_mount), timeout=1.0), half_a_megabyte()
-    (worker,) = procs.launch(scheme, model, half_a_megabyte, 1)
-    worker.call(hold)
-    scheme.send_async(fill(model, 1))
+    scheme, model, worker = use_both_slots(procs, kind, small_mount, 1.0)
     with pytest.raises(NotEnoughMemoryError, match=r"remount,size=.*; workers did not release any in time"):
         scheme.send_async(fill(model, 2))
     worker.call(let_go)

@@ -243,6 +243,7 @@ class SchemeLifecycle(ABC):
                 self._observers.close()
 
     def _end_by(self, finalizer: weakref.finalize[Any, Any]) -> None:
+        """Call a finalizer; if Ctrl-C ends that, note that it is to be called again."""
         call = finalizer.peek()
         try:
             finalizer()
