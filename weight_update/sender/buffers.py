@@ -64,11 +64,6 @@ class EncodedUpdate:
         """Number of the version that the frames lead to."""
         return self.version_id.version
 
-    @property
-    def is_short(self) -> bool:
-        """Whether :func:`are_short` holds for its frames."""
-        return are_short(self.chunks)
-
     def retain(self) -> EncodedUpdate:
         """Count one more user of its memory; return the update itself."""
         for slot in self.slots:

@@ -22,7 +22,7 @@ from weight_update.errors import (
 )
 from weight_update.progress import Progress
 from weight_update.report import SyncReport, WorkerEvent
-from weight_update.sender.buffers import MIXED, EncodedUpdate
+from weight_update.sender.buffers import MIXED, EncodedUpdate, are_short
 from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.workers import NOBODY, GroupAssignment, Outbox, WorkerState, WorkerTable
 from weight_update.threads import start_thread
@@ -84,7 +84,7 @@ class Delivery:
                 with worker.sending:
                     if (update := self._load(worker)) is None:
                         continue
-                    if update.is_short:
+                    if are_short(update.chunks):
                         self.send(worker, update.chunks)
                     else:
                         self._put(worker, partial(self._transmit, worker, update))
