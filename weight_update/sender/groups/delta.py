@@ -191,8 +191,8 @@ class DeltaGroup(SendGroup):
             other._tracker, other._remembering = tracker, threading.Lock()
             other._staged = other.whole = None
             other._past = deque(self._past)
-            for one in self._past:
-                EncodedUpdate(one.base, [], one.slots).retain()
+            for slot in (slot for one in self._past for slot in one.slots):
+                slot.users += 1
         return other
 
     def close(self) -> None:
