@@ -31,6 +31,7 @@ from weight_update import (
     SyncMethod,
     SyncStyle,
     TrainerClient,
+    WeightStrategy,
 )
 from weight_update.synchronizer import methods
 from weight_update.synchronizer.memory import MemoryService
@@ -97,9 +98,9 @@ def test_one_that_leaves_between_the_look_and_the_sending_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     models = [model_at(-1), model_at(-1)]
-    publisher = Publisher(model_at(4), None, "tensordict", 20.0)
+    publisher = Publisher(model_at(4), None, WeightStrategy(), 20.0)
     subscribers = [
-        Subscriber(publisher.endpoint, id, model, "tensordict", 20.0) for id, model in enumerate(models)
+        Subscriber(publisher.endpoint, id, model, WeightStrategy(), 20.0) for id, model in enumerate(models)
     ]
     look = publisher.joined
 
@@ -258,10 +259,10 @@ def test_a_process_that_was_stopped_renews_all_leases() -> None:
 
 def test_an_explorer_is_named_by_its_own_id() -> None:
     """The error of an explorer whose model does not fit names that explorer, not a worker beside it."""
-    publisher = Publisher(nn.Linear(2, 2), None, "state_dict", 10.0)
+    publisher = Publisher(nn.Linear(2, 2), None, WeightStrategy("state_dict"), 10.0)
     try:
         with pytest.raises(SchemaMismatchError, match="worker 0 does not have the same weights"):
-            Subscriber(publisher.endpoint, 0, nn.Linear(3, 3), "state_dict", 10.0)
+            Subscriber(publisher.endpoint, 0, nn.Linear(3, 3), WeightStrategy("state_dict"), 10.0)
     finally:
         publisher.close()
 

@@ -27,6 +27,7 @@ from weight_update import (
     SyncStyle,
     TrainerClient,
     TransportError,
+    WeightStrategy,
 )
 from weight_update.synchronizer import CheckpointStore, memory
 from weight_update.synchronizer.direct import DirectService
@@ -38,7 +39,7 @@ EVERY = list(SyncMethod)
 
 
 def test_a_synchronizer_that_could_not_join_the_trainer_keeps_no_link_to_it() -> None:
-    gone = Publisher(model_at(0), None, "tensordict", 5.0)
+    gone = Publisher(model_at(0), None, WeightStrategy(), 5.0)
     gone.close()
     with Synchronizer(SyncMethod.MEMORY, transfer_timeout=0.5) as where:
         service = where.service

@@ -20,7 +20,7 @@ from weight_update.errors import (
 from weight_update.report import SyncReport
 from weight_update.schemes.sender_side import close_all
 from weight_update.sender.handle import SendHandle
-from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import StoringTrainer
 from weight_update.synchronizer.plan import SyncPlan, SyncStyle
@@ -67,9 +67,9 @@ class MemoryService(Service):
 
     calls = (*Service.calls, "take_from", "trainer_published")
 
-    def __init__(self, plan: SyncPlan, strategy: str | WeightStrategy, **options: Any) -> None:
+    def __init__(self, plan: SyncPlan, strategy: WeightStrategy, **options: Any) -> None:
         super().__init__(plan, **options)
-        self._strategy = _passing_on(resolve_strategy(strategy))
+        self._strategy = _passing_on(strategy)
         self._newest: HeldVersion | None = None
         self._subscriber: Subscriber | None = None  # of the trainer
         self._publisher: Publisher | None = None  # for explorers; there are weights then

@@ -17,7 +17,7 @@ from weight_update.errors import SyncFailedError, UnknownWorkerError, undo_on_er
 from weight_update.report import Event, WorkerEvent
 from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme
 from weight_update.sender.handle import SendHandle
-from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.state import remember
 
 Endpoint = dict[str, Any]
@@ -45,7 +45,7 @@ class Publisher:
         self,
         source: Any,
         address: str | None,
-        strategy: str | WeightStrategy,
+        strategy: WeightStrategy,
         timeout: float,
         backend: str = "gloo",
         tell: Callable[[WorkerEvent], None] = lambda event: None,
@@ -142,7 +142,7 @@ class Subscriber:
         endpoint: Endpoint,
         id: int,
         model: Any,
-        strategy: str | WeightStrategy,
+        strategy: WeightStrategy,
         timeout: float,
         group: str | None = None,
     ) -> None:
@@ -202,10 +202,10 @@ def require_no_pipeline(strategy: WeightStrategy) -> None:
 
 
 def _scheme(
-    endpoint: Endpoint, strategy: str | WeightStrategy, timeout: float, backend: str = "gloo"
+    endpoint: Endpoint, strategy: WeightStrategy, timeout: float, backend: str = "gloo"
 ) -> SharedMemWeightSyncScheme | DistributedWeightSyncScheme:
     address, token = endpoint["address"], endpoint["token"]
-    require_no_pipeline(resolve_strategy(strategy))
+    require_no_pipeline(strategy)
     if endpoint["shared"]:
         return SharedMemWeightSyncScheme(strategy, address=address, token=token, timeout=timeout)
     port = endpoint["port"]
