@@ -9,8 +9,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -544,11 +544,11 @@ def _too_small(self: HostRelay, slot: str, nbytes: int) -> Any:
 
 
 def test_a_payload_that_cannot_wait_for_the_usual_chain_takes_an_idle_worker() -> None:
-    usual, other = (SimpleNamespace(host="there", lost=None) for _ in range(2))
+    usual, other = (Mock(host="there", lost=None) for _ in range(2))
     router = Router()
     router.add(usual)
     router.add(other)
-    router._busy[id(usual)] = usual.host, (SharedBuffer(1), 1)
+    router._busy[usual] = usual.host, (SharedBuffer(1), 1)
 
     def wake() -> None:
         with router._changed:

@@ -43,7 +43,7 @@ class Router:
         self.sent: int = 0
         self._changed = threading.Condition()
         self._remotes: list[RemoteConnection] = []
-        self._busy: dict[int, tuple[str, _SlotUse]] = {}  # host and payload on its way, by id of a connection
+        self._busy: dict[RemoteConnection, tuple[str, _SlotUse]] = {}  # host and payload on its way
         # Slots of both are forgotten when the sender frees them.
         self._delivered: WeakKeyDictionary[SharedSlot, dict[str, tuple[int, RemoteConnection, bytes]]] = (
             WeakKeyDictionary()  # by slot and host
@@ -130,7 +130,7 @@ class Router:
         """Return whether the first worker of each host that needs ``slot_use`` is idle; they are linked."""
         hosts = {host, *self._hosts_expecting(slot_use)}
         able = [one for one in reversed(self._remotes) if one.lost is None and one.host in hosts]
-        usual = {one.host: id(one) for one in able}
+        usual = {one.host: one for one in able}
         return self._busy.keys().isdisjoint(usual.values())
 
     def _reserve(self, slot_use: _SlotUse, first: RemoteConnection) -> list[RemoteConnection]:
@@ -143,7 +143,7 @@ class Router:
                 chosen.append(other)
         chosen.sort(key=self._remotes.index)  # always the same neighbours in the chain
         for one in chosen:
-            self._busy[id(one)] = one.host, slot_use
+            self._busy[one] = one.host, slot_use
             self._delivered.get(slot_use[0], {}).pop(one.host, None)
         if self._hosts_expecting(slot_use):
             del self._expected[slot_use[0]]
@@ -163,7 +163,7 @@ class Router:
 
     def _idle(self, host: str) -> RemoteConnection | None:
         able = (one for one in self._remotes if one.host == host and one.lost is None)
-        return next((one for one in able if id(one) not in self._busy), None)
+        return next((one for one in able if one not in self._busy), None)
 
     def _patience(
         self, chosen: list[RemoteConnection], timeout: float | None, deadline: float
@@ -203,7 +203,7 @@ class Router:
         elif isinstance(result, Exception):
             one.lose(result)
         with self._changed:
-            self._busy.pop(id(one), None)
+            self._busy.pop(one, None)
             if isinstance(result, bytes) and one in self._remotes:
                 slot, use = slot_use
                 self._delivered.setdefault(slot, {})[one.host] = use, one, result
