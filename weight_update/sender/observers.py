@@ -14,6 +14,7 @@ from typing import Protocol
 from weight_update.arguments import require_instance
 from weight_update.errors import LifecycleError
 from weight_update.report import Event, Observer, PolicyLag, SyncReport, WorkerEvent
+from weight_update.threads import start_thread
 from weight_update.transports.rate_limit import RateLimitedLog
 
 _log = RateLimitedLog(logging.getLogger(__name__))
@@ -76,8 +77,7 @@ class Observers:
             added = partial(function)  # the same function may be added twice
             self.functions = (*self.functions, added)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="weight_update-observers", daemon=True)
-                self._thread.start()
+                self._thread = start_thread("weight_update-observers", self._run)
 
         def remove() -> None:
             with self._starting:
