@@ -222,7 +222,7 @@ def test_a_worker_that_could_not_apply_the_weights_it_joined_with(rejoining: Mod
     assert [scheme.worker_versions for scheme in rejoining.schemes] == [{0: 1, 1: 1}] * 2
 
 
-@pytest.mark.parametrize("step", ["stage", "handle", "commit", "tell"])
+@pytest.mark.parametrize("step", ["stage", "handle", "commit", "broadcast"])
 def test_a_step_after_an_interrupted_one(
     step: str, rejoining: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,7 +231,7 @@ def test_a_step_after_an_interrupted_one(
         "stage": (sender._delivery, "update"),
         "handle": (sender_side, "SendHandle"),
         "commit": (sender._groups.all()[0], "commit"),
-        "tell": (sender._delivery, "tell"),
+        "broadcast": (sender._delivery, "broadcast"),
     }[step]
     before = getattr(owner, name)
 

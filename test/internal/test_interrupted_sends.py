@@ -166,7 +166,7 @@ def test_a_frame_that_may_be_cut_in_two(pair: Pair, monkeypatch: pytest.MonkeyPa
     connections = worker.connections
     interrupt_once(monkeypatch, SharedMemTransport, "send_chunk", after=False)
     with pytest.raises(KeyboardInterrupt):
-        sender_of(scheme)._delivery.tell([worker], WeightChunk(Kind.ABORT, {"version": 5}))
+        sender_of(scheme)._delivery.broadcast([worker], WeightChunk(Kind.ABORT, {"version": 5}))
     wait_until(lambda: worker.connections > connections)
     send_again(scheme)
     assert torch.equal(model.weight, target.weight)

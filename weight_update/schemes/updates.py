@@ -119,7 +119,7 @@ class SchemeUpdates(SchemeLifecycle):
     def tell_observers(self, handle: SendHandle) -> None:
         """Tell the observers of an update once it is settled, on the rank that serves workers."""
         if self._observers.functions and isinstance(sender := self._sender, Sender):
-            sender.follow(handle.report, handle.workers)
+            sender.tell_observers(handle.report, handle.workers)
 
     def continue_from(self, version: int) -> None:
         """Number versions from ``version`` on, as after a restart from a checkpoint.

@@ -136,7 +136,7 @@ class Delivery:
             self.lose(worker, _as_exception(error), connection)
             raise
 
-    def tell(self, states: Iterable[WorkerState], chunk: WeightChunk) -> None:
+    def broadcast(self, states: Iterable[WorkerState], chunk: WeightChunk) -> None:
         """Write one frame to each worker that is connected; a worker for which that fails is lost."""
         for worker in states:
             if worker.joined:

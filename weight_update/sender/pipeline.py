@@ -236,7 +236,7 @@ class Pipeline:
                     worker.failures[self.step.version] = failure
                 worker.set_update("inflight", None)
                 worker.leave_window(reading=worker.may_read)
-            self._delivery.post(worker, partial(self._delivery.tell, [worker], abort))
+            self._delivery.post(worker, partial(self._delivery.broadcast, [worker], abort))
 
 
 def _by_commit(

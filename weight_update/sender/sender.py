@@ -236,7 +236,7 @@ class Sender(Outcomes):
                 self.abort(report.version, list(weights))
             raise
 
-    def follow(self, report: SyncReport, workers: Sequence[int]) -> None:
+    def tell_observers(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""
         self.table.tell(ObservedUpdate(self, report, workers).settle)
 
@@ -320,7 +320,7 @@ class Sender(Outcomes):
         states = self.table.known(workers)
         with self.table.lock:
             told = [one for one in states if one.inflight is not None and one.inflight.version == version]
-        self._delivery.tell(told, WeightChunk(Kind.COMMIT, {"version": version}))
+        self._delivery.broadcast(told, WeightChunk(Kind.COMMIT, {"version": version}))
         self._delivery.update(*(worker for worker in states if worker not in told))
 
     def abort(self, version: int, workers: Iterable[int]) -> None:
@@ -337,7 +337,7 @@ class Sender(Outcomes):
                 if worker.inflight is not None and worker.inflight.version == version:
                     worker.set_update("inflight", None)  # first: frames not sent yet are then not sent at all
             self.table.changed.notify_all()
-        self._delivery.tell(states, WeightChunk(Kind.ABORT, {"version": version}))
+        self._delivery.broadcast(states, WeightChunk(Kind.ABORT, {"version": version}))
 
     # -- end ---------------------------------------------------------------------------------------
 
@@ -358,7 +358,7 @@ class Sender(Outcomes):
         """Wait until workers have copied their weights out of memory that ends with this process."""
         joined = [worker for worker in self.table if worker.joined]
         borrowers = [one for one in joined if one.link.capabilities.payloads_die_with_sender]
-        self._delivery.tell(borrowers, WeightChunk(Kind.GOODBYE, {}))
+        self._delivery.broadcast(borrowers, WeightChunk(Kind.GOODBYE, {}))
         with self.table.lock:
             self.table.changed.wait_for(lambda: not any(one.joined for one in borrowers), _PARTING_SECONDS)
 
@@ -368,7 +368,7 @@ class Sender(Outcomes):
                 self.table.changed.wait_for(lambda: not any(one.writing for one in self.table), self.timeout)
             finally:
                 self.table.closed = True
-        self._delivery.tell(self.table, WeightChunk(Kind.GOODBYE, {}))
+        self._delivery.broadcast(self.table, WeightChunk(Kind.GOODBYE, {}))
 
     def _close_links(self) -> None:
         with ExitStack() as rest:
