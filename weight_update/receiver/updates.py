@@ -35,7 +35,7 @@ from weight_update.wire.frames import Kind, WeightChunk, require_chunk
 _log = logging.getLogger(__name__)
 _PARTING_SECONDS = 3.0
 _NO_MEMORY = "no memory to receive"
-_SHORTAGES = ("can't allocate memory", "can't start new thread", _NO_MEMORY)  # texts of errors
+_MEMORY_ERRORS = ("can't allocate memory", "can't start new thread", _NO_MEMORY)  # texts of errors
 
 
 class UpdateHandler:
@@ -303,7 +303,7 @@ def as_memory_error(error: Exception) -> Exception:
     if isinstance(error, NotEnoughMemoryError):
         return error
     short = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        text in str(error) for text in _SHORTAGES
+        text in str(error) for text in _MEMORY_ERRORS
     )
     if not short and getattr(error, "errno", None) != errno.ENOMEM:
         return error

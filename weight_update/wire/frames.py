@@ -140,7 +140,7 @@ class WeightChunk:
         return 0 if self.payload is None else self.payload.numel()
 
     def shows(self, token: str) -> bool:
-        """Whether this HELLO carries ``token``; the comparison takes constant time."""
+        """Return whether this HELLO carries ``token``; the comparison takes constant time."""
         shown = self.header["token"].encode(errors="surrogatepass")
         return hmac.compare_digest(shown, token.encode())
 

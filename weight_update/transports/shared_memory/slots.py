@@ -98,7 +98,7 @@ class SharedBuffer(SharedSlot):
         size = aligned(nbytes, _PAGE) + 1
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         with _naming_limits(f"a shared slot of {size / 1e6:.1f} MB"):
-            writable = _anonymous_file(key, size, directory)
+            writable = _allocated_file(key, size, directory)
             try:
                 self._map: mmap.mmap | None = mmap.mmap(writable, size, flags=flags)
                 if directory is None:
@@ -140,7 +140,7 @@ def anonymous_name(key: str) -> str:
     return f"weight_update-{key}"
 
 
-def _anonymous_file(key: str, size: int, directory: str | None) -> int:
+def _allocated_file(key: str, size: int, directory: str | None) -> int:
     if directory is None and not hasattr(os, "memfd_create"):
         raise TransportError(
             "shared memory slots need Linux (memfd_create); use the memory or a network transport here"
