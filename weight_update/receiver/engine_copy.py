@@ -35,7 +35,7 @@ class EngineCopy(OwnCopy):
         self.apply(update.deltas, update.version)
         self._version = None  # until the engine has it, too
         if _takes_changes(target):
-            changes = changes_of(update.deltas, self.schema, self.values)
+            changes = _changes_of(update.deltas, self.schema, self.values)
             self._changes = [*changes, *self._needed_with(changes, target)]
         update.deltas = []
 
@@ -114,7 +114,7 @@ def _takes_changes(target: Target) -> TypeGuard[EngineTarget]:
     return isinstance(target, EngineTarget) and target.loads_changes
 
 
-def changes_of(
+def _changes_of(
     deltas: Sequence[Delta], schema: WeightSchema, values: Sequence[torch.Tensor]
 ) -> list[WeightChange]:
     """Return what ``deltas`` changed; ``values`` has the new value of each schema entry, on the CPU."""

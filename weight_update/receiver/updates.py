@@ -96,7 +96,7 @@ class UpdateHandler:
             TransportError, FormatError: as :meth:`handle`.
         """
         if chunk is None:
-            self.release_leftovers()
+            self._release_leftovers()
             return True
         if chunk.kind is Kind.GOODBYE:
             return False
@@ -165,7 +165,7 @@ class UpdateHandler:
             if chunk.payload is not None:
                 self._link.release(chunk.payload)
             return
-        self.release_leftovers()
+        self._release_leftovers()
         update = self.staging.take(chunk)
         if update is None:
             self._answer(Kind.TAKEN, {"version": header["version"], "index": header["index"]})
@@ -219,7 +219,7 @@ class UpdateHandler:
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def release_leftovers(self) -> None:
+    def _release_leftovers(self) -> None:
         """Release the memory of the last update; not at once, while other workers still need a core."""
         for payload in self.leftovers:
             self._link.release(payload)

@@ -54,7 +54,7 @@ class MemoryTrainer(StoringTrainer):
         return replace(transfer.report, version=version, apply_seconds={}, stall_seconds={})
 
 
-class HeldVersion(NamedTuple):
+class _HeldVersion(NamedTuple):
     """The weights of one version, and the trainer step at which they were made."""
 
     version: int
@@ -70,7 +70,7 @@ class MemoryService(Service):
     def __init__(self, plan: SyncPlan, strategy: WeightStrategy, **options: Any) -> None:
         super().__init__(plan, **options)
         self._strategy = _passing_on(strategy)
-        self._newest: HeldVersion | None = None
+        self._newest: _HeldVersion | None = None
         self._subscriber: Subscriber | None = None  # of the trainer
         self._publisher: Publisher | None = None  # for explorers; there are weights then
         self._published_from: Subscriber | None = None  # the link whose weights the publisher is known to fit
@@ -119,7 +119,7 @@ class MemoryService(Service):
         with self._taking:
             if self._subscriber is None:
                 raise LinkClosedError("the synchronizer has no link to the trainer")
-            self._newest = HeldVersion(version, step, self._subscriber.scheme.weights)
+            self._newest = _HeldVersion(version, step, self._subscriber.scheme.weights)
             if self._published_from is not self._subscriber:
                 self._make_publisher(self._newest)
                 self._published_from = self._subscriber
@@ -133,7 +133,7 @@ class MemoryService(Service):
                 self._send_to_waiting(spread=True)
         return {"version": version}
 
-    def _make_publisher(self, newest: HeldVersion) -> None:
+    def _make_publisher(self, newest: _HeldVersion) -> None:
         """Make a publisher, unless the present one fits the weights of the trainer, perhaps a new one."""
         schema = self._strategy.named(newest.weights).schema()
         if self._publisher is not None and schema == self._schema:

@@ -47,7 +47,7 @@ _TRIES, _RETRY_SECONDS = 10, 0.02
 _FLUSH_SECONDS = 5.0
 
 
-class ReaderLock:
+class _ReaderLock:
     """The right to read a queue, which one process holds until it closes the lock or ends.
 
     A process of another user that holds the random name does not read the queue, and is ignored.
@@ -136,7 +136,7 @@ class MPTransport(TransportBackend):
         name: str | None = None,
     ) -> None:
         self._end, self._name = end, name
-        self._reader_lock: ReaderLock | None = None
+        self._reader_lock: _ReaderLock | None = None
         self._took_over = False
         self._outbox, self._inbox = weight_queue, ack_queue
         if end == "receiver":
@@ -238,7 +238,7 @@ class MPTransport(TransportBackend):
         """
         if not self._took_over:  # later, a thread of this process may hold a lock
             if self._name is not None:
-                self._reader_lock = ReaderLock(self._name)
+                self._reader_lock = _ReaderLock(self._name)
             self._take_over_queues()
             self._took_over = True
         if self._find_goodbye(0.0)[0] is not None:

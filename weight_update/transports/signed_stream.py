@@ -141,7 +141,7 @@ def dial(address: str, port: int, deadline: float | None) -> SocketStream:
             left = seconds_left(deadline)
             sock.settimeout(None if left is None else left / (len(found) - tried))
             sock.connect(where)
-            set_tcp_options(sock)
+            _set_tcp_options(sock)
         except OSError:
             sock.close()
             if tried + 1 == len(found):
@@ -151,7 +151,7 @@ def dial(address: str, port: int, deadline: float | None) -> SocketStream:
     raise OSError("the name has no address")
 
 
-def set_tcp_options(sock: socket.socket) -> None:
+def _set_tcp_options(sock: socket.socket) -> None:
     """Send small messages at once, and end the connection when the other machine vanishes."""
     pause = max(_VANISHED_SECONDS // _PROBES, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -177,5 +177,5 @@ def listen(address: str, port: int = 0) -> socket.socket:
             f"cannot listen on {address}:{port} ({reason}); give address= of a network interface "
             "of this machine, and a free port=, or 0 for any",
         ) from None
-    set_tcp_options(sock)  # and all that it accepts
+    _set_tcp_options(sock)  # and all that it accepts
     return sock

@@ -135,7 +135,7 @@ def slot_of(payload: torch.Tensor) -> SharedSlot:
     return slot
 
 
-def anonymous_name(key: str) -> str:
+def _anonymous_name(key: str) -> str:
     """Return the name that ``/proc/<pid>/fd`` shows for a slot in anonymous memory."""
     return f"weight_update-{key}"
 
@@ -152,7 +152,7 @@ def _allocated_file(key: str, size: int, directory: str | None) -> int:
             "available to this process; free memory, or raise the container's memory limit"
         )
     if directory is None:
-        fd = os.memfd_create(anonymous_name(key), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create(_anonymous_name(key), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:  # O_EXCL: no process can give it a name
         fd = _nameless_file(directory)
     with undo_on_error(functools.partial(os.close, fd)):
@@ -443,7 +443,7 @@ def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> Slot
     except OSError as error:
         raise LinkClosedError(f"the sender's slot {key} cannot be opened: {error}") from None
     try:
-        if directory is None and anonymous_name(key) not in os.readlink(f"/proc/self/fd/{opened}"):
+        if directory is None and _anonymous_name(key) not in os.readlink(f"/proc/self/fd/{opened}"):
             raise LinkClosedError(f"the sender has released the slot {key}")
         return HostSlotMapping(opened)
     finally:
