@@ -307,9 +307,9 @@ class Sender(Outcomes):
                 schema = WeightSchema(tuple(needed), schema.nbytes)
             named.require_agreed(schema, more=self._strategy.partial)
 
-    def whole_weights(self, weights: Mapping[int, NamedWeights]) -> NamedWeights | None:
-        """Return the whole weights of one worker; None on a rank of a sharded trainer that does not lead."""
-        return next(iter(weights.values()))
+    def whole_weights(self, weights: Mapping[int, NamedWeights]) -> NamedWeights:
+        """Return the weights of one worker after gathering and conversion."""
+        return next(iter(weights.values())).converted()
 
     def commit(self, version: int, workers: Iterable[int]) -> None:
         """Have workers apply the version that they staged."""

@@ -61,9 +61,6 @@ class Leader(Sender):
             result["outcomes"] = [(settled, failures_to_wire(failures)) for settled, failures in found]
         return found
 
-    def whole_weights(self, weights: Mapping[int, NamedWeights]) -> NamedWeights:
-        return next(iter(weights.values())).converted()
-
     def _gathered(
         self, weights: Mapping[int, NamedWeights], send: Callable[[Mapping[int, NamedWeights]], SyncReport]
     ) -> SyncReport:
