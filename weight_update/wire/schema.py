@@ -31,7 +31,7 @@ _DTYPE_NAMES = [
     *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 ]
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES}
 BITS: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype for the bits of an element, by bytes; torch computes with few unsigned ones."""
 
