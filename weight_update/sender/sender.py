@@ -13,7 +13,7 @@ from weight_update.errors import JoinRefusedError
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import BufferPool
 from weight_update.sender.delivery import AnswerThreads, Delivery
-from weight_update.sender.groups.base import Encoded, SendGroup
+from weight_update.sender.groups.base import SendGroup, UpdateFacts
 from weight_update.sender.handle import AnswerReader, Outcomes
 from weight_update.sender.joining import Admission, absent, require_weights, wait_for_none, without_weights
 from weight_update.sender.observed import ObservedUpdate
@@ -262,7 +262,7 @@ class Sender(Outcomes):
         # an update that may be aborted does not unite groups
         parts = self._groups.partition(weights, apart=not commit)
         groups: list[SendGroup] = []
-        staged: list[Encoded] = []
+        facts: list[UpdateFacts] = []
         try:
             for states in parts:
                 self._groups.await_room(self.timeout)
@@ -270,7 +270,7 @@ class Sender(Outcomes):
                 groups.append(self._groups.group_for(states))
                 step = Step.of(self._number, named.extra, group_commit)
                 bases = [worker.has for worker in states if worker.has is not None]
-                staged.append(groups[-1].stage(step, named, bases))
+                facts.append(groups[-1].stage(step, named, bases))
         except BaseException:
             for group in groups:
                 group.discard()
@@ -282,7 +282,7 @@ class Sender(Outcomes):
             if commit:
                 group.commit()
         if groups:  # else no worker has joined, and forked ones still hold the memory that would be freed
-            _enter(report, groups, staged)
+            _enter(report, groups, facts)
             self._pool.trim(max(group.whole_bytes for group in groups))
         else:
             report.encoding = self._first_label
@@ -389,11 +389,11 @@ class Sender(Outcomes):
         self._pool.close()
 
 
-def _enter(report: SyncReport, groups: list[SendGroup], staged: list[Encoded]) -> None:
-    """Enter the facts about the staged updates into ``report``."""
-    total = sum(one.difference.total for one in staged)
+def _enter(report: SyncReport, groups: list[SendGroup], facts: list[UpdateFacts]) -> None:
+    """Enter facts about the staged updates into ``report``."""
+    total = sum(one.difference.total for one in facts)
     report.dense_bytes = sum(group.schema.dense_bytes for group in groups)
-    report.encoding = "+".join(sorted({one.encoding for one in staged}))
-    report.compression = "+".join(sorted({one.compression for one in staged} - {""}))
-    changed = sum(one.difference.changed for one in staged)
+    report.encoding = "+".join(sorted({one.encoding for one in facts}))
+    report.compression = "+".join(sorted({one.compression for one in facts} - {""}))
+    changed = sum(one.difference.changed for one in facts)
     report.changed_fraction = changed / total if total else 0.0

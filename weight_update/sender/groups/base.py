@@ -18,7 +18,7 @@ from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.schema import WeightSchema
 
 
-class Encoded(NamedTuple):
+class UpdateFacts(NamedTuple):
     """Facts about a staged update, for reports: labels, and the numbers of elements sent and of all."""
 
     encoding: str
@@ -73,7 +73,7 @@ class SendGroup(ABC):
         self.whole_encoding = whole
         self._borrowing, self._lock = pool.borrowing, pool.lock
         everything = Difference(schema.elements, schema.elements)
-        self._encoded_whole = Encoded(whole.label, whole.compressed_with, everything)
+        self._whole_facts = UpdateFacts(whole.label, whole.compressed_with, everything)
 
     @property
     def version(self) -> int | None:
@@ -104,7 +104,7 @@ class SendGroup(ABC):
         return {"keep": False, "version": self.version, "digests": None}
 
     @abstractmethod
-    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> Encoded:
+    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateFacts:
         """Encode an update. One thread at a time calls this, :meth:`commit` or :meth:`discard`.
 
         ``bases`` are the weights that the workers of this group have now, as far as they are known.
@@ -176,10 +176,10 @@ class FullGroup(SendGroup):
     def _staged_for(self, has: VersionId | None) -> Staged | None:
         return self._staged if has is not None or self.version_id is None else None
 
-    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> Encoded:
+    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateFacts:
         update = self._encode_whole(step, self.encoder, named.in_order(self.schema.names))
         self._put(Staged(update.version_id, step, update.slots, update))
-        return self._encoded_whole
+        return self._whole_facts
 
     def commit(self) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ import torch
 from weight_update.encodings import DeltaEncoding, Lend, Tracker
 from weight_update.errors import undo_on_error
 from weight_update.sender.buffers import BufferPool, EncodedUpdate, Slot, VersionId, give_back
-from weight_update.sender.groups.base import Encoded, SendGroup, Staged
+from weight_update.sender.groups.base import SendGroup, Staged, UpdateFacts
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.memory import digest
@@ -62,7 +62,7 @@ class DeltaGroup(SendGroup):
         with self._remembering:
             return {"keep": True, "version": self.version, "digests": self._digests_to_tell()}
 
-    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> Encoded:
+    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateFacts:
         tensors = named.tensors
         difference: Any = None  # of the tracker's own type
         if self.version is None:
@@ -75,10 +75,10 @@ class DeltaGroup(SendGroup):
             # for a worker that no known change can bring there; names that updates do not carry are known
             whole = self._encode_whole(step, self.whole_encoding.encoder(self.schema), self._updated(tensors))
             self._put(Staged(whole.version_id, step, whole.slots, whole, difference))
-            return self._encoded_whole
+            return self._whole_facts
         if (base := self.version) is None:
             self._put(Staged(VersionId(step.version), step, []))
-            return self._encoded_whole
+            return self._whole_facts
         payload, mostly_new = None, difference.changed > _NOT_WORTH * self.schema.elements
         if step.commit:  # else a patch is sent in any case
             self._count(mostly_new)
@@ -91,7 +91,7 @@ class DeltaGroup(SendGroup):
             payload, slots = None, []
         self._put(Staged(VersionId(step.version), step, slots, None, difference, payload))
         used = self.whole_encoding if payload is None else self._encoding
-        return Encoded(used.label, used.compressed_with, difference)
+        return UpdateFacts(used.label, used.compressed_with, difference)
 
     def _begin(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Remember these weights, for the first time or after an error of the tracker."""
