@@ -45,7 +45,7 @@ from weight_update.testing.models import Zoo, fingerprint
 from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import start_workers
 from weight_update.transports.object_store import publisher
-from weight_update.transports.object_store.manifest import Manifest
+from weight_update.transports.object_store.manifest import StoreManifest
 
 Scheme = ObjectStoreWeightSyncScheme
 TOKEN = "secret"
@@ -350,7 +350,7 @@ def test_a_worker_that_joined_again_and_could_not_apply_lives_on(ends: Ends, url
         ends.sender(source, strategy="state_dict")
         wait_until(lambda: begin.call_count > 0)
         signed = manifest.read_bytes()
-        manifest.write_bytes(Manifest.decode(signed, TOKEN).encode("other"))
+        manifest.write_bytes(StoreManifest.decode(signed, TOKEN).encode("other"))
         time.sleep(1.0)
     manifest.write_bytes(signed)
     weights = source.state_dict().items()
@@ -518,7 +518,7 @@ def test_a_damaged_manifest(ends: Ends, url: str, rubbish: bytes) -> None:
 )
 def test_a_signed_manifest_is_checked_too(ends: Ends, url: str, fields: dict[str, Any]) -> None:
     ends.sender(mlp(1))
-    whole = Manifest.decode((Path(url) / "latest.json").read_bytes(), TOKEN)
+    whole = StoreManifest.decode((Path(url) / "latest.json").read_bytes(), TOKEN)
     broken = copy.copy(whole)
     for name, value in fields.items():
         object.__setattr__(broken, name, value)
@@ -683,7 +683,7 @@ def test_a_late_write_replaces_no_newer_manifest(
     wait_until(lambda: sender.version == 1)
     assert sender.send().version == 2
     time.sleep(1.0)
-    assert Manifest.decode((Path(url) / "latest.json").read_bytes(), TOKEN).newest == 2
+    assert StoreManifest.decode((Path(url) / "latest.json").read_bytes(), TOKEN).newest == 2
 
 
 def test_requests_that_never_end_are_few(ends: Ends, url: str, faults: Faults) -> None:

@@ -67,7 +67,7 @@ class StoredVersion:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class StoreManifest:
     """The versions that readers can get.
 
     Attributes:
@@ -93,7 +93,7 @@ class Manifest:
         return json.dumps({"format": _FORMAT, "hmac": _sign(text, token), "manifest": text}).encode()
 
     @classmethod
-    def decode(cls, raw: bytes, token: str) -> Manifest:
+    def decode(cls, raw: bytes, token: str) -> StoreManifest:
         """Read what :meth:`encode` wrote.
 
         Raises:
@@ -123,9 +123,9 @@ def _sign(text: str, token: str) -> str:
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
-def read_manifest(store: ObjectStore, token: str, timeout: float | None) -> Manifest | None:
+def read_manifest(store: ObjectStore, token: str, timeout: float | None) -> StoreManifest | None:
     """Return the manifest, or None if nothing was published yet; raise as ``read`` and ``decode``."""
     try:
-        return Manifest.decode(store.read(MANIFEST_NAME, 0, _MAX_BYTES, timeout), token)
+        return StoreManifest.decode(store.read(MANIFEST_NAME, 0, _MAX_BYTES, timeout), token)
     except FileNotFoundError:
         return None

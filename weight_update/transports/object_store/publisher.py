@@ -18,9 +18,9 @@ from weight_update.transports.base import Allocate, Capabilities, TransportBacke
 from weight_update.transports.object_store.manifest import (
     FRAME_NAME,
     MANIFEST_NAME,
-    Manifest,
     StoredFrame,
     StoredVersion,
+    StoreManifest,
     read_manifest,
 )
 from weight_update.transports.object_store.store import ObjectStore
@@ -174,7 +174,7 @@ class ObjectStorePublisher(TransportBackend):
         chain = (*(() if self._is_whole else self._chain), StoredVersion(version, tuple(self._frames)))
         assert self._welcome is not None
         self._written += 1
-        manifest = Manifest(self._run, self._written, self._welcome, chain)
+        manifest = StoreManifest(self._run, self._written, self._welcome, chain)
         draft = self._name_of("manifest")
         self._store.replace(MANIFEST_NAME, manifest.encode(self._token), draft, seconds_left(deadline))
         self._pause = 0.0

@@ -22,7 +22,12 @@ from weight_update.errors import (
 )
 from weight_update.text import brief
 from weight_update.transports.base import Allocate, TransportBackend
-from weight_update.transports.object_store.manifest import Manifest, StoredFrame, StoredVersion, read_manifest
+from weight_update.transports.object_store.manifest import (
+    StoredFrame,
+    StoredVersion,
+    StoreManifest,
+    read_manifest,
+)
 from weight_update.transports.object_store.store import ObjectStore
 from weight_update.transports.socket_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk, fresh_bytes, payloads_of
@@ -169,7 +174,7 @@ class ObjectStoreReader(TransportBackend):
             return iter(())
         return self._chunks_of(manifest, known)
 
-    def _chunks_of(self, manifest: Manifest, known: list[tuple[str, int]]) -> Iterator[WeightChunk]:
+    def _chunks_of(self, manifest: StoreManifest, known: list[tuple[str, int]]) -> Iterator[WeightChunk]:
         if self._hello is not None:
             welcome = self._load(manifest.welcome)
             schema = WeightSchema.from_header(welcome.header["schema"])
