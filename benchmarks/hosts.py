@@ -24,7 +24,7 @@ from benchmarks.report import Cell, Figure, Table, chosen, machine, ratio, say, 
 from benchmarks.targets import Target, target, targets_table
 from benchmarks.trainers import COPY, Case, rival, trainers
 from weight_update import SyncReport
-from weight_update.transports.distributed.checksum import Checksum
+from weight_update.transports.distributed.checksum import Checksum, joint_hex
 from weight_update.transports.distributed.relay.payload_stream import pieces_of
 
 QUICK = "1 MB, 2 turns; 4 MB over shaped links"
@@ -126,7 +126,7 @@ def _checksum_seconds(megabytes: float, turns: int) -> Figure:
         total = Checksum()
         for piece in pieces_of(payload):
             total.add(piece)
-        total.hex()
+        joint_hex([total])
         seconds.append(time.perf_counter() - start)
     return Figure(tuple(seconds[1:]))
 

@@ -11,7 +11,7 @@ from stream_parts import signed_pair
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError
 from weight_update.testing.chunks import assert_same, in_background
 from weight_update.transports.base import Allocate
-from weight_update.transports.distributed.checksum import Checksum
+from weight_update.transports.distributed.checksum import Checksum, joint_hex
 from weight_update.transports.distributed.connection import FOLLOWS, Connection, WorkerConnection
 from weight_update.transports.distributed.relay.payload_stream import PIECE, PayloadStream
 from weight_update.transports.shared_memory.slots import SlotTable
@@ -98,7 +98,7 @@ def test_a_payload_that_was_changed_on_the_way(ends: Ends, monkeypatch: pytest.M
         send(self, other, patience)
         total = Checksum()
         total.add(payload)
-        return total.hex()
+        return joint_hex([total])
 
     monkeypatch.setattr(PayloadStream, "send_payload", send_another)
     with pytest.raises(FormatError, match="the payload's checksum is wrong"):

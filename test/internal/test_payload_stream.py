@@ -22,7 +22,7 @@ from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.testing.chunks import in_background
 from weight_update.testing.processes import eventually
 from weight_update.transports.distributed import transfer
-from weight_update.transports.distributed.checksum import BLOCK, Checksum
+from weight_update.transports.distributed.checksum import BLOCK, Checksum, joint_hex
 from weight_update.transports.distributed.relay import nccl, payload_stream
 from weight_update.transports.distributed.relay.payload_stream import (
     PIECE,
@@ -116,7 +116,7 @@ def test_a_payload_arrives_whole_between_messages(several: Pair, size: int) -> N
     assert receiver.signed.receive_json(LONG) == {"after": size}
     sending.join()
     assert torch.equal(into, payload)
-    assert sums == [total] == [expected.hex()]
+    assert sums == [total] == [joint_hex([expected])]
 
 
 def test_blocks_travel_over_all_connections(compiled: bool) -> None:
@@ -226,7 +226,7 @@ def test_sums_are_those_of_the_bytes_that_arrived(pair: Pair, size: int) -> None
     for piece in pieces_of(payload):
         expected.add(piece)
     assert torch.equal(into, payload)
-    assert sums == [expected.hex()]
+    assert sums == [joint_hex([expected])]
 
 
 def test_an_end_that_sends_a_byte_now_and_then(pair: Pair) -> None:

@@ -55,10 +55,6 @@ class Checksum:
         if self._filled == BLOCK:
             self._end_block()
 
-    def hex(self) -> str:
-        """Return the digest of all blocks; nothing can be added after it."""
-        return joint_hex([self])
-
     def blocks(self) -> list[bytes]:
         """Return the sums of each block; nothing can be added after it."""
         if self._filled:
