@@ -184,8 +184,7 @@ class FullGroup(SendGroup):
     def commit(self) -> None:
         with self._lock:
             staged = self._staged
-            if staged is None or staged.whole is None:
-                self._staged = None
+            if staged is None or staged.whole is None:  # the group was closed meanwhile
                 return
             update = staged.whole
             if not staged.step.commit:
