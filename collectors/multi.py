@@ -171,10 +171,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             self._versions.restore(int(version))
 
     def _setup_multi_policy_version_tracking(self, track_policy_version: Any) -> None:
-        if track_policy_version is True and writes_version(self.policy):
-            track_policy_version = False
         if track_policy_version is True:
-            self.policy_version_tracker = FrameVersion()
+            self.policy_version_tracker = None if writes_version(self.policy) else FrameVersion()
         else:
             super()._setup_multi_policy_version_tracking(track_policy_version)
 
