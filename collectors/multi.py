@@ -103,19 +103,20 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         self._relayed: Any = None
         updater = make_updater(weight_updater, weight_sync_schemes, policy)
         by_scheme = isinstance(updater, SchemeUpdater)
-        has_weights = isinstance(policy, nn.Module) or (by_scheme and options.get("policy_factory"))
+        has_weights = isinstance(policy, nn.Module) or (by_scheme and factory)
         if not weight_sync_schemes and (updater is None or by_scheme) and has_weights:
             weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()}
-        self._adopt(weight_sync_schemes or {})
+        schemes = weight_sync_schemes or {}
+        self._adopt(schemes)
         self._weight_sync_schemes = weight_sync_schemes
-        self._versions = VersionSource(policy_scheme(weight_sync_schemes or {}))
+        self._versions = VersionSource(policy_scheme(schemes))
         weights: bytes | None = None
-        if _needs_first_weights(policy, weight_sync_schemes or {}) and not options.get("policy_factory"):
+        if _needs_first_weights(policy, schemes) and not factory:
             # TorchRL would send the policy without weights, and keep only its action in batches.
             weights = cloudpickle.dumps(policy)
             options["policy_factory"] = partial(cloudpickle.loads, weights)
         if options.get("cudagraph_policy") or _captures(options.get("compile_policy")):
-            for scheme in (weight_sync_schemes or {}).values():
+            for scheme in schemes.values():
                 scheme.stable_addresses = True
         super().__init__(
             create_env_fn,
