@@ -184,7 +184,7 @@ class Nodes:
         self._await_end(workers)
         self.require_alive()
 
-    def errors(self, failing: Iterable[int] = ()) -> str:
+    def errors(self, failing: Iterable[int]) -> str:
         """Return the tracebacks of failed workers; wait a moment for the workers ``failing`` to end."""
         self._await_end(failing)
         failed = []

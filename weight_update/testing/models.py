@@ -119,11 +119,11 @@ class Brittle(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers that all hold one number; its forward pass reads every one and takes its time."""
+    """Twelve layers that all hold one number; its forward pass reads every one and takes its time."""
 
-    def __init__(self, value: float = 0.0, layers: int = 12) -> None:
+    def __init__(self, value: float) -> None:
         super().__init__()
-        self.layers = nn.ParameterList([nn.Parameter(torch.full((64,), value)) for _ in range(layers)])
+        self.layers = nn.ParameterList([nn.Parameter(torch.full((64,), value)) for _ in range(12)])
 
     def forward(self, pause: float) -> list[float]:
         """Return the numbers seen, layer by layer."""
