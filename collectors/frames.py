@@ -269,7 +269,7 @@ class BatchQueue(Substitute):
         self._original.close()
 
     def lost_all(self, workers: Iterable[int]) -> bool:
-        """Whether all these workers are lost; waits for workers that are ending."""
+        """Return whether all these workers are lost; wait for workers that are ending."""
         wanted = set(workers)
         await_all([one for idx, one in self._left() if idx in wanted], _GONE_SECONDS)
         self.look()
@@ -417,7 +417,7 @@ class WorkerProcess(Substitute):
         return not self._seen
 
     def is_alive(self) -> bool:
-        """Whether the process is alive, or was when TorchRL has just read ``_closed``."""
+        """Return whether the process is alive, or was when TorchRL has just read ``_closed``."""
         seen, self._seen = self._seen, None
         return bool(self._original.is_alive()) if seen is None else seen
 

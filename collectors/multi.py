@@ -133,7 +133,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             self.weight_updater = updater
 
     def _goes_on(self, on_worker_lost: str) -> bool:
-        """Whether collection goes on when a worker is lost."""
+        """Return whether collection goes on when a worker is lost."""
         if on_worker_lost not in ("raise", "continue"):
             raise ValueError(f'on_worker_lost is "raise" or "continue", not {on_worker_lost!r}')
         if on_worker_lost == "continue" and not isinstance(self, MultiAsyncCollector):
@@ -389,7 +389,7 @@ def _sends_all(strategy: WeightStrategy, policy: nn.Module) -> bool:
 
 
 def _captures(compile_policy: Any) -> bool:
-    """Whether these options of ``torch.compile`` record CUDA graphs, which fix the addresses of weights."""
+    """Return whether these options of ``torch.compile`` record CUDA graphs, which fix the addresses."""
     return isinstance(compile_policy, Mapping) and (
         compile_policy.get("mode") in ("reduce-overhead", "max-autotune")
         or (compile_policy.get("options") or {}).get("triton.cudagraphs", False)

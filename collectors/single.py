@@ -193,7 +193,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         return policy
 
     def _copies_policy(self, model_id: str) -> bool:
-        """Whether the collector runs a copy of the policy if this model has a scheme."""
+        """Return whether the collector runs a copy of the policy if this model has a scheme."""
         return in_policy(model_id)
 
     def _compile_wrapped_policy(self, policy: Any) -> Any:

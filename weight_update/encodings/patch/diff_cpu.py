@@ -252,6 +252,6 @@ def _row(new: int, old: int, width: int, start: int, nbytes: int, most: int) -> 
 
 
 def _readable(part: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the memory of ``part`` holds its elements as the snapshot does, aligned to words."""
+    """Return whether the memory of ``part`` holds its elements as the snapshot does, aligned to words."""
     lazy = part.is_conj() or part.is_neg()
     return part.dtype is dtype and part.is_cpu and part.data_ptr() % 8 == 0 and not lazy
