@@ -37,7 +37,7 @@ LARGE = 64 << 10
 DENSE_ABOVE = 0.5
 """Fraction of changed elements above which a whole tile is replaced."""
 
-LITTLE = 16 << 20
+_LITTLE = 16 << 20
 """Bytes below which one thread is faster than two."""
 
 
@@ -66,7 +66,7 @@ class Scanner:
         threads: int | None = None,
     ) -> None:
         if threads is None:
-            threads = torch.get_num_threads() if schema.nbytes >= LITTLE else 1
+            threads = torch.get_num_threads() if schema.nbytes >= _LITTLE else 1
         self._schema, self._relative = schema, relative
         self._tiles = list(cut(schema, tracked, TILE, LARGE))
         self._total = sum(tile.elements for tile in self._tiles)
