@@ -85,8 +85,9 @@ def measure_bytes(update: Update) -> Sizes:
         compression = resolve_compression(label)
         sizes.found["dense", label] = pack(compression, whole)[1].numel()
         for layout in LAYOUTS:
-            options = encoding(layout, label).options
-            payload = encode_patch(found[options.values].changes, schema, 0, 1, options, allocate)
+            chosen = encoding(layout, label)
+            changes = found[chosen.values].changes
+            payload = encode_patch(changes, schema, 0, 1, chosen.options, allocate)
             sizes.found[layout, label] = payload.numel()
         if label in ("none", "lz4"):  # RLinf has no other
             for rival, delta in _RIVALS.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from collectors.signatures import torchrl_base, with_options
 from collectors.torchrl_names import (
     CollectorMeta,
     contextual_backend_error,
@@ -20,15 +21,7 @@ class BackendChoice(CollectorMeta):
     def __signature__(cls) -> inspect.Signature:
         """The parameters of the class, followed by those of TorchRL's class that it passes on."""
         ours: Any = super().__signature__
-        passes_on = [one for one in ours.parameters.values() if one.kind is one.VAR_KEYWORD]
-        if not passes_on:
-            return ours  # type: ignore[no-any-return]
-        own = {name: one for name, one in ours.parameters.items() if one not in passes_on}
-        base = next(one for one in cls.__mro__ if one.__module__.startswith("torchrl."))
-        theirs = inspect.signature(base).parameters
-        return ours.replace(  # type: ignore[no-any-return]
-            parameters=[*own.values(), *(one for name, one in theirs.items() if name not in own)]
-        )
+        return with_options(ours, inspect.signature(torchrl_base(cls)))
 
     def __call__(
         cls,

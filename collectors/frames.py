@@ -156,7 +156,6 @@ class BatchQueue(Substitute):
     Attributes:
         lost: reasons why workers were lost, by worker index.
         buffers: memory of each worker's batches if they come in rounds; None before its first batch.
-        due: workers that were asked for a batch or to pause, and whose answer was not read yet.
         frames_timeout: the argument.
     """
 
@@ -177,7 +176,7 @@ class BatchQueue(Substitute):
         self._in_rounds, self._may_lose = in_rounds, may_lose
         self.frames_timeout: float = frames_timeout
         self._waits = WaitingTimes(frames_timeout)
-        self.due: set[int] = set()
+        self._due: set[int] = set()  # workers that were asked for an item, which was not read yet
         self._kept: deque[Any] = deque()  # batches that settle() has read
         self._unread: set[int] = set()  # lost workers, each of which may have left a batch in the queue
 
@@ -192,7 +191,7 @@ class BatchQueue(Substitute):
 
     def ask(self, worker: int) -> None:
         """Note that a worker is asked for an item of the queue."""
-        self.due.add(worker)
+        self._due.add(worker)
 
     def settle(self, worker: int) -> None:
         """Wait for the batch that a worker was asked for, and keep it for :meth:`get`.
@@ -270,7 +269,7 @@ class BatchQueue(Substitute):
         self._original.close()
 
     def lost_all(self, workers: Iterable[int]) -> bool:
-        """Whether all these workers are lost; waits for workers that are ending."""
+        """Return whether all these workers are lost; wait for workers that are ending."""
         wanted = set(workers)
         await_all([one for idx, one in self._left() if idx in wanted], _GONE_SECONDS)
         self.look()
@@ -289,7 +288,7 @@ class BatchQueue(Substitute):
     @property
     def _missing(self) -> set[int]:
         """Workers whose item is awaited."""
-        return self.due - self.lost.keys()
+        return self._due - self.lost.keys()
 
     def _left(self) -> list[tuple[int, Any]]:
         return [(idx, one) for idx, one in enumerate(self._processes) if idx not in self.lost]
@@ -298,7 +297,7 @@ class BatchQueue(Substitute):
         """Note the arrival of a batch: a worker's index, or a pair that ends with it."""
         idx = batch[1] if isinstance(batch, tuple) else batch
         self._waits.end(idx)
-        self.due.discard(idx)
+        self._due.discard(idx)
         self._unread.discard(idx)
         if self._in_rounds and isinstance(batch, tuple):
             self.buffers[idx] = batch[0]
@@ -418,7 +417,7 @@ class WorkerProcess(Substitute):
         return not self._seen
 
     def is_alive(self) -> bool:
-        """Whether the process is alive, or was when TorchRL has just read ``_closed``."""
+        """Return whether the process is alive, or was when TorchRL has just read ``_closed``."""
         seen, self._seen = self._seen, None
         return bool(self._original.is_alive()) if seen is None else seen
 

@@ -103,19 +103,20 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         self._relayed: Any = None
         updater = make_updater(weight_updater, weight_sync_schemes, policy)
         by_scheme = isinstance(updater, SchemeUpdater)
-        has_weights = isinstance(policy, nn.Module) or (by_scheme and options.get("policy_factory"))
+        has_weights = isinstance(policy, nn.Module) or (by_scheme and factory)
         if not weight_sync_schemes and (updater is None or by_scheme) and has_weights:
             weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()}
-        self._adopt(weight_sync_schemes or {})
+        schemes = weight_sync_schemes or {}
+        self._adopt(schemes)
         self._weight_sync_schemes = weight_sync_schemes
-        self._versions = VersionSource(policy_scheme(weight_sync_schemes or {}))
+        self._versions = VersionSource(policy_scheme(schemes))
         weights: bytes | None = None
-        if _needs_first_weights(policy, weight_sync_schemes or {}) and not options.get("policy_factory"):
+        if _needs_first_weights(policy, schemes) and not factory:
             # TorchRL would send the policy without weights, and keep only its action in batches.
             weights = cloudpickle.dumps(policy)
             options["policy_factory"] = partial(cloudpickle.loads, weights)
         if options.get("cudagraph_policy") or _captures(options.get("compile_policy")):
-            for scheme in (weight_sync_schemes or {}).values():
+            for scheme in schemes.values():
                 scheme.stable_addresses = True
         super().__init__(
             create_env_fn,
@@ -132,7 +133,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             self.weight_updater = updater
 
     def _goes_on(self, on_worker_lost: str) -> bool:
-        """Whether collection goes on when a worker is lost."""
+        """Return whether collection goes on when a worker is lost."""
         if on_worker_lost not in ("raise", "continue"):
             raise ValueError(f'on_worker_lost is "raise" or "continue", not {on_worker_lost!r}')
         if on_worker_lost == "continue" and not isinstance(self, MultiAsyncCollector):
@@ -171,10 +172,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             self._versions.restore(int(version))
 
     def _setup_multi_policy_version_tracking(self, track_policy_version: Any) -> None:
-        if track_policy_version is True and writes_version(self.policy):
-            track_policy_version = False
         if track_policy_version is True:
-            self.policy_version_tracker = FrameVersion()
+            self.policy_version_tracker = None if writes_version(self.policy) else FrameVersion()
         else:
             super()._setup_multi_policy_version_tracking(track_policy_version)
 
@@ -390,7 +389,7 @@ def _sends_all(strategy: WeightStrategy, policy: nn.Module) -> bool:
 
 
 def _captures(compile_policy: Any) -> bool:
-    """Whether these options of ``torch.compile`` record CUDA graphs, which fix the addresses of weights."""
+    """Return whether these options of ``torch.compile`` record CUDA graphs, which fix the addresses."""
     return isinstance(compile_policy, Mapping) and (
         compile_policy.get("mode") in ("reduce-overhead", "max-autotune")
         or (compile_policy.get("options") or {}).get("triton.cudagraphs", False)

@@ -76,7 +76,7 @@ class _Job:
     _next_look: float = 0.0
 
     def alive(self) -> bool:
-        """Whether the job has not ended; looks at a shared file system at most once in a second."""
+        """Return whether the job has not ended; look at a shared file system at most once in a second."""
         if not self._done and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_AT_JOB_SECONDS
             self._done = self.job.done()
@@ -170,7 +170,7 @@ class Nodes:
         done.result()
 
     def alive(self, idx: int) -> bool:
-        """Whether worker ``idx`` is alive; True for a worker that was not started here."""
+        """Return whether worker ``idx`` is alive; True for a worker that was not started here."""
         return idx >= len(self._nodes) or self._nodes[idx].alive()
 
     def require_alive(self) -> None:
@@ -184,7 +184,7 @@ class Nodes:
         self._await_end(workers)
         self.require_alive()
 
-    def errors(self, failing: Iterable[int] = ()) -> str:
+    def errors(self, failing: Iterable[int]) -> str:
         """Return the tracebacks of failed workers; wait a moment for the workers ``failing`` to end."""
         self._await_end(failing)
         failed = []

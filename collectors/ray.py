@@ -17,7 +17,7 @@ from collectors.closing import close_all
 from collectors.frames import FRAMES_TIMEOUT
 from collectors.ray_learner import LearnerSender, hand_over
 from collectors.remote import Remote
-from collectors.requests import Request, real
+from collectors.requests import Request, real, require_workers
 from collectors.versions import KEY
 from weight_update import (
     LifecycleError,
@@ -44,7 +44,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     Arguments that are not listed here are TorchRL's.
 
     Args:
-        create_env_fn: a list, one for each actor.
+        create_env_fn: a list, one for each actor; or one function, with ``num_collectors``.
         collector_class: see :class:`~collectors.remote.Remote`.
         weight_sync_schemes: schemes by model id; None for a :class:`~weight_update.RayWeightSyncScheme` if
             the policy has weights. Actors on other nodes need one with ``address=`` or
@@ -57,6 +57,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
 
     Raises:
         ImportError: Ray is not installed.
+        ValueError: ``create_env_fn`` is an empty list, or one function without ``num_collectors``.
         SyncTimeoutError: actors did not start in time; it names them.
         WorkerError: an actor has died, or could not start. It names the worker. Also raised while iterating.
     """
@@ -70,6 +71,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         self._ended: set[int] = set()  # workers whose receivers have ended; they join before their next batch
         if find_spec("ray") is None:
             raise ImportError('RayCollector needs Ray: pip install "weight-update[ray]"', name="ray")
+        require_workers(create_env_fn, options.get("num_collectors"), "num_collectors")
         given = options["collector_kwargs"]  # TorchRL writes into these
         many = isinstance(given, (list, tuple))
         options["collector_kwargs"] = [dict(one) for one in given] if many else dict(given or {})

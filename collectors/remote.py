@@ -148,9 +148,11 @@ def inner_class(collector_class: Any, num_workers_per_collector: int) -> Any:
     if collector_class is None:
         collector_class = "single" if num_workers_per_collector == 1 else "sync"
     ours = {"single": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
-    if isinstance(collector_class, str) and collector_class not in ours:
+    if not isinstance(collector_class, str):
+        return collector_class
+    if collector_class not in ours:
         raise ValueError(f"collector_class is a class or one of {[*ours]}, not {collector_class!r}")
-    return ours.get(collector_class, collector_class) if isinstance(collector_class, str) else collector_class
+    return ours[collector_class]
 
 
 def inner_options(options: Any, kind: Any, policy: Any, policy_factory: Any) -> Any:

@@ -145,12 +145,12 @@ def require_one_each(name: str, given: Any, create_env_fn: Any, number: int | No
         )
 
 
-def require_workers(create_env_fn: Any, number: int | None) -> None:
-    """Raise ValueError if these arguments ask for no worker."""
+def require_workers(create_env_fn: Any, number: int | None, name: str = "num_workers") -> None:
+    """Raise ValueError if ``create_env_fn`` and ``number``, the argument ``name``, ask for no worker."""
     if not (create_env_fn if isinstance(create_env_fn, Sequence) else number):
         raise ValueError(
             "create_env_fn is a list with a function for each worker, such as [make_env] * 4, or one "
-            f"function with num_workers=4, not {create_env_fn!r:.60}"
+            f"function with {name}=4, not {create_env_fn!r:.60}"
         )
 
 

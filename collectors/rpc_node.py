@@ -26,7 +26,7 @@ def name_of(idx: int) -> str:
 
 
 def was_in_a_world() -> bool:
-    """Whether this process is or was in an RPC world; PyTorch then cannot connect it with new processes."""
+    """Return whether this process is or was in an RPC world; PyTorch allows only one."""
     return bool(_rpc._init_counter)
 
 

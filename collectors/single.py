@@ -90,6 +90,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         self._installed: dict[str, WeightSyncScheme] | None = None  # the receivers it knows of
         self.env: Any
         self._policy_output_keys: Any
+        self.policy_version_tracker: Any
         super().__init__(
             create_env_fn,
             policy,
@@ -167,10 +168,8 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         return self.policy_version_tracker is not None and not self._stamps
 
     def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
-        if track_policy_version is True and writes_version(self._source):
-            track_policy_version = False
         if track_policy_version is True:
-            self.policy_version_tracker = FrameVersion()
+            self.policy_version_tracker = None if writes_version(self._source) else FrameVersion()
         else:
             super()._setup_policy_version_tracking(track_policy_version)
 
@@ -194,7 +193,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         return policy
 
     def _copies_policy(self, model_id: str) -> bool:
-        """Whether the collector runs a copy of the policy if this model has a scheme."""
+        """Return whether the collector runs a copy of the policy if this model has a scheme."""
         return in_policy(model_id)
 
     def _compile_wrapped_policy(self, policy: Any) -> Any:

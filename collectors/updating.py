@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 from collectors.closing import close_all
 from collectors.observing import Observed
 from collectors.requests import Request, group_once, require_ours, require_unused, send
+from collectors.signatures import signature_of
 from weight_update import LifecycleError, SyncReport, WeightSyncScheme
 
 
@@ -100,6 +102,12 @@ class Updating(Observed):
 
 class WithWorkers(Updating):
     """A mixin for collectors whose models are in other processes; it ends these at exit."""
+
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__signature__ = signature_of(cls)  # for help(), where a metaclass or **options hide it
 
     def _adopt(self, schemes: Mapping[str, WeightSyncScheme]) -> None:
         """Check and group the schemes that send to the workers."""

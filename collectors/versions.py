@@ -128,5 +128,5 @@ def policy_scheme(schemes: Mapping[str, WeightSyncScheme]) -> WeightSyncScheme |
 
 
 def writes_version(policy: Any) -> bool:
-    """Whether a policy writes ``"policy_version"`` itself."""
+    """Return whether a policy writes ``"policy_version"`` itself."""
     return KEY in (getattr(policy, "out_keys", None) or ())

@@ -72,6 +72,7 @@ _INTERNAL = [  # classes and aliases that signatures show, but users do not name
 ]
 _OTHERS = [  # of TorchRL's signatures, not qualified there, and two that other manuals have no page for
     "DEVICE_TYPING",
+    "ExporationType",  # misspelled in TorchRL
     "ExplorationType",
     "ReplayBuffer",
     "WeightUpdaterBase",

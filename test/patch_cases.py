@@ -35,7 +35,8 @@ def lend(nbytes: int) -> torch.Tensor:
 def options(
     layout: str = "flat", delta: bool = True, values: str = "raw", codec: str = "none"
 ) -> PatchOptions:
-    return PatchOptions(layout, delta, values, resolve_compression(codec))  # type: ignore[arg-type]
+    compression = resolve_compression(codec)
+    return PatchOptions(layout, delta, values == "relative", compression)  # type: ignore[arg-type]
 
 
 ALL_OPTIONS = [
@@ -64,20 +65,19 @@ class Case:
     new: torch.Tensor
     changes: Changes
 
-    def of_kind(self, values: str) -> Changes:
+    def of_kind(self, relative: bool) -> Changes:
         """Return the changes with the values that a scan finds for this option."""
         sparse = []
         for part in self.changes.sparse:
             before = self.old.view(BITS[part.width])[part.positions]
             bits = part.values + before if part.relative else part.values
-            relative = values == "relative"
             sparse.append(
                 Sparse.of(part.width, part.positions, bits - before if relative else bits, relative)
             )
         return dataclasses.replace(self.changes, sparse=tuple(sparse))
 
     def encode(self, chosen: PatchOptions) -> torch.Tensor:
-        return encode_patch(self.of_kind(chosen.values), self.schema, 6, 7, chosen, lend)
+        return encode_patch(self.of_kind(chosen.relative), self.schema, 6, 7, chosen, lend)
 
     def applied(self, payload: torch.Tensor) -> Patch:
         patch = decode_patch(payload, self.schema)

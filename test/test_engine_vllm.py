@@ -118,16 +118,25 @@ def test_a_server_that_does_not_answer_in_time() -> None:
             server.world_size()
 
 
-def test_an_answer_that_comes_in_small_pieces() -> None:
-    """Each byte comes in time, and the answer does not."""
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b" "),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"0"),
+        (b"HTTP/1.1 200 OK\r\n", b"X-More: 1\r\n"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+)
+def test_an_answer_that_comes_in_small_pieces(begin: bytes, piece: bytes) -> None:
+    """Each piece comes in time, and the answer does not."""
 
     def serve() -> None:
         connection, _ = listening.accept()
         with connection, contextlib.suppress(OSError):
             connection.recv(1 << 16)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            connection.sendall(begin)
             while not ended.wait(0.1):
-                connection.sendall(b" ")
+                connection.sendall(piece)
 
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -44,7 +44,7 @@ def test_arguments_of_another_form_are_refused_before_workers_start(cls):
         make_one([Env], collector_class="parallel")
 
 
-@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector, RayCollector])
 @pytest.mark.parametrize("create_env_fn", [[], Env])
 def test_a_collector_without_workers_is_refused(cls, create_env_fn):
     with pytest.raises(ValueError, match=r"with a function for each worker, .* not (\[\]|<class.*Env)"):

@@ -18,7 +18,9 @@ from collectors import (
     Collector,
     DistributedCollector,
     MultiAsyncCollector,
+    MultiCollector,
     MultiSyncCollector,
+    RayCollector,
     RPCCollector,
     torchrl_names,
 )
@@ -173,6 +175,26 @@ def test_the_signature_lists_the_options_of_torchrl():
         named
     )
     assert named["track_policy_version"].default is True
+
+
+@pytest.mark.parametrize(
+    "cls", [MultiCollector, MultiSyncCollector, DistributedCollector, RPCCollector, RayCollector]
+)
+def test_signatures_of_collectors_with_workers_list_the_options_of_torchrl(cls):
+    class Derived(cls):
+        pass
+
+    class Own(cls):
+        def __init__(self, env, frames):
+            raise NotImplementedError
+
+    for one in (cls, Derived):
+        named = inspect.signature(one).parameters
+        expected = {"create_env_fn", "policy", "frames_timeout", "frames_per_batch", "split_trajs", "device"}
+        assert expected <= set(named)
+        assert "self" not in named
+        assert not {"options", "args", "kwargs"} & set(named)
+    assert [*inspect.signature(Own).parameters] == ["env", "frames"]
 
 
 def test_a_hook_that_torchrl_lost_is_an_import_error():

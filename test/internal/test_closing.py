@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from interpreters import ROOT, run_python
 from pairs import connect_pair, interrupt_once
 from torch import nn
 
@@ -36,6 +37,57 @@ from weight_update.testing.processes import wait_until
 from weight_update.transports.memory import MemoryTransport
 from weight_update.transports.shared_memory.transport import SharedMemListener, SlotStream
 from weight_update.wire.frames import Kind, WeightChunk
+
+INTERRUPTED = """
+import contextlib, multiprocessing, sys
+import pytest
+from pairs import interrupt_once
+from torch import nn
+from weight_update import LinkClosedError, SharedMemWeightSyncScheme
+from weight_update.receiver.receiver import Receiver
+from weight_update.report import WorkerEvent
+from weight_update.sender.sender import Sender
+from weight_update.testing.processes import wait_until
+
+def shut_down_interrupted(scheme, owner):
+    kept.append(scheme)  # until the process ends
+    interrupt_once(pytest.MonkeyPatch(), owner, "close", after=False)
+    with contextlib.suppress(KeyboardInterrupt):
+        scheme.shutdown()
+        print("not interrupted")
+
+def trainer():
+    scheme = SharedMemWeightSyncScheme(timeout=10.0)
+    scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+    to_worker.send(scheme)
+    events = []
+    scheme.add_observer(events.append)
+    scheme.connect()
+    if ending == "trainer":
+        shut_down_interrupted(scheme, Sender)
+    else:
+        wait_until(lambda: any(isinstance(one, WorkerEvent) and one.kind == "left" for one in events))
+        print("left", flush=True)
+
+def worker():
+    scheme = from_trainer.recv()
+    scheme.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+    scheme.connect()
+    if ending == "worker":
+        shut_down_interrupted(scheme, Receiver)
+    else:
+        try:
+            scheme.receive()
+        except LinkClosedError as error:
+            print(error, flush=True)
+
+(ending, where), kept = sys.argv[1:], []
+if __name__ == "__main__":
+    main, other = (worker, trainer) if (ending == "worker") == (where == "main") else (trainer, worker)
+    from_trainer, to_worker = multiprocessing.Pipe(duplex=False)
+    multiprocessing.get_context("fork").Process(target=other).start()
+    main()
+"""
 
 
 class Stubborn(SharedMemTransport):
@@ -276,3 +328,11 @@ def test_a_second_shutdown_finishes_an_interrupted_one_of_a_worker(monkeypatch: 
             receiver.shutdown()
         receiver.shutdown()
         wait_until(lambda: scheme.worker_versions == {0: None})
+
+
+@pytest.mark.parametrize("where", ["main", "child"])
+@pytest.mark.parametrize(("ending", "seen"), [("trainer", "the sender was shut down"), ("worker", "left")])
+def test_the_end_of_a_process_finishes_an_interrupted_shutdown(ending: str, seen: str, where: str) -> None:
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'test'}"}
+    ended = run_python("-c", INTERRUPTED, ending, where, env=env)
+    assert (ended.stdout, ended.stderr) == (f"{seen}\n", "")

@@ -30,7 +30,7 @@ def test_round_trip(case: Case, chosen: PatchOptions) -> None:
     assert (patch.base, patch.version) == (6, 7)
     for part, original in zip(patch.sparse, case.changes.sparse, strict=True):
         assert (part.width, part.values.dtype) == (original.width, original.values.dtype)
-        assert part.relative == (chosen.values == "relative")
+        assert part.relative == chosen.relative
         assert torch.equal(part.positions, original.positions)
 
 
@@ -92,7 +92,7 @@ def test_positions_beyond_four_billion() -> None:
     positions = torch.tensor([0, 3, (1 << 32) - 1, 1 << 32, (1 << 34) - 1])
     changes = Changes((Sparse.of(1, positions, torch.arange(5, dtype=torch.uint8)),))
     for chosen in ALL_OPTIONS:
-        if chosen.values == "raw":
+        if not chosen.relative:
             payload = encode_patch(changes, schema, 0, 1, chosen, lend)
             assert torch.equal(decode_patch(payload, schema).sparse[0].positions, positions)
 
@@ -190,7 +190,7 @@ def test_coordinates_of_a_tensor_with_more_columns_than_32_bits_count(delta: boo
     schema = WeightSchema.from_header({"nbytes": (1 << 32) + 64, "tensors": rows})
     positions = torch.tensor([3, 70_000])
     changes = Changes((Sparse.of(1, positions, torch.tensor([1, 2], dtype=torch.uint8)),))
-    chosen = dataclasses.replace(options("coo"), delta=delta, values="raw")
+    chosen = dataclasses.replace(options("coo"), delta=delta)
     payload = encode_patch(changes, schema, 0, 1, chosen, lend)
     (part,) = decode_patch(payload, schema).sparse
     assert torch.equal(part.positions, positions)

@@ -41,7 +41,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 def check(case: Case, chosen: PatchOptions, device: torch.device) -> None:
-    changes = case.of_kind(chosen.values).to(device)
+    changes = case.of_kind(chosen.relative).to(device)
     payload = encode_patch(changes, case.schema, 6, 7, chosen, lend, add_on_device)
     assert torch.equal(payload, case.encode(chosen))
 

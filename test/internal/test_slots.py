@@ -1,6 +1,7 @@
 """Properties of shared memory slots that the contract suites of the transports do not cover."""
 
 import errno
+import itertools
 import mmap
 import multiprocessing
 import operator
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -48,33 +51,59 @@ def test_clearing_while_another_thread_releases():
             slot.close()
 
 
-def test_an_interrupted_close_closes_no_other_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_close_closes_no_other_descriptor() -> None:
     """If a signal handler raises, the descriptor's number may have a new owner when the slot is freed."""
-    slot, real = SharedBuffer(64), os.close
-
-    def interrupted(fd: int) -> None:
-        real(fd)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "close", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+    for point in itertools.count(1):
+        slot = SharedBuffer(64)
+        try:
+            sys.setprofile(interrupt_at(point))
             slot.close()
-    other = os.open(os.devnull, os.O_RDONLY)
-    slot.close()
-    del slot
-    os.close(other)
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        other = os.open(os.devnull, os.O_RDONLY)
+        slot.close()
+        del slot
+        os.close(other)
+    assert point > 3
 
 
-def test_an_interrupt_while_memory_is_allocated_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "posix_fallocate", interrupted)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("directory", [None, "/dev/shm"])
+def test_an_interrupt_while_a_slot_is_made_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch, directory: str | None
+) -> None:
+    """Handlers of signals run when a function begins, and after a call of C."""
+    monkeypatch.setattr(slots, "available_memory", lambda: None)  # makes a thousand calls
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(KeyboardInterrupt):
-        SharedBuffer(64)
-    assert len(os.listdir("/proc/self/fd")) == before
+    for point in itertools.count(1):
+        try:
+            sys.setprofile(interrupt_at(point))
+            made = SharedBuffer(64, directory)
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert len(os.listdir("/proc/self/fd")) == before, f"at point {point}"
+    assert point > 20
+    made.close()
+
+
+def interrupt_at(point: int) -> Callable[[FrameType, str, Any], None]:
+    """Return a profiler that raises KeyboardInterrupt once."""
+    left = point
+
+    def interrupt(frame: FrameType, event: str, called: Any) -> None:
+        nonlocal left
+        left -= event in ("call", "c_return")
+        if left == 0:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    return interrupt
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")

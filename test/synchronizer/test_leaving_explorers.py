@@ -294,3 +294,23 @@ def test_weights_that_are_sent_to_all_when_the_time_of_one_ends_reach_it(
         trainer.blocking.sync_weight()
         assert ["reason" in one.result(10.0) for one in waiting] == [False, False]
         assert hasty.version == 1
+
+
+def test_an_explorer_that_counts_as_gone_while_it_reads_a_file_has_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = WeightStrategy.apply_weights
+
+    def put_late(*args: Any) -> None:
+        where.service.gone(explorer.blocking.session)  # as after ``lease`` seconds
+        put(*args)
+
+    source, model = model_at(0), model_at(-1)
+    with connected(SyncMethod.CHECKPOINT, SyncStyle.FIXED, tmp_path, source, model) as clients:
+        where, trainer, explorer = clients
+        monkeypatch.setattr(WeightStrategy, "apply_weights", put_late)
+        trainer.blocking.sync_weight()
+        said = explorer.blocking.sync_weight()
+        assert (said["version"], said.get("reason")) == (0, None)
+        assert step_of(model) == 0
+        assert explorer.blocking.status()["versions"] == {0: 0}

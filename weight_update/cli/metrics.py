@@ -6,14 +6,13 @@ import math
 import time
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from weight_update.cli.output import Document, Row
-from weight_update.threads import start_thread
+from weight_update.threads import call_in_thread
 
 TIMEOUT = 5.0
 """Seconds that a trainer has to answer, and to send all metrics."""
@@ -52,8 +51,7 @@ def fetch(url: str) -> Metrics:
         http.client.HTTPException: the answer is not HTTP.
         ValueError: the answer has no metrics of this library.
     """
-    answer = Future[bytes]()
-    start_thread("weight_update-watch", _read, url, answer)  # no other way limits the time for all of it
+    answer = call_in_thread("weight_update-watch", _read, url)  # no other way limits the time for all of it
     try:
         content = answer.result(TIMEOUT)
     except FutureTimeout:
@@ -61,21 +59,18 @@ def fetch(url: str) -> Metrics:
     return _parse(content.decode())
 
 
-def _read(url: str, answer: Future[bytes]) -> None:
+def _read(url: str) -> bytes:
     """Read an answer, as a thread, until it ends or takes too long."""
     deadline = time.monotonic() + TIMEOUT
     content = bytearray()
-    try:
-        with _open(url, timeout=TIMEOUT) as reply:
-            while piece := reply.read1(_PIECE):
-                content += piece
-                if time.monotonic() > deadline:
-                    raise FutureTimeout  # nobody waits any more
-                if len(content) > _LARGEST:
-                    raise ValueError(f"the answer exceeds {_LARGEST} bytes")
-        answer.set_result(bytes(content))
-    except Exception as error:  # noqa: BLE001 - it is raised in the thread that waits
-        answer.set_exception(error)
+    with _open(url, timeout=TIMEOUT) as reply:
+        while piece := reply.read1(_PIECE):
+            content += piece
+            if time.monotonic() > deadline:
+                raise FutureTimeout  # nobody waits any more
+            if len(content) > _LARGEST:
+                raise ValueError(f"the answer exceeds {_LARGEST} bytes")
+    return bytes(content)
 
 
 def _parse(text: str) -> Metrics:

@@ -39,7 +39,7 @@ def encode(segments: Sequence[Bytes]) -> list[bytes]:
 def _encode(data: Bytes) -> list[bytes]:
     """Compress segments of equal length, of shape [segments, length]."""
     count, length = data.shape
-    frequencies = np.stack([frequencies_of(one) for one in data])
+    frequencies = np.stack([_frequencies_of(one) for one in data])
     starts = np.cumsum(frequencies, 1) - frequencies
     rows = np.arange(count)[:, None]
     states = np.full((count, LANES), LOW, np.int64)
@@ -56,12 +56,12 @@ def _encode(data: Bytes) -> list[bytes]:
         quotient, remainder = np.divmod(state, frequency)
         states[:, :lanes] = (quotient << BITS) + remainder + starts[rows, symbols]
     return [
-        table_bytes(frequencies[k]) + states[k].astype("<u4").tobytes() + words[k][written[k]].tobytes()
+        _table_bytes(frequencies[k]) + states[k].astype("<u4").tobytes() + words[k][written[k]].tobytes()
         for k in range(count)
     ]
 
 
-def frequencies_of(segment: Bytes) -> Numbers:
+def _frequencies_of(segment: Bytes) -> Numbers:
     """Return 256 frequencies in proportion to the counts of symbols, at least 1 for each that occurs."""
     counts = np.bincount(segment, minlength=256)
     occurs = counts > 0
@@ -71,7 +71,7 @@ def frequencies_of(segment: Bytes) -> Numbers:
     return frequencies
 
 
-def table_bytes(frequencies: Numbers) -> bytes:
+def _table_bytes(frequencies: Numbers) -> bytes:
     """Return the last symbol that occurs, and the frequencies up to it, in one or two bytes each."""
     last = int(np.flatnonzero(frequencies)[-1])
     table = bytearray([last])

@@ -21,7 +21,7 @@ from weight_update.errors import FormatError
 from weight_update.threads import in_threads
 from weight_update.wire.memory import byte_view
 
-BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20
 _BLOCKS_FOR_A_THREAD = 4  # starting threads takes half a millisecond, a block one or two
 
 Buffer = bytes | bytearray | memoryview
@@ -55,7 +55,7 @@ class BlockCompression(Compression):
         self.check(data)
         if not data.numel():
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        blocks = [byte_view(block) for block in torch.split(data, BLOCK_BYTES)]
+        blocks = [byte_view(block) for block in torch.split(data, _BLOCK_BYTES)]
         threads = min(self.threads, len(blocks) // _BLOCKS_FOR_A_THREAD, len(os.sched_getaffinity(0)))
         # Block by block, not one share for each thread: some blocks take much longer than others.
         return torch.frombuffer(joined(in_threads(self._smaller, blocks, threads)), dtype=torch.uint8)
@@ -67,10 +67,10 @@ class BlockCompression(Compression):
     @classmethod
     def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
         cls.check(data, nbytes)
-        blocks = separated(byte_view(data), -(-nbytes // BLOCK_BYTES), "block")
+        blocks = separated(byte_view(data), -(-nbytes // _BLOCK_BYTES), "block")
         result = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        for start, block in zip(range(0, nbytes, BLOCK_BYTES), blocks, strict=True):
-            place = byte_view(result[start : start + BLOCK_BYTES])
+        for start, block in zip(range(0, nbytes, _BLOCK_BYTES), blocks, strict=True):
+            place = byte_view(result[start : start + _BLOCK_BYTES])
             found = block if len(block) == len(place) else cls.expand(block, len(place))
             if len(found) != len(place):
                 raise FormatError(f"a block holds {len(found)} bytes, expected {len(place)}")

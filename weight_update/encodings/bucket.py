@@ -212,7 +212,7 @@ class _BucketDecoder(Decoder):
         self._end = 0
 
     def feed(self, index: int, payload: torch.Tensor, allocate: Lend) -> torch.Tensor:
-        head = self._head(payload, index == 0)
+        head = self._head(index, payload)
         if index == 0:
             self._flat = allocate(head.total) if head.load_instant else None
         if self._flat is None:
@@ -221,7 +221,7 @@ class _BucketDecoder(Decoder):
         return self._flat
 
     def stream(self, index: int, payload: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        head = self._head(payload, index == 0)
+        head = self._head(index, payload)
         found = self._joiner.take(head.start, payload[_HEAD_BYTES:])
         dtypes = [self._schema.tensors[i].dtype for i, _ in found]
         values = _converted([value for _, value in found], dtypes)
@@ -235,7 +235,7 @@ class _BucketDecoder(Decoder):
         else:
             found: dict[int, torch.Tensor] = {}
             for index, payload in enumerate(payloads):
-                head = self._head(payload, index == 0)
+                head = self._head(index, payload)
                 found.update(self._joiner.take(head.start, payload[_HEAD_BYTES:]))
             values = [found[i] for i in sorted(found)]
         self._flat = None
@@ -243,10 +243,10 @@ class _BucketDecoder(Decoder):
             raise FormatError(f"the buckets end at byte {self._end} of {self._sent.nbytes}")
         return _converted(values, self._schema.dtypes)
 
-    def _head(self, payload: torch.Tensor, first: bool) -> _Head:
+    def _head(self, index: int, payload: torch.Tensor) -> _Head:
         """Return the head of the next bucket, which must follow the previous one without a gap."""
         head = _Head.of(payload)
-        if first:
+        if index == 0:
             self._end = 0
             if head.dtype is not self._dtype:
                 self._dtype, sent = head.dtype, _as_sent(self._schema, head.dtype)

@@ -8,10 +8,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
 
 from weight_update.errors import SyncTimeoutError, TransportError
+from weight_update.threads import call_in_thread
 
+_T = TypeVar("_T")
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers of this job, not the web
 
 
@@ -45,14 +48,13 @@ def call(
     deadline = time.monotonic() + timeout
     try:
         request = urllib.request.Request(url, data, headers, method=method)
-        with _OPENER.open(request, timeout=timeout) as response:
-            content = _read(response, deadline)
+        response = _in_time(deadline, _OPENER.open, request, None, timeout)
+        content = _in_time(deadline, _read, response, deadline)
     except urllib.error.HTTPError as error:
-        with error:
-            try:
-                text = _read(error, deadline).decode(errors="replace")
-            except (OSError, http.client.HTTPException):  # the status says more than this
-                text = "(the rest of the answer is missing)"
+        try:
+            text = _in_time(deadline, _read, error, deadline).decode(errors="replace")
+        except (OSError, http.client.HTTPException):  # the status says more than this
+            text = "(the rest of the answer is missing)"
         raise RuntimeError(f"{url} answered {error.code}: {remedy(error.code)}{text}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of the URL
         reason = getattr(error, "reason", error)
@@ -69,20 +71,33 @@ def call(
         raise not_a_server(url, engine) from None
 
 
-def _read(response: Any, deadline: float) -> bytes:
-    """Return the content; the socket's timeout alone allows one that comes in small pieces without end.
+def _in_time(deadline: float, work: Callable[..., _T], *args: Any) -> _T:
+    """Return ``work(*args)``; the socket's timeout alone allows an answer in small pieces without end.
 
     Raises:
-        TimeoutError: some of it came after ``deadline``, a time of the monotonic clock.
+        TimeoutError: it takes longer than until ``deadline``, a time of the monotonic clock.
+    """
+    try:
+        return call_in_thread("weight_update-http", work, *args).result(max(deadline - time.monotonic(), 0.0))
+    except FutureTimeout:
+        raise TimeoutError from None
+
+
+def _read(response: Any, deadline: float) -> bytes:
+    """Return the content.
+
+    Raises:
+        TimeoutError: some of it came after ``deadline``.
         IncompleteRead: the server closed the connection before the end.
     """
     content = b""
-    while piece := response.read1(1 << 16):
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        content += piece
-    if response.length:
-        raise http.client.IncompleteRead(content, response.length)
+    with response:
+        while piece := response.read1(1 << 16):
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            content += piece
+        if response.length:
+            raise http.client.IncompleteRead(content, response.length)
     return content
 
 

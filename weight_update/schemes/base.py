@@ -213,11 +213,11 @@ class WeightSyncScheme(SchemeUpdates):
         return admit
 
     def _index_of(self, worker: int) -> int:
-        """Receiver: return the index for the ``worker_idx`` that a caller gave."""
+        """Return the index for the ``worker_idx`` that the caller of a receiver gave."""
         return worker
 
     def _find_sender(self, timeout: float) -> None:
-        """Receiver: find out where the sender is, if that takes communication."""
+        """Find out where the sender is, for a receiver, if that takes communication."""
         del timeout
 
     # -- initialization ----------------------------------------------------------------------------

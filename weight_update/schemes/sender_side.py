@@ -64,7 +64,7 @@ class SenderListener(Protocol):
         """Stop listening and free everything."""
 
 
-class SourceReader:
+class _SourceReader:
     """Reads the weights for each worker from its source.
 
     Late joiners have the source of the first worker, because they are admitted only where all workers share
@@ -225,7 +225,7 @@ class SenderSide:
     def __init__(
         self, sources: Sources, strategy: WeightStrategy, timeout: float, connect_timeout: float
     ) -> None:
-        self.sources, self._reader = sources, SourceReader(sources, strategy)
+        self.sources, self._reader = sources, _SourceReader(sources, strategy)
         self.listener: SenderListener | None = None
         self.failure = ""
         self._strategy, self._timeout, self._connect_timeout = strategy, timeout, connect_timeout

@@ -91,10 +91,10 @@ class Sources:
             devices = [devices[0] if len(set(devices)) == 1 else None] * num_workers
         workers = dict(enumerate(devices))
         factories = factories_of(context)
-        model = _model_or_none(context, model_id)
+        model, source = _model_or_none(context, model_id), ModelOf(context, model_id)
         if model is None and model_id == "policy" and factories:
             if all(factory is factories[0] for factory in factories):
-                model = factories[0]()
+                model = source = factories[0]()
             elif len(factories) < len(workers):
                 raise ValueError(
                     f"policy_factory has {len(factories)} functions for {len(workers)} workers; give one, or "
@@ -107,9 +107,7 @@ class Sources:
                 f"{model_id!r} of {type(context).__name__} is of type {type(model).__name__}, not an "
                 "nn.Module; policies without parameters need no scheme"
             )
-        if _model_or_none(context, model_id) is model:
-            model = ModelOf(context, model_id)
-        return cls(dict.fromkeys(workers, model), workers)
+        return cls(dict.fromkeys(workers, source), workers)
 
     @classmethod
     def _of_source(

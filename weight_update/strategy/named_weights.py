@@ -223,12 +223,12 @@ class WeightReader:
         """
         if self.select is None:
             if self.convert is None and self.extract_as == "tensordict" and isinstance(source, nn.Module):
-                require_all_read(source, self.named(source))
+                _require_all_read(source, self.named(source))
             return None
         source = called(source)
         tensors = self.named(source).tensors
         if self.select == "trainable":
-            names = set(tensors) - frozen_or_transient(source, tensors)
+            names = set(tensors) - _frozen_or_transient(source, tensors)
         elif callable(self.select):
             names = {name for name, tensor in tensors.items() if self.select(name, tensor)}
         else:
@@ -277,7 +277,7 @@ def _exact(schema: WeightSchema, tensors: Mapping[str, torch.Tensor], *, more: b
     )
 
 
-def require_all_read(module: nn.Module, named: NamedWeights) -> None:
+def _require_all_read(module: nn.Module, named: NamedWeights) -> None:
     """Raise UnsupportedSourceError if a submodule, such as a quantized layer, saves more than ``named``."""
     for prefix, part in named_parts(module):
         if _as_in_torch(part, "_save_to_state_dict"):
@@ -300,7 +300,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if has_memory(tensor) else id(tensor)
 
 
-def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+def _frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """Return the names of weights that training does not change or that a checkpoint does not hold.
 
     These are parameters that require no gradient and, in a module, buffers that are not persistent.

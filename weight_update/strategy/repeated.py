@@ -34,7 +34,7 @@ class RepeatedRead:
     def __init__(self, strategy: WeightReader) -> None:
         self._strategy = strategy
         self._module: weakref.ref[nn.Module] | None = None  # the module that was read last
-        self._structure: ModuleStructure | None = None
+        self._structure: _ModuleStructure | None = None
         self._chosen: frozenset[str] | None = None
         self._tensors: dict[str, torch.Tensor] = {}  # those of the structure
         self._addresses: list[int] = []  # of the tensors that were read last
@@ -67,7 +67,7 @@ class RepeatedRead:
         if isinstance(source, nn.Module):
             self._module = weakref.ref(source)
             if source is last:  # a module that is read once is not kept alive
-                structure = ModuleStructure(source, self._strategy.extract_as)
+                structure = _ModuleStructure(source, self._strategy.extract_as)
         named = self._strategy.outgoing(source, chosen)
         if (
             structure is not None
@@ -102,7 +102,7 @@ _METHODS: dict[ExtractAs, tuple[str, ...]] = {
 """Methods that find the weights; a module with one of its own is read anew each time."""
 
 
-class ModuleStructure:
+class _ModuleStructure:
     """Everything that the names and tensors of a module depend on, as it was when this object was made.
 
     These are the submodules with their classes, and the identity and contents of their dicts of parameters,

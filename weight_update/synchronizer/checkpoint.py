@@ -245,7 +245,7 @@ class CheckpointService(Service):
             assert isinstance(explorer, ExplorerState)
             if version is None:
                 self.machine.failed(explorer.id, reason)
-            else:
-                self.machine.published(version, step)
-                self._note_version(self.machine.delivered, explorer.id, version)
-            return outcome_of(explorer)
+                return {"version": explorer.version, "reason": reason}
+            self.machine.published(version, step)
+            self._note_version(self.machine.delivered, explorer.id, version)
+            return {"version": version, "reason": None}

@@ -36,11 +36,11 @@ class CompressionContract:
         return "cpu" if place == "any" else place
 
     def few_values(self, size: int) -> torch.Tensor:
-        """Bytes that shrink by half or more."""
+        """Return bytes that shrink by half or more."""
         return self.noise(size) & 3
 
     def noise(self, size: int) -> torch.Tensor:
-        """Bytes that do not shrink."""
+        """Return bytes that do not shrink."""
         generator = torch.Generator().manual_seed(size)
         data = torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
         return data.to(self.device())

@@ -223,12 +223,12 @@ class Channel:
         self._difference: Any = None
 
     def lend(self, nbytes: int) -> torch.Tensor:
-        """Dirty memory, as a reused buffer is."""
+        """Return memory with other bytes in it, as a buffer has that is used again."""
         self.lent.append(torch.full((nbytes,), 0xAA, dtype=torch.uint8))
         return self.lent[-1]
 
     def encode(self, named: Named) -> list[torch.Tensor]:
-        """Payloads of ``named``: whole the first time, then as the encoding has it."""
+        """Return the payloads of an update to ``named``, which carries all weights the first time."""
         self.lent.clear()
         payloads = self._encode([named[name] for name in self.schema.names])
         assert {payload.data_ptr() for payload in payloads} <= {lent.data_ptr() for lent in self.lent}, (

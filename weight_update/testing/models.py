@@ -33,7 +33,7 @@ def random_bits(shape: Iterable[int], dtype: torch.dtype, seed: int) -> torch.Te
 
 
 def special_floats() -> torch.Tensor:
-    """float32 values whose bits are easily lost: quiet and signalling NaNs of both signs, -0.0, tiny ones."""
+    """Return float32 values whose bits are easily lost: NaNs of both kinds and signs, -0.0, tiny ones."""
     patterns = [0x7FC00000, 0x7FC01234, 0x7F800001, 0x7FFFFFFF, 0x80000000, 0x00000001, 0x7F800000]
     negative = [0xFFC00000, 0xFFFFFFFF, 0xFF800001]
     return torch.tensor(patterns + negative, dtype=torch.uint32).view(torch.float32)
@@ -76,7 +76,7 @@ class Zoo(nn.Module):
         return self.note
 
     def set_extra_state(self, state: Any) -> None:
-        """Inverse of :meth:`get_extra_state`."""
+        """Set the note."""
         self.note = state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ class Noted(nn.Module):
         return self.count
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Inverse of :meth:`get_extra_state`."""
+        """Set the count."""
         self.count = state
 
 
@@ -119,11 +119,11 @@ class Brittle(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers that all hold one number; its forward pass reads every one and takes its time."""
+    """Twelve layers that all hold one number; its forward pass reads every one and takes its time."""
 
-    def __init__(self, value: float = 0.0, layers: int = 12) -> None:
+    def __init__(self, value: float) -> None:
         super().__init__()
-        self.layers = nn.ParameterList([nn.Parameter(torch.full((64,), value)) for _ in range(layers)])
+        self.layers = nn.ParameterList([nn.Parameter(torch.full((64,), value)) for _ in range(12)])
 
     def forward(self, pause: float) -> list[float]:
         """Return the numbers seen, layer by layer."""
@@ -142,7 +142,7 @@ def mlp(seed: int = 0) -> nn.Sequential:
 
 
 def small_views(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Tensors that are lazy views: conjugated, negated, expanded, sliced with a step."""
+    """Return tensors that are lazy views: conjugated, negated, expanded, sliced with a step."""
     values = random_bits((4, 3), torch.complex64, seed)
     values = torch.view_as_complex(torch.nan_to_num(torch.view_as_real(values)).contiguous())
     return {

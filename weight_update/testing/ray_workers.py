@@ -55,8 +55,8 @@ class RayWorker(Worker):
         self.actor = self._pool.pop() if self._pool else _new_actor()
         self.runner = _Runner(self.actor)
         self._stopped = False
-        self._calls: list[Any] = [self.actor.begin.remote(scheme, index)]
-        ray.get(self._calls.pop(), timeout=START_SECONDS)
+        self._calls: list[Any] = []
+        ray.get(self.actor.begin.remote(scheme, index), timeout=START_SECONDS)
 
     def post(self, command: str, *args: Any, **kwargs: Any) -> None:
         self._calls.append(self.actor.do.remote(dumps((command, args, kwargs))))

@@ -379,7 +379,7 @@ class UpdatingTests(SchemeCase):
 
 
 def watch(body: Body, seconds: float) -> tuple[int, list[list[float]], int]:
-    """In the worker: count forward passes, collect those that saw two versions, count versions seen.
+    """Count forward passes in a worker, collect those that saw two versions, and count versions seen.
 
     A loaded machine gets up to 20 seconds more for enough passes and versions.
     """

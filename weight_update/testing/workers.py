@@ -202,7 +202,7 @@ class RemoteObject:
         return result_of(answer)
 
     def busy(self, seconds: float = 0.0) -> bool:
-        """Whether there is no answer within ``seconds``."""
+        """Return whether there is no answer within ``seconds``."""
         return not self._pipe.poll(seconds)
 
     def stop(self) -> None:

@@ -37,7 +37,7 @@ def look_at_python() -> Finding:
 def look_at_package(name: str) -> Finding:
     """Compare the installed version of a package with the supported ones."""
     try:
-        requirement, extra = requirement_of(name)
+        requirement, extra = _requirement_of(name)
     except PackageNotFoundError:
         return warn("supported versions unknown", _REINSTALL)
     install = f'pip install "{_OURS}[{extra}]"' if extra else f'pip install "{name}{requirement.specifier}"'
@@ -59,7 +59,7 @@ def look_at_kernels() -> Finding:
     return warn("not compiled, so patches take several times as long", KERNELS_CURE)
 
 
-def requirement_of(name: str) -> tuple[Requirement, str]:
+def _requirement_of(name: str) -> tuple[Requirement, str]:
     """Return the requirement of this library for a package, and the extra that has it, or "".
 
     Raises:

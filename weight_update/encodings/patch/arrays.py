@@ -30,7 +30,7 @@ UNSIGNED: dict[int, np.dtype[Any]] = {size: np.dtype(f"<u{size}") for size in (1
 """Unsigned integer dtype by size in bytes."""
 
 _ENTRY = struct.Struct("<B15sQQ")
-ENTRY_BYTES = _ENTRY.size
+_ENTRY_BYTES = _ENTRY.size
 _MANY = 32  # bytes that are copied in the time of one element of other work
 
 
@@ -114,7 +114,7 @@ class ArrayReader:
     def __init__(self, payload: torch.Tensor, start: int, arrays: int, device: torch.device = CPU) -> None:
         self._payload, self._device = payload, device
         self._bytes = payload.numpy()
-        self._at = start + arrays * ENTRY_BYTES
+        self._at = start + arrays * _ENTRY_BYTES
         if self._at > payload.numel():
             raise FormatError(f"a patch of {payload.numel()} bytes is too short for {arrays} arrays")
         self._entries = _ENTRY.iter_unpack(self._bytes[start : self._at].tobytes())

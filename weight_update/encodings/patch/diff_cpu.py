@@ -37,7 +37,7 @@ LARGE = 64 << 10
 DENSE_ABOVE = 0.5
 """Fraction of changed elements above which a whole tile is replaced."""
 
-LITTLE = 16 << 20
+_LITTLE = 16 << 20
 """Bytes below which one thread is faster than two."""
 
 
@@ -54,7 +54,6 @@ class Scanner:
     Args:
         schema: layout and dtypes of the snapshot, to which live tensors are converted by ``Tensor.copy_``.
         tracked: positions of the schema entries to compare, of tied entries the first one; None for all.
-        dense_above: fraction of changed elements above which the whole tile is replaced.
         relative: whether values are steps from the old bits instead of the new bits.
         threads: number of threads; None for as many as torch uses, or one if there is little to do.
     """
@@ -63,14 +62,11 @@ class Scanner:
         self,
         schema: WeightSchema,
         tracked: Sequence[int] | None = None,
-        dense_above: float = DENSE_ABOVE,
         relative: bool = False,
         threads: int | None = None,
     ) -> None:
         if threads is None:
-            threads = torch.get_num_threads() if schema.nbytes >= LITTLE else 1
-        if threads < 1:
-            raise ValueError(f"threads is {threads}, must be at least 1")
+            threads = torch.get_num_threads() if schema.nbytes >= _LITTLE else 1
         self._schema, self._relative = schema, relative
         self._tiles = list(cut(schema, tracked, TILE, LARGE))
         self._total = sum(tile.elements for tile in self._tiles)
@@ -81,7 +77,7 @@ class Scanner:
             share = groups[first::threads]
             largest = max(tile.nbytes for group in share for tile in group)
             scratch = torch.empty(largest, dtype=torch.uint8, device="cpu")
-            self._shares.append([_Group(tiles, scratch, dense_above, relative) for tiles in share])
+            self._shares.append([_Group(tiles, scratch, relative) for tiles in share])
 
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
         """Compare without writing to either side; ValueError if their sizes do not fit the schema.
@@ -160,8 +156,8 @@ _Found = tuple[int, dict[int, Segment], list[ByteRange]]
 class _TileReader:
     """A reader of the current bytes of a tile, which is replaced if more than ``most`` elements changed."""
 
-    def __init__(self, tile: Tile, scratch: torch.Tensor, dense_above: float) -> None:
-        self.tile, self.most = tile, int(dense_above * tile.elements)
+    def __init__(self, tile: Tile, scratch: torch.Tensor) -> None:
+        self.tile, self.most = tile, int(DENSE_ABOVE * tile.elements)
         self._scratch, self._views = scratch[: tile.nbytes], tile.views(scratch)
 
     def in_place(self, weights: _Weights) -> bool:
@@ -198,11 +194,9 @@ class _TileReader:
 class _Group:
     """Consecutive tiles, which one thread compares, and the memory for their changes, by width."""
 
-    def __init__(
-        self, tiles: Sequence[Tile], scratch: torch.Tensor, dense_above: float, relative: bool
-    ) -> None:
+    def __init__(self, tiles: Sequence[Tile], scratch: torch.Tensor, relative: bool) -> None:
         self._start, self._relative = tiles[0].start, relative
-        self._readers = [_TileReader(tile, scratch, dense_above) for tile in tiles]
+        self._readers = [_TileReader(tile, scratch) for tile in tiles]
         span = tiles[-1].start + tiles[-1].nbytes - self._start
         widths = {width for tile in tiles for width in tile.widths}
         self._buffers = {width: kernels.GapBuffer(width, span // width) for width in widths}
@@ -258,6 +252,6 @@ def _row(new: int, old: int, width: int, start: int, nbytes: int, most: int) -> 
 
 
 def _readable(part: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the memory of ``part`` holds its elements as the snapshot does, aligned to words."""
+    """Return whether the memory of ``part`` holds its elements as the snapshot does, aligned to words."""
     lazy = part.is_conj() or part.is_neg()
     return part.dtype is dtype and part.is_cpu and part.data_ptr() % 8 == 0 and not lazy

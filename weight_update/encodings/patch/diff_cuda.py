@@ -29,7 +29,7 @@ from weight_update.wire.schema import BITS, WeightSchema
 TILE = 32 << 20
 """Bytes of a tile. Each tile costs one wait for the device, whose memory holds three tiles."""
 
-ElementDiff = tuple[int, torch.Tensor, torch.Tensor]
+_ElementDiff = tuple[int, torch.Tensor, torch.Tensor]
 """Width, positions and values of elements that differ."""
 
 
@@ -176,7 +176,7 @@ class _Found:
         coded.append(Segment(DeviceGaps.of(first, positions), values))
 
 
-def _find(tile: Tile, new: torch.Tensor, old: torch.Tensor) -> list[ElementDiff]:
+def _find(tile: Tile, new: torch.Tensor, old: torch.Tensor) -> list[_ElementDiff]:
     """Return the elements that differ; positions count from the start of the tile."""
     if len(tile.widths) == 1:
         found = [_differing(tile.widths[0], new, old)]
@@ -185,13 +185,13 @@ def _find(tile: Tile, new: torch.Tensor, old: torch.Tensor) -> list[ElementDiff]
     return [(width, positions, values) for width, positions, values in found if len(positions)]
 
 
-def _differing(width: int, new: torch.Tensor, old: torch.Tensor) -> ElementDiff:
+def _differing(width: int, new: torch.Tensor, old: torch.Tensor) -> _ElementDiff:
     values = new.view(BITS[width])
     positions = (values != old.view(BITS[width])).nonzero().view(-1)
     return width, positions, values[positions]
 
 
-def _mixed(tile: Tile, new: torch.Tensor, old: torch.Tensor) -> list[ElementDiff]:
+def _mixed(tile: Tile, new: torch.Tensor, old: torch.Tensor) -> list[_ElementDiff]:
     """Do the work of :func:`_find` for words of 8 bytes in a tile of several widths."""
     words = (new != old).nonzero().view(-1)
     starts = words.new_tensor([(one.start - tile.start) // 8 for one in tile.slices])

@@ -121,8 +121,8 @@ class PatchEncoding(DeltaEncoding):
     @property
     def options(self) -> PatchOptions:
         """The options of the format."""
-        values: Values = "relative" if self.values == "relative" else "raw"
-        return PatchOptions(self.layout, self.delta_encoding, values, resolve_compression(self.compression))
+        relative, compression = self.values == "relative", resolve_compression(self.compression)
+        return PatchOptions(self.layout, self.delta_encoding, relative, compression)
 
     def bootstraps(self, schema: WeightSchema) -> list[int]:
         if not self.init_sync:

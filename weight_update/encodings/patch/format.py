@@ -43,7 +43,7 @@ class PatchOptions:
 
     layout: Literal["flat", "coo"]
     delta: bool
-    values: Literal["raw", "relative"]
+    relative: bool
     compression: Compression
 
 
@@ -136,13 +136,13 @@ def encode_patch(
 ) -> torch.Tensor:
     """Write ``changes`` from ``base`` to ``version`` into one payload, 1-D uint8, exactly as long as needed.
 
-    Changes are relative exactly if ``options.values`` is, and their positions are trusted. ``add`` is for
-    the device that they are on. A compression that works on GPUs works on ``device`` if that is one. Layout
+    Changes are relative exactly if ``options`` are, and their positions are trusted. ``add`` is for the
+    device that they are on. A compression that works on GPUs works on ``device`` if that is one. Layout
     ``"coo"`` raises ValueError for a change that lies in no tensor of its width.
     """
     out = ArrayWriter(options.compression, device)
     for part in changes.sparse:
-        assert part.relative == (options.values == "relative")
+        assert part.relative == options.relative
         add(out, part, schema, options)
     if changes.ranges:
         data = [one.data for one in changes.ranges]
@@ -152,7 +152,7 @@ def encode_patch(
             out.put(torch.cat(data), 1)
         else:
             out.join([one.numpy() for one in data])
-    flags = _DELTA * options.delta | _RELATIVE * (options.values == "relative")
+    flags = _DELTA * options.delta | _RELATIVE * options.relative
     layout, count = _LAYOUTS.index(options.layout), len(changes.sparse)
     head = _HEAD.pack(_MAGIC, _FORMAT, layout, flags, count, len(changes.ranges), len(out), base, version)
     return out.write(head + b"".join(_SECTION.pack(part.width, len(part)) for part in changes.sparse), lend)

@@ -20,7 +20,7 @@ from weight_update.engines.sglang.memory import answer, read
 _log = logging.getLogger(__name__)
 
 
-class Placement(NamedTuple):
+class _Placement(NamedTuple):
     """How a model stores a weight.
 
     Attributes:
@@ -34,7 +34,7 @@ class Placement(NamedTuple):
 
 
 @dataclass
-class ModelState:
+class _ModelState:
     """State of a model that has loaded weights, as one process of SGLang knows it.
 
     Attributes:
@@ -43,7 +43,7 @@ class ModelState:
         transformed: names of the modules that SGLang transformed after that load. None until the first patch.
     """
 
-    placements: dict[str, Placement] = field(default_factory=dict)
+    placements: dict[str, _Placement] = field(default_factory=dict)
     digests: dict[str, tuple[int, ...]] | None = None
     transformed: set[str] | None = None
 
@@ -56,7 +56,7 @@ class ModelState:
         return blocks
 
 
-_models: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()
+_models: weakref.WeakKeyDictionary[nn.Module, _ModelState] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def _load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict
 
 def _find_placements(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Find out how the model stores weights that it has just loaded, unless that is known."""
-    known = _models.setdefault(model, ModelState()).placements
+    known = _models.setdefault(model, _ModelState()).placements
     forms = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
     new = {name: form for name, form in forms.items() if name not in known or known[name].form != form}
     if not new:
@@ -115,7 +115,7 @@ def _find_placements(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> N
         blocks = found.get(name)
         if blocks is not None and not all(_holds(parameters, block, weights[name]) for block in blocks):
             blocks = None
-        known[name] = Placement(form, blocks)
+        known[name] = _Placement(form, blocks)
 
 
 def _holds(parameters: Tensors, block: Block, weight: torch.Tensor) -> bool:
@@ -155,7 +155,7 @@ def _derives(model: nn.Module) -> bool:
 
 def _remember(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> dict[str, bool]:
     """Note the bits of all parameters, which now have a complete version."""
-    state = _models.setdefault(model, ModelState())
+    state = _models.setdefault(model, _ModelState())
     if state.transformed is None:
         state.digests = _digests(model)
     return {}
@@ -178,7 +178,7 @@ def _compare(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> dict[str,
     return {name: False for name in state.placements if state.blocks(name) is None}
 
 
-def _state_of(model: nn.Module) -> ModelState:
+def _state_of(model: nn.Module) -> _ModelState:
     state = _models.get(model)
     if state is None or state.digests is None:
         raise RuntimeError("SGLang has been started again since the last update; send all weights")

@@ -35,7 +35,7 @@ from weight_update.wire.memory import byte_view
 from weight_update.wire.schema import WeightSchema
 
 _PIECE = 64 << 20  # bytes of an object that one request reads
-_LONGEST_PAUSE = 30.0  # seconds between two attempts to read what could not be read or applied
+_LONGEST_PAUSE = 30.0  # seconds between two attempts to read what could not be read
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +46,8 @@ class ObjectStoreReader(TransportBackend):
     link applies the changes. Otherwise it gets the changes since its version.
 
     A store that cannot be read for a while, or a damaged object, ends nothing: the receiver keeps its
-    version, and a warning is logged. A receiver that could not apply a version gets all weights later.
+    version, and a warning is logged. A receiver that could not apply a version gets all weights later: when
+    there is a newer version, or else after pauses that double each time.
 
     Args:
         store: the object store.
@@ -64,6 +65,7 @@ class ObjectStoreReader(TransportBackend):
         self._position: tuple[str, int] | None = None  # run and version that were read last
         self._seen = "", 0  # run and serial of the newest manifest that was seen
         self._pause, self._next_look = poll_seconds, 0.0
+        self._again_after, self._again_at = poll_seconds, 0.0  # for a version that could not be applied
         self._chunks: Iterator[WeightChunk] = iter(())
         self._begun: int | None = None  # a version of which a part was returned
         self._allocate: Allocate = fresh_bytes
@@ -77,7 +79,7 @@ class ObjectStoreReader(TransportBackend):
             raise LinkClosedError("this end was closed")
         self._connected = True
         self._position, self._welcome, self._begun, self._joining = None, None, None, True
-        self._chunks, self._next_look, self._trouble = iter(()), 0.0, None
+        self._chunks, self._next_look, self._again_at, self._trouble = iter(()), 0.0, 0.0, None
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         if chunk.kind is Kind.HELLO:
@@ -87,7 +89,10 @@ class ObjectStoreReader(TransportBackend):
         elif chunk.kind is Kind.FAILED:  # what hindered it may pass, and no newer version may come
             self._position, self._chunks, self._begun = None, iter(()), None
             self._joining, self._deadline = False, None  # a receiver that has other weights goes on with them
-            self._look_later()
+            self._again_after *= 2
+            self._again_at = time.monotonic() + self._again_after
+        elif chunk.kind is Kind.APPLIED:
+            self._again_after = self._poll_seconds
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
@@ -166,7 +171,10 @@ class ObjectStoreReader(TransportBackend):
         run, serial = self._seen
         if manifest.run == run and manifest.serial < serial:
             return iter(())  # a late write of an earlier manifest
-        self._seen = manifest.run, manifest.serial
+        if self._seen != (manifest.run, manifest.serial):
+            self._seen, self._again_at = (manifest.run, manifest.serial), 0.0
+        if time.monotonic() < self._again_at:
+            return iter(())
         if self._hello is None and manifest.welcome.sha256 != self._welcome:
             raise LinkClosedError("another sender publishes other weights now")
         known = [(manifest.run, one.version) for one in manifest.chain]

@@ -38,10 +38,12 @@ class ObjectStore:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any], timeout: float) -> None:
         import fsspec  # it imports compressions where they are installed
+        from fsspec.implementations.local import LocalFileSystem
 
         self.url = url.rstrip("/")
         self._fs, self._root = fsspec.core.url_to_fs(url, **storage_options)
         self._root = self._root.rstrip("/")
+        self._is_directory = isinstance(self._fs, LocalFileSystem)
         self._timeout = timeout
         self._closed: Future[None] = Future()
         self._given_up: dict[Future[Any], tuple[str, str]] = {}  # requests that still run: verb and name
@@ -105,9 +107,7 @@ class ObjectStore:
             raise TransportError(f"cannot write {self.url}/{name}: {error}") from error
 
     def _exchange(self, path: str, raw: bytes, draft: str) -> None:
-        from fsspec.implementations.local import LocalFileSystem
-
-        if isinstance(self._fs, LocalFileSystem):
+        if self._is_directory:
             self._put(draft, [raw])
             os.replace(draft, path)  # mv() of older versions of fsspec copies
         else:
@@ -137,13 +137,17 @@ class ObjectStore:
         return [found[len(self._root) + 1 :] for found in self._fs.find(path.rstrip("/"))]
 
     def remove(self, names: list[str]) -> None:
-        """Remove objects in one request; raise as :meth:`read`."""
+        """Remove objects in one request, and directories that are empty then; raise as :meth:`read`."""
         self._request("remove", f"{len(names)} objects", None, self._remove, names)
 
     def _remove(self, _: str, names: list[str]) -> None:
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # another sender was faster
                 self._fs.rm_file(f"{self._root}/{name}")
+        if self._is_directory:
+            for folder in {os.path.dirname(f"{self._root}/{name}") for name in names}:
+                with contextlib.suppress(OSError):  # it has other files
+                    os.rmdir(folder)
 
     def _request(
         self, verb: str, name: str, timeout: float | None, call: Callable[..., _T], *arguments: Any

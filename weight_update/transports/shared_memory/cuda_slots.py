@@ -129,7 +129,8 @@ class CudaBuffer(SharedSlot):
         self.handle = CudaHandle.of(whole).to_bytes()
         self._whole = whole
         self._references = IpcReferences()
-        super().__init__(whole[:nbytes], self._references.fd, uuid.uuid4().hex)
+        super().__init__(whole[:nbytes], uuid.uuid4().hex)
+        self.fd = self._references.fd
         _made_here[self.key] = self
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
+import io
 import mmap
 import os
 import resource
@@ -33,7 +33,6 @@ from weight_update.errors import (
     NotEnoughMemoryError,
     TransportError,
     UnreachableMemoryError,
-    undo_on_error,
 )
 from weight_update.transports.base import Buffer
 from weight_update.transports.memory_limits import available_memory
@@ -69,9 +68,8 @@ class SharedSlot(Buffer):
     fd = -1
     handle = b""
 
-    def __init__(self, tensor: torch.Tensor, fd: int, key: str) -> None:
+    def __init__(self, tensor: torch.Tensor, key: str) -> None:
         super().__init__(tensor)
-        self.fd = fd
         self.key: str = key
         _mine[tensor.data_ptr()] = self
 
@@ -97,26 +95,25 @@ class SharedBuffer(SharedSlot):
         self._owner = os.getpid()
         size = aligned(nbytes, _PAGE) + 1
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        with _naming_limits(f"a shared slot of {size / 1e6:.1f} MB"):
-            writable = _allocated_file(key, size, directory)
-            try:
-                self._map: mmap.mmap | None = mmap.mmap(writable, size, flags=flags)
-                if directory is None:
-                    _seal(writable)
-                os.fchmod(writable, _READ_ONLY)
-                tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
-                fd = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
-            finally:
-                os.close(writable)
-        super().__init__(tensor, fd, key)
+        needed = f"a shared slot of {size / 1e6:.1f} MB"
+        with _naming_limits(needed), _new_file(key, size, directory) as file:
+            writable = file.fileno()
+            _fill(writable, size, directory)
+            self._map: mmap.mmap | None = mmap.mmap(writable, size, flags=flags)
+            if directory is None:
+                _seal(writable)
+            os.fchmod(writable, _READ_ONLY)
+            super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes], key)
+            self._file = io.FileIO(f"/proc/self/fd/{writable}")
+            self.fd = self._file.fileno()
 
     def close(self) -> None:
         """Release the slot; workers that still use it keep its memory until they switch to another one."""
         if self.fd >= 0:
             if self._map is not None and os.getpid() == self._owner:
                 self._map[-1] = _RELEASED
-            fd, self.fd = self.fd, -1  # first: a signal handler may raise in close()
-            os.close(fd)
+            self.fd = -1  # first: a signal handler may raise in close()
+            self._file.close()
             self.tensor = self.tensor[:0].clone()  # the mapping ends with the last tensor that uses it
             self._map = None
 
@@ -140,7 +137,7 @@ def _anonymous_name(key: str) -> str:
     return f"weight_update-{key}"
 
 
-def _allocated_file(key: str, size: int, directory: str | None) -> int:
+def _new_file(key: str, size: int, directory: str | None) -> io.FileIO:
     if directory is None and not hasattr(os, "memfd_create"):
         raise TransportError(
             "shared memory slots need Linux (memfd_create); use the memory or a network transport here"
@@ -152,12 +149,13 @@ def _allocated_file(key: str, size: int, directory: str | None) -> int:
             "available to this process; free memory, or raise the container's memory limit"
         )
     if directory is None:
-        fd = os.memfd_create(_anonymous_name(key), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    else:  # O_EXCL: no process can give it a name
-        fd = _nameless_file(directory)
-    with undo_on_error(functools.partial(os.close, fd)):
-        _fill(fd, size, directory)
-    return fd
+        return _file_of(os.memfd_create, _anonymous_name(key), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    return _nameless_file(directory)
+
+
+def _file_of(create: Callable[..., int], *args: Any) -> io.FileIO:
+    """Return a file that owns the descriptor ``create(*args)``; no signal handler runs in between."""
+    return next(map(io.FileIO, map(create, *([arg] for arg in args))))
 
 
 def _fill(fd: int, size: int, directory: str | None) -> None:
@@ -176,9 +174,10 @@ def _fill(fd: int, size: int, directory: str | None) -> None:
         ) from None
 
 
-def _nameless_file(directory: str) -> int:
+def _nameless_file(directory: str) -> io.FileIO:
+    flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC  # O_EXCL: no process can give it a name
     try:
-        return os.open(directory, os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        return _file_of(os.open, directory, flags, 0o600)
     except OSError as error:
         raise OSError(
             error.errno,

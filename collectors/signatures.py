@@ -1,0 +1,27 @@
+"""Signatures of collectors, which list the options that they pass on to TorchRL's."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+
+def with_options(ours: inspect.Signature, theirs: inspect.Signature) -> inspect.Signature:
+    """Return ``ours``, with the options of ``theirs`` in the place of ``**options``."""
+    own = {name: one for name, one in ours.parameters.items() if one.kind is not one.VAR_KEYWORD}
+    if len(own) == len(ours.parameters):
+        return ours
+    options = [one for one in theirs.parameters.values() if one.kind in (one.KEYWORD_ONLY, one.VAR_KEYWORD)]
+    more = [one for one in options if one.name not in own]
+    return ours.replace(parameters=[*own.values(), *more])
+
+
+def signature_of(cls: Any) -> inspect.Signature:
+    """Return the parameters of a class, which passes ``**options`` on to the ``__init__`` of TorchRL's."""
+    signature = with_options(inspect.signature(cls.__init__), inspect.signature(torchrl_base(cls).__init__))
+    return signature.replace(parameters=[*signature.parameters.values()][1:])  # without self
+
+
+def torchrl_base(cls: type) -> Any:
+    """Return TorchRL's class from which a collector derives."""
+    return next(one for one in cls.__mro__ if one.__module__.startswith("torchrl."))
