@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import threading
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch import nn
 
 from weight_update import MemoryWeightSyncScheme, PolicyLag, WorkerEvent
 from weight_update.observers import PrometheusObserver, TensorBoardObserver
+from weight_update.observers import prometheus as prometheus_observer
 from weight_update.report import Observer
 from weight_update.testing.processes import wait_until
 
@@ -190,6 +194,21 @@ def test_prometheus_keeps_no_port(prometheus: Any) -> None:
     os.close(read_end)
     os.close(write_end)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_connections_without_a_request_are_closed(
+    prometheus: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prometheus_observer, "_SILENCE_SECONDS", 0.2)
+    running = threading.active_count()
+    with PrometheusObserver() as observer, ExitStack() as stack:
+        for begun in (b"", b"GET /metrics"):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", observer.port), timeout=10))
+            stranger.sendall(begun)
+            assert stranger.recv(1) == b""
+        wait_until(lambda: threading.active_count() == running + 1)
+        assert "updates_total" in str(urllib.request.urlopen(observer.url, timeout=10).read())
+    assert capsys.readouterr().err == ""
 
 
 # -- TensorBoard -----------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ BUCKETS = tuple(
 WORKER = ("worker",)
 _MAX_GONE = 1024
 """Number of workers that have gone which are remembered, until the reports of their updates have come."""
+_SILENCE_SECONDS = 10.0
+"""Seconds after which a connection is closed whose other end sends nothing, or does not read the answer."""
 
 
 class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
@@ -61,6 +63,7 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
                 error.errno,
                 f"cannot serve metrics at {addr}:{port} ({error.strerror}); port=0 takes a free port",
             ) from error
+        self._server.RequestHandlerClass = _with_timeout(self._server.RequestHandlerClass)
         self.port: int = int(self._server.server_port)
         host = f"[{addr}]" if ":" in addr else addr
         self.url: str = f"http://{host}:{self.port}/metrics"
@@ -84,6 +87,19 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _with_timeout(base: Any) -> type[Any]:
+    """Return a class of request handlers like ``base`` whose threads do not wait for ever."""
+
+    class Handler(base):  # type: ignore[misc]
+        timeout = _SILENCE_SECONDS
+
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):  # such as TimeoutError; socketserver would print it
+                super().handle()
+
+    return Handler
 
 
 def _registry(prometheus_client: Any) -> Any:
