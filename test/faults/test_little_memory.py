@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import resource
 import threading
 from pathlib import Path
@@ -140,6 +142,35 @@ def test_a_worker_without_memory_for_a_while(kind, procs: Processes, encoding: s
     for version in (2, 3, 4):
         scheme.send(fill(model, version))
         assert short.call(values_of) == (version, {float(version)})
+
+
+@quick_over("shared_mem")
+def test_a_worker_without_descriptors_for_a_while(kind, procs: Processes) -> None:
+    """A worker at its limit of open files is named, with the limit, and takes the next update that it can."""
+    scheme, model = procs.scheme(kind, timeout=20.0), half_a_megabyte()
+    short, other = procs.launch(scheme, model, half_a_megabyte, 2)
+    limits = short.call(limit_descriptors)
+    with pytest.raises(SyncFailedError, match="worker 0: NotEnoughMemoryError.*ulimit -n") as caught:
+        scheme.send(fill(model, 1))
+    assert set(caught.value.failures) == {0}
+    assert short.call(values_of) == (0, {0.0})
+    assert other.call(values_of) == (1, {1.0})
+    short.call(end_descriptor_limit, limits)
+    scheme.send(fill(model, 2))
+    assert short.call(values_of) == (2, {2.0})
+
+
+def limit_descriptors(me: Worker) -> tuple[int, int]:
+    """Leave this process one descriptor, which a slot arrives with; a mapping takes another one."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(number) for number in os.listdir("/proc/self/fd")}  # one of them was listdir's own
+    most = next(number for number in itertools.count() if number not in used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    return limits
+
+
+def end_descriptor_limit(me: Worker, limits: tuple[int, int]) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def large() -> Stripes:

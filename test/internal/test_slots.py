@@ -245,7 +245,7 @@ def test_limits_of_the_process_are_named(limit: int, most: int, command: str) ->
     soft, hard = resource.getrlimit(limit)
     resource.setrlimit(limit, (most, hard))
     try:
-        with pytest.raises(OSError, match=f"a shared slot of 1.0 MB is needed; raise .*{command}"):
+        with pytest.raises(NotEnoughMemoryError, match=f"slot of 1.0 MB is needed; raise .*{command}"):
             SharedBuffer(1 << 20)
     finally:
         resource.setrlimit(limit, (soft, hard))

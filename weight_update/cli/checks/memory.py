@@ -52,7 +52,7 @@ def look_at_memfd() -> Finding:
     try:
         buffer = SharedBuffer(1)
     except NotEnoughMemoryError as error:
-        return fail(str(error), "free memory, or raise the limits of memory (ulimit -v, container)")
+        return fail(str(error), "free memory, or raise the limits (ulimit -v, ulimit -n, container)")
     except (OSError, TransportError) as error:
         return fail(str(error), cure)
     try:

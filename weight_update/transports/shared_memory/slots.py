@@ -197,20 +197,16 @@ def _seal(fd: int) -> None:
 
 @contextlib.contextmanager
 def _naming_limits(needed: str) -> Iterator[None]:
-    """Name what is ``needed``, and the cure, where the operating system refuses memory or a descriptor.
-
-    Raises:
-        NotEnoughMemoryError: there is not enough memory.
-    """
+    """Raise NotEnoughMemoryError, with what is ``needed``, where the system has no memory or descriptor."""
     try:
         yield
     except NotEnoughMemoryError:
         raise
     except (OSError, MemoryError) as error:
-        if isinstance(error, OSError) and error.errno in _LIMITS:
-            limit = _LIMITS[error.errno]
-            raise OSError(error.errno, f"{error.strerror}: {needed} is needed; raise {limit}") from None
-        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+        number = error.errno if isinstance(error, OSError) else errno.ENOMEM
+        if (limit := _LIMITS.get(number or 0)) is not None:
+            raise NotEnoughMemoryError(f"{error}: {needed} is needed; raise {limit}") from None
+        if number != errno.ENOMEM:
             raise
         raise NotEnoughMemoryError(
             f"this process could not map {needed} ({error}); free memory, or raise its limit (ulimit -v) or "

@@ -221,7 +221,7 @@ class HostRelay:
         try:
             replica = self._replica(command["slot"], command["size"])
             into = pieces_of(replica.tensor[: command["nbytes"]])
-        except (NotEnoughMemoryError, OSError) as error:  # OSError: no descriptor, or no such directory
+        except (NotEnoughMemoryError, OSError) as error:  # OSError: no such directory
             problem, into, forwarder = str(error), discarded_pieces(command["nbytes"]), Forwarder(None)
         source, patience = sender, STALLED
         try:
