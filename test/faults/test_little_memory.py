@@ -150,7 +150,7 @@ def test_a_worker_without_descriptors_for_a_while(kind, procs: Processes) -> Non
     scheme, model = procs.scheme(kind, timeout=20.0), half_a_megabyte()
     short, other = procs.launch(scheme, model, half_a_megabyte, 2)
     limits = short.call(limit_descriptors)
-    with pytest.raises(SyncFailedError, match="worker 0: NotEnoughMemoryError.*ulimit -n") as caught:
+    with pytest.raises(SyncFailedError, match=r"worker 0: NotEnoughMemoryError.*ulimit -n") as caught:
         scheme.send(fill(model, 1))
     assert set(caught.value.failures) == {0}
     assert short.call(values_of) == (0, {0.0})
