@@ -82,7 +82,7 @@ class FormatError(WeightSyncError, ValueError):
 
 
 class NotEnoughMemoryError(WeightSyncError, MemoryError):
-    """Lack of memory for weights, or of a descriptor for it, here or in a worker. The message states the need.
+    """Lack of memory for weights, or of a descriptor for it, here or in a worker; the message says how much.
 
     Attributes:
         version: in a worker, version of the update that needs the memory; None if it is not known.
