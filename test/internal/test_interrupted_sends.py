@@ -181,6 +181,17 @@ def test_a_version_that_a_pipeline_begins(pair: Pair, monkeypatch: pytest.Monkey
     assert torch.equal(model.weight, target.weight)
 
 
+def test_a_version_that_a_pipeline_gives_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler interrupts the send, and the cleaning up after that."""
+    scheme = SharedMemWeightSyncScheme(WeightStrategy(encoding="bucket", max_in_flight=2))
+    model, target = pair(scheme)
+    interrupt_once(monkeypatch, Pipeline, "run", after=False)
+    interrupt_once(monkeypatch, Pipeline, "give_up", after=False)
+    interrupted_send(scheme, model)
+    send_again(scheme)
+    assert torch.equal(target.weight, model.weight)
+
+
 @pytest.mark.timeout(20, method="thread")
 @pytest.mark.parametrize(("owner", "method"), [(SharedMemTransport, "send_chunk"), (Delivery, "_load")])
 def test_a_signal_handler_that_shuts_down(

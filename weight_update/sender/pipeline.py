@@ -39,6 +39,7 @@ class PipelineSender:
 
     def __init__(self, groups: GroupAssignment, limit: int, pool: BufferPool, delivery: Delivery) -> None:
         self._groups, self._limit, self._pool, self._delivery = groups, limit, pool, delivery
+        self._unfinished: list[Pipeline] = []  # workers must forget these if the version fails
 
     def send(
         self, weights: Mapping[int, NamedWeights], version: int, group_commit: str | None = None
@@ -50,27 +51,33 @@ class PipelineSender:
             UnsupportedSourceError: a weight is sparse, for example, or on the meta device; no worker
                 applies the weights.
         """
+        self._give_up()  # a signal handler may have kept the call before from it
         report = SyncReport(version, self._groups.encoding.label)
         parts = self._groups.partition(weights, apart=group_commit is not None)
         ordered = [_in_order(weights[states[0].idx], states[0].schema) for states in parts]
-        with contextlib.ExitStack() as staged:
+        with undo_on_error(self._give_up):
             for part, named in zip(parts, ordered, strict=True):
                 for states, commit in _by_commit(part, group_commit):
-                    pipeline = self._send(states, named, Step.of(version, named.extra, commit), report)
-                    if group_commit is not None:
-                        staged.callback(pipeline.give_up)
-            staged.pop_all()
+                    self._send(states, named, Step.of(version, named.extra, commit), report)
+                    if group_commit is None:
+                        self._unfinished.clear()
+        self._unfinished.clear()
         return report
 
-    def _send(
-        self, states: list[WorkerState], named: NamedWeights, step: Step, report: SyncReport
-    ) -> Pipeline:
+    def _give_up(self) -> None:
+        """Have workers forget a version that was not sent as a whole."""
+        for pipeline in self._unfinished:
+            pipeline.give_up()
+        self._unfinished.clear()
+
+    def _send(self, states: list[WorkerState], named: NamedWeights, step: Step, report: SyncReport) -> None:
         """Send a version to workers that take the same bytes."""
         group = states[0].group
         assert isinstance(group, FullGroup)
         largest = max(group.whole_encoding.payload_sizes(group.schema))
         pipeline = Pipeline(step, self._limit, lambda: self._pool.take(largest), self._delivery)
-        with contextlib.closing(named.items()) as items, undo_on_error(pipeline.give_up):
+        self._unfinished.append(pipeline)
+        with contextlib.closing(named.items()) as items:
             with self._delivery.lock:
                 pipeline.begin(self._ready(states, step))
             pipeline.run(group, pipeline.checked(states[0].schema, items))
@@ -78,7 +85,6 @@ class PipelineSender:
             report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
         report.dense_bytes += group.schema.dense_bytes
         report.wire_bytes += pipeline.wire_bytes
-        return pipeline
 
     def _ready(self, states: list[WorkerState], step: Step) -> list[WorkerState]:
         """Wait for workers that are busy with the version before; return those that can be sent one now."""
