@@ -363,6 +363,8 @@ def test_a_message_that_was_changed_on_the_way_ends_its_connection(
         scheme.connect(timeout=10.0)
         worker.result()
         scheme.send(fill(model, 1))
+        # The connection for payloads is made meanwhile: it is not the one whose message is changed.
+        assert eventually(lambda: len(tap.heard) == 2 and b"take payloads" in tap.heard[1])
         before, tap.wanted = scheme._sender.table[0].link._connection, True
         with pytest.raises(SyncFailedError, match="worker 0"):
             scheme.send(fill(model, 2))
