@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -308,8 +309,10 @@ def test_a_second_shutdown_finishes_an_interrupted_one(
     scheme, model = SharedMemWeightSyncScheme(timeout=10.0), nn.Linear(64, 64)
     receiver = connect_pair(scheme, model, nn.Linear(64, 64))
     interrupt_once(monkeypatch, owner, method, after=after)
+    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         scheme.shutdown()
+    assert time.monotonic() - start < 4.0  # it waits 5 s for threads that do not end
     with pytest.raises(LifecycleError, match="was shut down"):
         scheme.send()
     scheme.shutdown()
