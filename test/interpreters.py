@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import gc
 import importlib
 import importlib.util
 import json
@@ -277,6 +278,7 @@ def _run_forkserver(program: str, numbers: Mapping[int, int]) -> NoReturn:
             os.close(mine)
         sys.path.insert(0, str(ROOT))
         _preload(_OURS)
+        gc.freeze()
         exec(program, {})
     finally:
         os._exit(0)
@@ -323,6 +325,7 @@ def _preload(names: Sequence[str]) -> None:
 
 def _main() -> None:
     _preload(_PRELOADED)
+    gc.freeze()  # the end of a fork then does not look for garbage among all that was imported
     connection = _accept(*map(int, sys.argv[1:]))
     found = connection and _serve(connection)
     if not found:
