@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import gc
+import os
 
 gc.disable()  # a quarter of the time that importing and collecting takes; see pytest_collection_finish
+# There are more threads than cores. Those of OpenMP that wait must not spin; it looks when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import logging
-import os
 import signal
 import subprocess
 import threading

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import gc
 import importlib
 import importlib.util
 import json
@@ -46,6 +47,7 @@ _PRELOADED = (
     "torchrl.collectors",
     "torchrl.envs",
 )
+JOB_PYTHON = f"{sys.executable} {__file__} run"  # a command that stands in for a python of a batch system
 _OURS = ("weight_update.testing", "collectors")
 _ADDRESS = "WEIGHT_UPDATE_TEST_TEMPLATE"
 _LIMIT = 1 << 17
@@ -89,6 +91,15 @@ def run_python(
     if code is None or not all(ended):
         raise subprocess.TimeoutExpired(words, timeout, out.text, error.text)
     return subprocess.CompletedProcess([sys.executable, *words], code, out.text, error.text)
+
+
+def _stand_in(words: Sequence[str]) -> NoReturn:
+    """Run ``python *words`` with the environment, output and signals of this process; end as it ends."""
+    template = _Template.get()
+    pid = template.start({"arguments": words, "env": dict(os.environ), "quick_spawn": False}, [1, 2])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    sys.exit(template.wait(None))
 
 
 class _Pipe:
@@ -169,23 +180,26 @@ class _Template:
     def run_program(self, executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
         """Run ``python ... -c program``, the last argument, without waiting for its end; return its pid."""
         request = {"program": arguments[-1], "numbers": list(descriptors), "env": dict(os.environ)}
-        return self._start(request, descriptors)
+        return self.start(request, descriptors)
 
-    def _start(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
+    def start(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
         self._socket.settimeout(30.0)
         socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
         return int(self._socket.recv(_LIMIT))
 
+    def wait(self, timeout: float | None) -> int:
+        """Return the exit code of the program that was started last."""
+        self._socket.settimeout(timeout)
+        return int(self._socket.recv(_LIMIT))
+
     def run(self, request: dict[str, Any], descriptors: list[int], timeout: float) -> int | None:
         """Run a program; return its exit code, or None if it was killed."""
-        pid = self._start(request, descriptors)
-        self._socket.settimeout(timeout)
+        pid = self.start(request, descriptors)
         try:
-            return int(self._socket.recv(_LIMIT))
+            return self.wait(timeout)
         except TimeoutError:
             os.kill(pid, signal.SIGKILL)
-            self._socket.settimeout(30.0)
-            self._socket.recv(_LIMIT)
+            self.wait(30.0)
             return None
 
 
@@ -277,6 +291,7 @@ def _run_forkserver(program: str, numbers: Mapping[int, int]) -> NoReturn:
             os.close(mine)
         sys.path.insert(0, str(ROOT))
         _preload(_OURS)
+        gc.freeze()
         exec(program, {})
     finally:
         os._exit(0)
@@ -286,6 +301,8 @@ def _run(words: Sequence[str], quick_spawn: bool) -> None:
     words = list(words)
     warnings.resetwarnings()  # what the imports have changed
     warnings.filters.extend(_FILTERS)  # type: ignore[attr-defined]
+    if words[0] == "-u":
+        del words[0]
     while words[0] == "-W":
         sys.warnoptions.append(words[1])
         warnings.simplefilter(words[1])  # type: ignore[arg-type]
@@ -295,7 +312,7 @@ def _run(words: Sequence[str], quick_spawn: bool) -> None:
         contexts: Any = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
         contexts["spawn"] = contexts["forkserver"]
     sys.path[0] = ""
-    sys.path.insert(1, os.environ["PYTHONPATH"])
+    sys.path[1:1] = os.environ["PYTHONPATH"].split(os.pathsep)
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -322,7 +339,10 @@ def _preload(names: Sequence[str]) -> None:
 
 
 def _main() -> None:
+    if sys.argv[1] == "run":
+        _stand_in(sys.argv[2:])
     _preload(_PRELOADED)
+    gc.freeze()  # the end of a fork then does not look for garbage among all that was imported
     connection = _accept(*map(int, sys.argv[1:]))
     found = connection and _serve(connection)
     if not found:

@@ -607,7 +607,7 @@ def test_a_worker_with_a_lazy_module_that_was_not_run() -> None:
         receiver = copy.copy(scheme)
         receiver.init_on_receiver(model=nn.LazyLinear(2), worker_idx=0)
         with pytest.raises(UnsupportedSourceError, match=r"not initialized, .*: weight, bias; call"):
-            receiver.connect(timeout=5.0)
+            receiver.connect(timeout=0.2)  # it waits for a sender, to tell it
 
 
 class Forgetful(MemoryWeightSyncScheme):

@@ -48,7 +48,7 @@ def url() -> Iterator[str]:
             self.wfile.write(b"<html>")
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever)
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
         serving.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -198,7 +198,7 @@ def test_the_next_send_after_a_server_refused_its_workers() -> None:
             self.wfile.write(b"{}")
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever)
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
         serving.start()
         with SharedMemWeightSyncScheme() as scheme:
             scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
@@ -236,7 +236,7 @@ def test_an_interrupt_while_a_server_has_its_workers_join() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever)
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
         serving.start()
         with SharedMemWeightSyncScheme() as scheme:
             scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)

@@ -287,7 +287,7 @@ def test_stopped_relay_is_given_up_for_a_sibling(hire: Hire) -> None:
 @several_connections
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_middle_of_a_chain(hire: Hire, end: str, connections: int) -> None:
-    procs = hire(Apart, 3, connections=connections)
+    procs = hire(Apart, 3, connections=connections, timeout=4.0)
     procs.scheme.send(Large(1.0))
     send_signal(procs.workers[1], signal.SIGSTOP)
     if end == "killed":

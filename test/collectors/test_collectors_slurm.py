@@ -4,13 +4,15 @@ import sys
 
 import pytest
 from collector_parts import Env
-from interpreters import run_python
+from interpreters import JOB_PYTHON, run_python
 from marks import slow
 from test_collectors_programs import PROGRAMS
 
 from collectors import DistributedCollector, DistributedSyncCollector, RPCCollector
 from collectors.nodes import free_port
 
+PYTHON_OF = {"DistributedCollector": {"JOB_PYTHON": JOB_PYTHON}}
+"""The environment of the programs; the jobs of slow tests are new interpreters."""
 KINDS = ["DistributedCollector", slow("DistributedSyncCollector"), slow("RPCCollector")]
 
 
@@ -22,12 +24,12 @@ def run(program, *arguments, **how):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_jobs_collect_follow_updates_and_end_well(kind):
-    assert run("batch_jobs.py", kind) == ["[None, None]"]
+    assert run("batch_jobs.py", kind, env=PYTHON_OF.get(kind)) == ["[None, None]"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_job_that_cannot_start_is_told(kind):
-    lines = run("batch_jobs.py", kind, "cannot_start")
+    lines = run("batch_jobs.py", kind, "cannot_start", env=PYTHON_OF.get(kind))
     assert lines[0] == "workers could not start:"
     assert "ZeroDivisionError: this environment cannot be made" in lines
 

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,7 +33,9 @@ from weight_update.receiver.receiver import Receiver
 from weight_update.schemes import rpc_notices
 from weight_update.schemes.base import End
 from weight_update.sender.buffers import BufferPool
+from weight_update.sender.delivery import AnswerThreads
 from weight_update.sender.sender import Sender
+from weight_update.sender.workers import WorkerState
 from weight_update.testing.processes import wait_until
 from weight_update.transports.memory import MemoryTransport
 from weight_update.transports.shared_memory.transport import SharedMemListener, SlotStream
@@ -45,7 +48,6 @@ from pairs import interrupt_once
 from torch import nn
 from weight_update import LinkClosedError, SharedMemWeightSyncScheme
 from weight_update.receiver.receiver import Receiver
-from weight_update.report import WorkerEvent
 from weight_update.sender.sender import Sender
 from weight_update.testing.processes import wait_until
 
@@ -165,6 +167,25 @@ def test_an_update_that_becomes_possible_during_the_goodbyes_is_sent(monkeypatch
         receivers[1].receive(timeout=10.0)
     for receiver in receivers:
         receiver.shutdown()
+
+
+def test_a_worker_that_leaves_as_the_sender_ends_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender reads its goodbye, and does not wait a second for it in vain."""
+    scheme, handle = MemoryWeightSyncScheme(timeout=10.0), AnswerThreads._handle
+
+    def handle_late(threads: AnswerThreads, worker: WorkerState, chunk: WeightChunk) -> None:
+        if chunk.kind is Kind.APPLIED:
+            wait_until(lambda: table.closed)
+        handle(threads, worker, chunk)
+
+    receiver = connect_pair(scheme, nn.Linear(2, 2), nn.Linear(2, 2))
+    table = scheme._sender.table
+    monkeypatch.setattr(AnswerThreads, "_handle", handle_late)
+    scheme.send_async()
+    wait_until(lambda: receiver.version == 1)
+    receiver.shutdown()
+    scheme.shutdown()
+    assert table[0].left
 
 
 def test_workers_that_a_sender_leaves_are_not_sent_to_it_again() -> None:
@@ -308,8 +329,10 @@ def test_a_second_shutdown_finishes_an_interrupted_one(
     scheme, model = SharedMemWeightSyncScheme(timeout=10.0), nn.Linear(64, 64)
     receiver = connect_pair(scheme, model, nn.Linear(64, 64))
     interrupt_once(monkeypatch, owner, method, after=after)
+    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         scheme.shutdown()
+    assert time.monotonic() - start < 4.0  # it waits 5 s for threads that do not end
     with pytest.raises(LifecycleError, match="was shut down"):
         scheme.send()
     scheme.shutdown()

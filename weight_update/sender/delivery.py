@@ -278,7 +278,7 @@ class AnswerThreads:
 
     def _run(self, worker: WorkerState) -> None:
         ended = False
-        while not self._table.closed and not ended:
+        while not ended and (worker.joined or not self._table.closed):  # so that a GOODBYE is read at the end
             connection: int | None = worker.connections
             try:
                 timeout = _ABSENT_SECONDS if worker.late else None

@@ -363,14 +363,13 @@ class Sender(Outcomes):
             self.table.changed.wait_for(lambda: not any(one.joined for one in borrowers), _PARTING_SECONDS)
 
     def _say_goodbye(self) -> None:
-        with self.table.lock:
-            try:  # GOODBYE goes after updates that are on their way
-                self.table.changed.wait_for(lambda: not any(one.writing for one in self.table), self.timeout)
-            finally:
-                self.table.closed = True
+        with self.table.lock:  # GOODBYE goes after updates that are on their way
+            self.table.changed.wait_for(lambda: not any(one.writing for one in self.table), self.timeout)
+            self.table.closed = True
         self._delivery.broadcast(self.table, WeightChunk(Kind.GOODBYE, {}))
 
     def _close_links(self) -> None:
+        self.table.closed = True  # also if the goodbye was interrupted: the threads of the workers end
         with ExitStack() as rest:
             for worker in self.table:
                 rest.callback(worker.close_outbox)

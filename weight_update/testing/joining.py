@@ -190,7 +190,7 @@ class JoiningTests(SchemeCase):
         procs = assemble(mlp(1), [bad], connect=False)
         procs.scheme.shutdown()
         with pytest.raises(UnsupportedSourceError, match="odd"):
-            procs.workers[0].call("connect", timeout=2.0)
+            procs.workers[0].call("connect", timeout=0.5)
 
     def test_nobody_comes(self, assemble: Assemble) -> None:
         """A sender that waits in vain names those who did not come; a receiver fails too."""

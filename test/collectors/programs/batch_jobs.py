@@ -1,6 +1,7 @@
 """A collector whose workers are jobs of submitit.
 
 The jobs are processes of this machine, unless SUBMITIT_CLUSTER names another executor of submitit ("slurm").
+JOB_PYTHON is the command that they take for Python, if that is not the one of this program.
 Usage: batch_jobs.py CLASS [cannot_start | killed]
 """
 
@@ -50,7 +51,8 @@ def kill_a_job(collector):
 def main(name, fault=""):
     warnings.simplefilter("ignore", UserWarning)  # PyTorch warns about what RPC does itself
     cluster = os.environ.get("SUBMITIT_CLUSTER", "local")
-    submitit.AutoExecutor = functools.partial(submitit.AutoExecutor, cluster=cluster)
+    python = os.environ.get("JOB_PYTHON")
+    submitit.AutoExecutor = functools.partial(submitit.AutoExecutor, cluster=cluster, local_python=python)
     options = {"update_interval": 10**6} if name == "DistributedSyncCollector" else {}
     try:
         collector = getattr(collectors, name)(
