@@ -48,6 +48,7 @@ from pairs import interrupt_once
 from torch import nn
 from weight_update import LinkClosedError, SharedMemWeightSyncScheme
 from weight_update.receiver.receiver import Receiver
+from weight_update.report import WorkerEvent
 from weight_update.sender.sender import Sender
 from weight_update.testing.processes import wait_until
 
