@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 LAYERS = 26
-"""A few more tensors than the 256 from which on a structure is remembered, also in a state dict."""
+"""Enough for more than 256 tensors in a state dict: the structure of a smaller model is not remembered."""
 
 
 class Layer(nn.Module):
