@@ -291,7 +291,7 @@ def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> Non
     assert all_have_it(players[:1])
     assert successor.call("fingerprint") == fingerprint(source)
     successor.runner.kill()
-    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(_Stage.* killed by `ray.kill`"):
+    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(BodyActor.* killed by `ray.kill`"):
         send_until_error(scheme)
 
 
@@ -303,7 +303,7 @@ def test_connect_does_not_wait_for_the_dead(troupe: Troupe) -> None:
     workers[1].runner.kill()
     scheme.init_on_sender(model=mlp(1), remote_collectors=[worker.actor for worker in workers])
     start = time.monotonic()
-    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(_Stage.* killed by `ray.kill`"):
+    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(BodyActor.* killed by `ray.kill`"):
         scheme.connect()
     assert time.monotonic() - start < WAIT / 2
     workers[0].answer()
