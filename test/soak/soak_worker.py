@@ -25,7 +25,7 @@ from weight_update.testing import Body
 logging.basicConfig(filename=os.environ.get("SOAK_LOG", os.devnull))
 
 BROKEN = ("torn", "backward", "wrong_version", "errors")
-"""What can be wrong with a forward pass; the board counts each."""
+"""Problems that a forward pass can have; the board counts each."""
 BLOCKS = 64
 """Parts of each tensor that change together."""
 REFUSAL = "the soak lets this worker refuse the update"
