@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from weight_update.convert import Converter, Item
+from weight_update.testing import fingerprint
 
 HEADS, GROUPS, HEAD_DIM, HIDDEN, MIDDLE, VOCAB = 4, 2, 3, 8, 6, 10
 
 
 def convert(converter: Converter, items: Iterable[Item]) -> dict[str, torch.Tensor]:
-    """All that comes out; a name twice is an error."""
+    """Return the converted weights; a name that comes twice is an error."""
     made = list(converter(iter(items)))
     out = dict(made)
     assert len(out) == len(made), "a name came twice"
@@ -21,21 +22,12 @@ def convert(converter: Converter, items: Iterable[Item]) -> dict[str, torch.Tens
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    """Same names, dtypes, shapes and bits."""
-    assert set(left) == set(right)
-    for name, value in left.items():
-        assert value.dtype == right[name].dtype, name
-        assert value.shape == right[name].shape, name
-        assert bits(value) == bits(right[name]), name
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The memory of a tensor, in row order."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    """Assert that names, dtypes, shapes and bits are equal."""
+    assert fingerprint(left) == fingerprint(right)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Normal random numbers."""
+    """Return normally distributed random numbers."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator).to(dtype)
 
@@ -144,5 +136,5 @@ class Tree(nn.Module):
 
 
 def state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all weights."""
+    """Return copies of all weights."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}

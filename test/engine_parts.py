@@ -26,7 +26,7 @@ class Notebook(InferenceEngine):
         loaded: copies of the weights, by name.
         fails: the call that fails once: ``"begin"``, ``"finish"``, or the number of a weight.
         error: type of the error that is raised then.
-        stays: number of the weight at which it waits, once, for half a minute.
+        stays: number of the weight at which it waits for half a minute.
         skips: the number of weights that it leaves, once.
     """
 
@@ -56,31 +56,28 @@ class Notebook(InferenceEngine):
         self._seen = 0
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        names: list[str] = []
-        self.calls.append(("load", names))
-        for name, tensor in weights:
-            self._fail_at(self._seen)
-            if self.stays == self._seen:
-                time.sleep(30.0)
-            names.append(name)
+        for name, tensor in self._noted("load", weights):
             self.loaded[name] = tensor.clone()
-            self._seen += 1
-            if self.skips:
-                self.skips -= 1
-                return
 
     def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
-        names: list[str] = []
-        self.calls.append((f"changes of {base}", names))
-        for name, positions, values, weight in changes:
-            self._fail_at(self._seen)
-            names.append(name)
+        for name, positions, values, weight in self._noted(f"changes of {base}", changes):
             if positions is None:
                 self.loaded[name] = values.clone()
             else:
                 bits = self.loaded[name].view(-1).view(torch.uint8).view(-1, weight.element_size())
                 bits[positions] = values.view(torch.uint8).view(-1, weight.element_size())
             assert fingerprint({name: self.loaded[name]}) == fingerprint({name: weight})
+
+    def _noted(self, call: str, items: Iterator[Any]) -> Iterator[Any]:
+        """Note a call and the names of its items; fail, wait or end early where the test says so."""
+        names: list[str] = []
+        self.calls.append((call, names))
+        for item in items:
+            self._fail_at(self._seen)
+            if self.stays == self._seen:
+                time.sleep(30.0)
+            names.append(item[0])
+            yield item
             self._seen += 1
             if self.skips:
                 self.skips -= 1

@@ -30,8 +30,7 @@ LIMIT = 60.0
 """Seconds in which a fleet has to get an update, on a busy machine."""
 Watched = dict[int, tuple[bool, int, int]]
 """Whether it is connected, version and lag by worker index."""
-_KEPT = ("WorkerState", "SendHandle", "SyncReport", "Transport", "Connection", "Stream", "SignedQueue")
-_FIELDS = ("pid", "index", "version", "hold", "torn", "failed")
+_KEPT = ("WorkerState", "SendHandle", "SyncReport", "Transport", "Connection", "Stream")
 _POLL_SECONDS = 0.01
 HOLD, HOLDS = 1, 2
 """Order to an engine to stay inside hold(), and its answer; 0 ends it."""
@@ -54,27 +53,16 @@ class Model(nn.Module):
         return all(bool(one.min() == one.max() == version) for one in self.parameters())
 
 
-class Board:
-    """A number of each kind for each engine, in memory that forked processes share."""
-
-    pid: np.ndarray
-    index: np.ndarray
-    version: np.ndarray
-    hold: np.ndarray
-    torn: np.ndarray
-    failed: np.ndarray
-
-    def __init__(self, size: int) -> None:
-        memory = mmap.mmap(-1, 8 * size * len(_FIELDS))
-        table = np.frombuffer(memory, dtype=np.int64).reshape(len(_FIELDS), size)
-        for name, row in zip(_FIELDS, table, strict=True):
-            setattr(self, name, row)
+def new_board(size: int) -> np.recarray[Any, Any]:
+    """Return a number of each kind for each engine, in memory that forked processes share."""
+    row = np.dtype([(name, np.int64) for name in ("pid", "index", "version", "hold", "torn", "failed")])
+    return np.frombuffer(mmap.mmap(-1, size * row.itemsize), row).view(np.recarray)
 
 
 class Launcher:
     """Starts and kills engines; lives in a process with a single thread."""
 
-    def __init__(self, kind: type[WeightSyncScheme], board: Board) -> None:
+    def __init__(self, kind: type[WeightSyncScheme], board: Any) -> None:
         self._kind, self._board = kind, board
         self._options: dict[str, Any] = {}
 
@@ -135,7 +123,7 @@ class Fleet:
     """A trainer that starts without engines, and then has ``count``."""
 
     def __init__(self, kind: type[WeightSyncScheme], count: int, stack: ExitStack) -> None:
-        self.board = Board(count)
+        self.board = new_board(count)
         self.launcher = RemoteObject(Launcher, kind, self.board, name="launcher")
         stack.callback(self.launcher.stop)
         self.metrics = stack.enter_context(PrometheusObserver())

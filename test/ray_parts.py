@@ -17,7 +17,7 @@ from weight_update.testing import Body, fingerprint, mlp
 WAIT = 60.0
 
 
-class Player:
+class JoiningActor:
     """An actor that joins in its constructor, and so joins again when Ray restarts it."""
 
     def __init__(self, scheme: RayWeightSyncScheme, idx: int) -> None:

@@ -11,7 +11,6 @@ import functools
 import inspect
 import multiprocessing
 import os
-import threading
 import time
 import traceback
 import warnings
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from faults_tools import START, Passes
 from torch.distributed import rpc
 
 from collectors.nodes import free_port
@@ -94,7 +93,7 @@ def _run(pipe: Any, how: dict[str, Any], test: Callable[..., None], arguments: d
 
 
 class World:
-    """The test as trainer, and workers that know nothing of RPC when they begin.
+    """The test as trainer, and workers that join the world when they are told to.
 
     Args:
         workers: how many.
@@ -133,9 +132,8 @@ class World:
         """Return an initialized sender for the workers of the world, which are called if ``called``."""
         scheme = RPCWeightSyncScheme(**{**LIMITS, **options})
         self.schemes.append(scheme)
-        rrefs = (
-            {index: rpc.remote(f"w{index}", the_desk) for index in range(self.members)} if called else None
-        )
+        members = range(self.members) if called else ()
+        rrefs = {index: rpc.remote(f"w{index}", called_object) for index in members} or None
         init = {"model_id": model_id} if model_id else {}
         scheme.init_on_sender(model=model, num_workers=self.members, worker_rrefs=rrefs, **init)
         return scheme
@@ -190,7 +188,7 @@ class World:
 # -- in the workers ------------------------------------------------------------------------------------
 
 
-class Desk:
+class Called:
     """The object that a sender calls, in the place of a collector."""
 
     def __init__(self) -> None:
@@ -201,18 +199,18 @@ class Desk:
 
     def _receive_weights_scheme(self) -> None:
         if self.trouble == "raise":
-            raise KeyError("no room on the desk")
+            raise KeyError("told to raise")
         if self.trouble == "sleep":
             time.sleep(60)
         got = {model_id: scheme.receive() for model_id, scheme in self.schemes.items()}
         self.calls.append({key: None if one is None else fingerprint(one) for key, one in got.items()})
 
 
-_desk = Desk()
+_called = Called()
 
 
-def the_desk() -> Desk:
-    return _desk
+def called_object() -> Called:
+    return _called
 
 
 def enter_world(body: Any, name: str, rank: int, port: int, size: int | None) -> None:
@@ -228,63 +226,33 @@ def join(body: Any, model: Any, model_id: str, options: dict[str, Any]) -> int |
     worker_idx, within = options.pop("worker_idx", body.index), options.pop("within", None)
     scheme = RPCWeightSyncScheme(**{**LIMITS, **options})
     scheme.init_on_receiver(model=model, model_id=model_id, worker_idx=worker_idx)
-    _desk.schemes[model_id], _desk.models[model_id] = scheme, model
+    _called.schemes[model_id], _called.models[model_id] = scheme, model
     scheme.connect(timeout=within)
     return scheme.version
 
 
 def weights_of(body: Any, model_id: str = "policy") -> Any:
-    return fingerprint(_desk.models[model_id])
-
-
-class Stripes(nn.Module):
-    """A model whose forward pass returns its smallest and its largest weight, read one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ParameterList(nn.Parameter(torch.zeros(2000)) for _ in range(24))
-
-    def forward(self) -> tuple[float, float]:
-        seen = [float(layer.detach()[-1]) for layer in self.layers]
-        return min(seen), max(seen)
-
-
-def stripes(value: float) -> Stripes:
-    model = Stripes()
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.fill_(value)
-    return model
+    return fingerprint(_called.models[model_id])
 
 
 def compute(body: Any) -> None:
-    _desk.computing = threading.Event()
-    _desk.passes = []
-
-    def run() -> None:
-        while not _desk.computing.is_set():
-            _desk.passes.append(_desk.models["policy"]())
-
-    _desk.thread = threading.Thread(target=run)
-    _desk.thread.start()
+    _called.passes = Passes(lambda: _called.models["policy"](START))
 
 
-def end_compute(body: Any) -> tuple[list[tuple[float, float]], int]:
-    _desk.computing.set()
-    _desk.thread.join()
-    return [one for one in _desk.passes if one[0] != one[1]], len(_desk.passes)
+def end_compute(body: Any) -> dict[str, Any]:
+    return _called.passes.end()
 
 
 def calls_of(body: Any) -> list[dict[str, Any]]:
-    return _desk.calls
+    return _called.calls
 
 
 def make_trouble(body: Any, kind: str | None) -> None:
-    _desk.trouble = kind
+    _called.trouble = kind
 
 
 def leave_scheme(body: Any, model_id: str = "policy") -> None:
-    _desk.schemes[model_id].shutdown()
+    _called.schemes[model_id].shutdown()
 
 
 def leave_world(body: Any, graceful: bool = True) -> None:

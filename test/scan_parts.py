@@ -17,7 +17,7 @@ def schema_of(tensors: Tensors) -> WeightSchema:
 
 
 def flat_of(schema: WeightSchema, tensors: Tensors, base: torch.Tensor | None = None) -> torch.Tensor:
-    """The tensors as Tensor.copy_ writes them, over ``base`` or over bytes that are no padding."""
+    """Return the tensors as Tensor.copy_ writes them, over ``base`` or over bytes that are no padding."""
     flat = torch.full((schema.nbytes,), 0xA5, dtype=torch.uint8) if base is None else base.clone()
     with torch.no_grad():
         for view, tensor in zip(schema.views(flat), tensors, strict=True):
@@ -26,15 +26,13 @@ def flat_of(schema: WeightSchema, tensors: Tensors, base: torch.Tensor | None = 
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(
-        torch.equal(
-            one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
-        )
-    )
+    """Return whether the bytes of two tensors are equal."""
+    bytes_of = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return bool(torch.equal(*bytes_of))
 
 
 def check_form(changes: Changes, nbytes: int) -> None:
-    """All that the docstrings of changes.py say of the form."""
+    """Check all that the docstrings of changes.py say of the form."""
     written = torch.zeros(nbytes, dtype=torch.uint8)
     assert [part.width for part in changes.sparse] == sorted({part.width for part in changes.sparse})
     for part in changes.sparse:
@@ -56,7 +54,7 @@ def check_form(changes: Changes, nbytes: int) -> None:
 
 
 def flip(tensor: torch.Tensor, fraction: float, seed: int) -> int:
-    """Other bits in about that many elements of a contiguous tensor; how many."""
+    """Change bits of about that share of the elements of a contiguous tensor; return their number."""
     bits = tensor.view(-1).view(BITS[min(8, tensor.element_size())])
     chosen = torch.rand(bits.shape, generator=torch.Generator().manual_seed(seed)) < fraction
     bits[chosen] ^= 1

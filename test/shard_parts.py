@@ -42,9 +42,8 @@ from weight_update import (
 from weight_update.convert import Sharded, gather_tensor_parallel
 from weight_update.sharded import batch, gathering
 from weight_update.testing.models import Noted, fingerprint
-from weight_update.testing.workers import RemoteObject, Worker, WorkerDiedError
+from weight_update.testing.workers import ANSWER_SECONDS, RemoteObject, Worker, WorkerDiedError
 
-ANSWER_SECONDS = 60.0
 TOKEN = "of the sharded tests"
 
 
@@ -93,13 +92,13 @@ def whole(net: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in get_model_state_dict(net, options=options).items() if "_extra" not in k}
 
 
-class Watch:
+class ByteCounter:
     """A counter of the bytes of tensors that are alive at one time."""
 
     def __init__(self) -> None:
         self.alive = self.peak = 0
 
-    def see(self, tensor: torch.Tensor) -> None:
+    def count(self, tensor: torch.Tensor) -> None:
         nbytes = tensor.untyped_storage().nbytes()
         self.alive += nbytes
         self.peak = max(self.peak, self.alive)
@@ -132,14 +131,13 @@ class Body:
         """Call ``init_on_sender``; return the leader's pickled scheme for workers."""
         options = dict(options)
         timeout = options.pop("timeout", 20.0)
-        sync = options.pop("sync", True)
+        of_scheme = {"timeout": timeout, "connect_timeout": timeout, "sync": options.pop("sync", True)}
         gather = GatherShards(self.groups[tuple(range(size))], **options.pop("shards", {}))
-        strategy = WeightStrategy(gather=gather, **options)
-        times = {"timeout": timeout, "connect_timeout": timeout, "sync": sync}
+        of_scheme |= {"strategy": WeightStrategy(gather=gather, **options), "token": TOKEN}
         if kind == "shared_mem":
-            self.scheme = SharedMemWeightSyncScheme(strategy, token=TOKEN, **times)
+            self.scheme = SharedMemWeightSyncScheme(**of_scheme)
         else:
-            self.scheme = DistributedWeightSyncScheme(strategy=strategy, port=port, token=TOKEN, **times)
+            self.scheme = DistributedWeightSyncScheme(port=port, **of_scheme)
         self.scheme.init_on_sender(model=self.net, num_workers=workers)
         return pickle.dumps(self.scheme) if dist.get_rank() == 0 else None
 
@@ -292,20 +290,20 @@ BUCKETS: dict[str, Any] = {"encoding": BucketEncoding(bucket_size=256), "max_in_
 # -- functions that run in ranks ------------------------------------------------------------------------
 
 
-class Moody:
-    """A converter that fails at the third tensor when told to, separately in each rank."""
+class FailingConverter:
+    """A converter that fails at the third tensor in the ranks in which ``fails`` is set."""
 
     fails = False
 
     def __call__(self, items: Iterator[Any]) -> Iterator[Any]:
         for number, item in enumerate(items):
-            if number == 2 and Moody.fails:
+            if number == 2 and FailingConverter.fails:
                 raise ValueError("no such format")
             yield item
 
 
-def set_mood(body: Body, fails: bool) -> None:
-    Moody.fails = fails
+def set_failing(body: Body, fails: bool) -> None:
+    FailingConverter.fails = fails
 
 
 def centered(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -327,19 +325,19 @@ def rename_on_second(body: Body) -> None:
         body.net.layers[1].register_parameter("strange", body.net.layers[1]._parameters.pop("weight"))
 
 
-def watch(body: Body) -> None:
+def count_bytes(body: Body) -> None:
     """Count the tensors that the gather makes from now on."""
-    body.made, body.kept = Watch(), Watch()  # type: ignore[attr-defined]
+    body.made, body.kept = ByteCounter(), ByteCounter()  # type: ignore[attr-defined]
     assemble, flat = batch.assemble, batch.flat
 
     def counted_assemble(*args: Any) -> torch.Tensor:
         tensor = assemble(*args)
-        body.made.see(tensor)  # type: ignore[attr-defined]
+        body.made.count(tensor)  # type: ignore[attr-defined]
         return tensor
 
     def counted_flat(*args: Any) -> Any:
         memory, views = flat(*args)
-        body.kept.see(memory)  # type: ignore[attr-defined]
+        body.kept.count(memory)  # type: ignore[attr-defined]
         return memory, views
 
     batch.assemble = counted_assemble
@@ -379,12 +377,13 @@ def kinds_of_shards(mesh: DeviceMesh, line: DeviceMesh) -> dict[str, torch.Tenso
         "rows twice": (mesh, [Shard(0), Shard(0)]),
         "a line of a mesh": (mesh["tp"], [Shard(0)]),
     }
+    shapes = ((8, 6), (7, 5), (3, 2), (1, 1))
     found: dict[str, torch.Tensor] = {}
     for name, (where, placements) in ways.items():
-        for shape in ((8, 6), (7, 5), (3, 2), (1, 1)):
+        for shape in shapes:
             whole = torch.randn(shape, generator=generator)
             found[f"{name} {shape}"] = distribute_tensor(whole, where, placements)
-    for shape in ((8, 6), (7, 5), (3, 2), (1, 1)):
+    for shape in shapes:
         found[f"rows from the right {shape}"] = twice_from_the_right(torch.ones(shape).cumsum(0), mesh)
     found["scalar"] = distribute_tensor(torch.tensor(3.0), line, [Replicate()])
     found["nothing"] = distribute_tensor(torch.empty(0, 4), line, [Shard(0)])
@@ -406,15 +405,11 @@ def twice_from_the_right(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 def make_kinds(body: Body) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    line = init_device_mesh("cpu", (4,))
-    body.net = kinds_of_shards(mesh, line)
+    body.net = kinds_of_shards(mesh, init_device_mesh("cpu", (4,)))
 
 
 def whole_kinds(body: Body) -> dict[str, str]:
-    found = {}
-    for name, tensor in body.net.items():
-        found[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return fingerprint(found)
+    return fingerprint({n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in body.net.items()})
 
 
 def hollow_kinds(body: Body) -> dict[str, torch.Tensor]:
@@ -426,10 +421,8 @@ def hollow_kinds(body: Body) -> dict[str, torch.Tensor]:
 def make_tensor_parallel(body: Body) -> None:
     """Make a model with FSDP2 over tensor parallelism, as users write it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    net = Net(1)
     plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
-    parallelize_module(net, mesh["tp"], plan)
-    body.net = shard(net, mesh["dp"])
+    body.net = shard(parallelize_module(Net(1), mesh["tp"], plan), mesh["dp"])
 
 
 def whole_weights(body: Body) -> dict[str, str] | None:

@@ -52,10 +52,6 @@ def replaced(model: Model) -> None:
     first(model).up.weight = nn.Parameter(torch.randn(4, 4))
 
 
-def replaced_in_dict(model: Model) -> None:
-    first(model).up._parameters["weight"] = nn.Parameter(first(model).up.weight.detach().clone())
-
-
 def replaced_dict(model: Model) -> None:
     up = first(model).up
     up._parameters = dict(up._parameters)
@@ -72,10 +68,6 @@ def replaced_dict_of_modules(model: Model) -> None:
     layer = first(model)
     layer._modules = dict(layer._modules)
     layer._modules["up"] = nn.Linear(4, 4)
-
-
-def replaced_buffer(model: Model) -> None:
-    first(model).steps = torch.tensor(3)
 
 
 def removed_parameter(model: Model) -> None:
@@ -95,11 +87,6 @@ def moved_to_the_next_dict(model: Model) -> None:
     right.update(b=left.pop("b"), **kept)
 
 
-def became_persistent(model: Model) -> None:
-    layer = first(model)
-    layer._non_persistent_buffers_set.discard("scratch")
-
-
 def renamed_module(model: Model) -> None:
     held = first(model)._modules
     held["renamed"] = held.pop("norm")
@@ -108,10 +95,6 @@ def renamed_module(model: Model) -> None:
 def reordered(model: Model) -> None:
     held = first(model)._modules
     held["up"] = held.pop("up")
-
-
-def added_module(model: Model) -> None:
-    first(model).drop.add_module("inner", nn.Linear(2, 2))
 
 
 def other_values(model: Model) -> None:
@@ -151,10 +134,6 @@ def other_part_of_its_memory(model: Model) -> None:
     bias.data = bias.data.as_strided((4,), (1,), 0)
 
 
-def resized(model: Model) -> None:
-    first(model).steps.resize_(1)
-
-
 def set_to(model: Model) -> None:
     with torch.no_grad():
         first(model).up.bias.set_(torch.randn(4))
@@ -166,20 +145,8 @@ def storage_resized(model: Model) -> None:
     bias.fill_(3.0)
 
 
-def swapped(model: Model) -> None:
-    torch.utils.swap_tensors(first(model).up.weight, nn.Parameter(torch.randn(4, 4)))
-
-
 def loaded(model: Model) -> None:
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-
-
-def tied(model: Model) -> None:
-    model.head.weight = first(model).up.weight
-
-
-def tied_memory(model: Model) -> None:
-    model.head.weight.data = first(model).up.weight.data
 
 
 class Halved(nn.Module):
@@ -187,40 +154,16 @@ class Halved(nn.Module):
         return weight / 2
 
 
-def parametrized(model: Model) -> None:
-    parametrize.register_parametrization(first(model).up, "weight", Halved())
-
-
-def normed(model: Model) -> None:
-    parametrizations.weight_norm(first(model).up)
-
-
 def without_the_bias(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     del state[prefix + "bias"]
-
-
-def hooked(model: Model) -> None:
-    first(model).up.register_state_dict_post_hook(without_the_bias)
-
-
-def privately_hooked(model: Model) -> None:
-    first(model).up._register_state_dict_hook(lambda *arguments: without_the_bias(*arguments))
 
 
 def replace_weight(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     module.weight = nn.Parameter(torch.ones(4, 4))
 
 
-def hooked_before(model: Model) -> None:
-    first(model).up.register_state_dict_pre_hook(replace_weight)
-
-
 def own_state_dict(model: nn.Module, **options: Any) -> dict[str, torch.Tensor]:
     return {"own": torch.ones(3)}
-
-
-def given_a_state_dict(model: Model) -> None:
-    model.state_dict = types.MethodType(own_state_dict, model)
 
 
 def part_given_a_whole_state_dict(model: Model) -> None:
@@ -228,14 +171,6 @@ def part_given_a_whole_state_dict(model: Model) -> None:
         destination[f"{prefix}own"] = torch.ones(1)
 
     first(model).up.state_dict = own
-
-
-def part_given_a_state_dict(model: Model) -> None:
-    first(model).up._save_to_state_dict = lambda destination, prefix, keep_vars: None
-
-
-def given_names(model: Model) -> None:
-    model.named_parameters = nn.Linear(2, 2).named_parameters
 
 
 def part_given_modules(model: Model) -> None:
@@ -254,17 +189,9 @@ class Sharded(Model):
             yield f"whole.{name}", value
 
 
-def other_class(model: Model) -> None:
-    model.__class__ = Sharded
-
-
 class Stateful(nn.Linear):
     def get_extra_state(self) -> str:
         return "state"
-
-
-def part_of_other_class(model: Model) -> None:
-    first(model).up.__class__ = Stateful
 
 
 def extra_state(model: Model) -> None:
@@ -276,16 +203,40 @@ def cleared(model: Model) -> None:
     first(model).up._parameters = {}
 
 
-CHANGES: list[Callable[[Model], Any]] = [
-    *(part_given_a_whole_state_dict, replaced_dict_of_buffers, replaced_dict_of_modules),
-    *(replaced, replaced_in_dict, replaced_dict, replaced_buffer, removed_parameter, renamed_parameter),
-    *(moved_to_the_next_dict, became_persistent, renamed_module, reordered, added_module, other_values),
-    *(other_memory, transposed, negated, other_dtype_in_place, part_of_its_memory, other_part_of_its_memory),
-    *(resized, set_to, storage_resized, swapped, loaded, tied, tied_memory, parametrized, normed, hooked),
-    *(privately_hooked, hooked_before, given_a_state_dict, part_given_a_state_dict, given_names),
-    *(part_given_modules, other_class, part_of_other_class, extra_state, cleared),
+_FUNCTIONS: list[Callable[[Model], Any]] = [
+    *(part_given_a_whole_state_dict, replaced_dict_of_buffers, replaced_dict_of_modules, replaced),
+    *(replaced_dict, removed_parameter, renamed_parameter, moved_to_the_next_dict, renamed_module, reordered),
+    *(other_values, other_memory, transposed, negated, other_dtype_in_place, part_of_its_memory),
+    *(other_part_of_its_memory, set_to, storage_resized, loaded, part_given_modules, extra_state, cleared),
 ]
-CALLS: dict[str, Callable[[Model], Any]] = {
+CHANGES: dict[str, Callable[[Model], Any]] = {
+    **{function.__name__: function for function in _FUNCTIONS},
+    "replaced_in_dict": lambda model: first(model).up._parameters.__setitem__(
+        "weight", nn.Parameter(first(model).up.weight.detach().clone())
+    ),
+    "replaced_buffer": lambda model: setattr(first(model), "steps", torch.tensor(3)),
+    "became_persistent": lambda model: first(model)._non_persistent_buffers_set.discard("scratch"),
+    "added_module": lambda model: first(model).drop.add_module("inner", nn.Linear(2, 2)),
+    "resized": lambda model: first(model).steps.resize_(1),
+    "swapped": lambda model: torch.utils.swap_tensors(
+        first(model).up.weight, nn.Parameter(torch.randn(4, 4))
+    ),
+    "tied": lambda model: setattr(model.head, "weight", first(model).up.weight),
+    "tied_memory": lambda model: setattr(model.head.weight, "data", first(model).up.weight.data),
+    "parametrized": lambda model: parametrize.register_parametrization(first(model).up, "weight", Halved()),
+    "normed": lambda model: parametrizations.weight_norm(first(model).up),
+    "hooked": lambda model: first(model).up.register_state_dict_post_hook(without_the_bias),
+    "privately_hooked": lambda model: first(model).up._register_state_dict_hook(
+        lambda *arguments: without_the_bias(*arguments)
+    ),
+    "hooked_before": lambda model: first(model).up.register_state_dict_pre_hook(replace_weight),
+    "given_a_state_dict": lambda model: setattr(model, "state_dict", types.MethodType(own_state_dict, model)),
+    "part_given_a_state_dict": lambda model: setattr(
+        first(model).up, "_save_to_state_dict", lambda destination, prefix, keep_vars: None
+    ),
+    "given_names": lambda model: setattr(model, "named_parameters", nn.Linear(2, 2).named_parameters),
+    "other_class": lambda model: setattr(model, "__class__", Sharded),
+    "part_of_other_class": lambda model: setattr(first(model).up, "__class__", Stateful),
     "half": lambda model: model.half(),
     "double": lambda model: model.double(),
     "one layer to bfloat16": lambda model: first(model).to(torch.bfloat16),

@@ -7,11 +7,12 @@ import itertools
 
 import pytest
 import torch
-from convert_parts import bits, convert, numbers, same, state
+from convert_parts import convert, numbers, same, state
 from torch import nn
 
 from weight_update import ConversionError
 from weight_update.convert import merge_lora
+from weight_update.testing import fingerprint
 
 PREFIX = "base_model.model."
 
@@ -58,10 +59,10 @@ def merged_by_peft(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("scaling", [2.0, 0.25])  # powers of two: their products are exact
 def test_the_same_bits_as_merging_in_place(dtype: torch.dtype, scaling: float) -> None:
     model = model_of({"default": scaling}, dtype)
-    before = {name: bits(value) for name, value in model.named_parameters()}
+    before = fingerprint(dict(model.named_parameters()))
     same(convert(merge_lora(scaling), model.named_parameters()), merged_by_peft(model))
     same(convert(merge_lora({"default": scaling}), model.named_parameters()), merged_by_peft(model))
-    assert {name: bits(value) for name, value in model.named_parameters()} == before
+    assert fingerprint(dict(model.named_parameters())) == before
 
 
 def test_the_merged_model_computes_what_the_adapted_one_does() -> None:

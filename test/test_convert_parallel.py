@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,11 @@ def test_joining_is_the_inverse_of_splitting(
     if dim == 0:
         whole, shards = whole.T, [shard.T for shard in shards]
     same({"whole": how.join(shards)}, {"whole": whole})
-    same(dict(enumerate(how.split(whole, ranks))), dict(enumerate(shards)))
+    same(by_number(how.split(whole, ranks)), by_number(shards))
+
+
+def by_number(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {str(number): tensor for number, tensor in enumerate(tensors)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

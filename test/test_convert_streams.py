@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy
 import pytest
 import torch
-from convert_parts import GROUPS, HEADS, HuggingFace, Tree, bits, convert, megatron_of, numbers, same, state
+from convert_parts import GROUPS, HEADS, HuggingFace, Tree, convert, megatron_of, numbers, same, state
 
 from weight_update.convert import (
     Converter,
@@ -24,6 +24,7 @@ from weight_update.convert import (
     quantize_int8,
     rename,
 )
+from weight_update.testing import fingerprint
 
 HF = state(HuggingFace(layers=3))
 MEGATRON = megatron_of(HF, layers=3)
@@ -101,12 +102,12 @@ def test_the_live_model_is_left_alone(
     converter: Converter, weights: dict[str, torch.Tensor], held: int
 ) -> None:
     model = Tree(weights)
-    before = {name: bits(value) for name, value in model.named_parameters()}
+    before = fingerprint(dict(model.named_parameters()))
     versions = [value._version for value in model.parameters()]
     for name, value in converter(model.named_parameters()):
         assert not value.requires_grad, name
         assert value.grad_fn is None, name
-    assert {name: bits(value) for name, value in model.named_parameters()} == before
+    assert fingerprint(dict(model.named_parameters())) == before
     assert [value._version for value in model.parameters()] == versions
     assert all(value.requires_grad for value in model.parameters())
 

@@ -43,9 +43,9 @@ from weight_update.testing import (
 from weight_update.testing.chunks import (
     Ends,
 )
-from weight_update.testing.lifecycle import LifecycleTests
 from weight_update.testing.processes import eventually, freeze, wait_until
 from weight_update.testing.ray_workers import RayWorker
+from weight_update.testing.schemes import LifecycleTests
 from weight_update.transports.host_name import this_host
 from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import (
@@ -60,8 +60,8 @@ from weight_update.wire.frames import Kind
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
 from ray_parts import (  # noqa: E402
     WAIT,
+    JoiningActor,
     Owner,
-    Player,
     Trainer,
     pid_of,
     slots_of,
@@ -209,7 +209,7 @@ class Troupe:
 
     def player(self, scheme: RayWeightSyncScheme, idx: int, restarts: int = 0) -> Any:
         """An actor that joins in its constructor."""
-        actor = ray.remote(Player).options(num_cpus=0, max_restarts=restarts)
+        actor = ray.remote(JoiningActor).options(num_cpus=0, max_restarts=restarts)
         self._players.append(actor.remote(scheme, idx))
         return self._players[-1]
 
@@ -272,7 +272,7 @@ def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> Non
     assert ray.wait([call], timeout=0)[0] == []
     os.kill(ray.get(players[1].pid.remote()), signal.SIGKILL)
     scramble(source, 3)
-    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(Player, ") as caught:
+    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(JoiningActor, ") as caught:
         send_until_error(scheme)
     assert {idx: type(error) for idx, error in caught.value.failures.items()} == {1: LinkClosedError}
     assert all_have_it(players[:1])
@@ -280,7 +280,7 @@ def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> Non
     assert eventually(lambda: is_available(players[1]), WAIT)  # Ray told this process later
     assert all_have_it(players)
     ray.kill(players[1])
-    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(Player.* killed by `ray.kill`"):
+    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(JoiningActor.* killed by `ray.kill`"):
         send_until_error(scheme)
     assert all_have_it(players[:1])
     assert scheme.worker_versions == {0: scheme.version, 1: None}
@@ -291,7 +291,7 @@ def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> Non
     assert all_have_it(players[:1])
     assert successor.call("fingerprint") == fingerprint(source)
     successor.runner.kill()
-    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(_Stage.* killed by `ray.kill`"):
+    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(BodyActor.* killed by `ray.kill`"):
         send_until_error(scheme)
 
 
@@ -303,7 +303,7 @@ def test_connect_does_not_wait_for_the_dead(troupe: Troupe) -> None:
     workers[1].runner.kill()
     scheme.init_on_sender(model=mlp(1), remote_collectors=[worker.actor for worker in workers])
     start = time.monotonic()
-    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(_Stage.* killed by `ray.kill`"):
+    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(BodyActor.* killed by `ray.kill`"):
         scheme.connect()
     assert time.monotonic() - start < WAIT / 2
     workers[0].answer()

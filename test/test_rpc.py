@@ -7,6 +7,7 @@ import time
 import pytest
 import rpc_parts as parts
 import torch
+from faults_tools import Stripes, fill
 from marks import quick_for
 from rpc_parts import World, in_world
 from torch import nn
@@ -135,7 +136,7 @@ def test_what_a_call_raises_reaches_send(world: World, name: str) -> None:
     scheme = world.sender(mlp(1), called=True, strategy=strategy)
     world.connect(scheme, mlp(2), strategy=strategy)
     world.run(0, parts.make_trouble, "raise")
-    with pytest.raises(SyncFailedError, match="no room on the desk") as caught:
+    with pytest.raises(SyncFailedError, match="told to raise") as caught:
         scheme.send(mlp(3))
     assert {idx: type(error) for idx, error in caught.value.failures.items()} == {0: WorkerError}
     assert "_receive_weights_scheme" in str(caught.value.failures[0])
@@ -164,11 +165,12 @@ def test_calls_do_not_pile_up(world: World) -> None:
 @pytest.mark.slow
 @in_world()
 def test_no_forward_pass_sees_two_versions(world: World) -> None:
-    scheme = world.sender(parts.stripes(0), called=True)
-    world.connect(scheme, parts.stripes(0))
+    model = Stripes(24, 2000)
+    scheme = world.sender(model, called=True)
+    world.connect(scheme, model)
     world.ask(parts.compute)
     for value in range(1, 40):
-        scheme.send(parts.stripes(value))
-    for torn, passes in world.ask(parts.end_compute):
-        assert torn == []
-        assert passes > 20
+        scheme.send(fill(model, value))
+    for seen in world.ask(parts.end_compute):
+        assert (seen["torn"], seen["error"]) == ([], "")
+        assert seen["count"] > 20

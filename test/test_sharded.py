@@ -15,10 +15,11 @@ from shard_parts import (
     BUCKETS,
     Body,
     ColumnParallel,
-    Moody,
+    FailingConverter,
     Net,
     Ranks,
     added,
+    count_bytes,
     evaluate,
     free_port,
     hollow_kinds,
@@ -29,8 +30,7 @@ from shard_parts import (
     rename_on_second,
     running,
     send_shards,
-    set_mood,
-    watch,
+    set_failing,
     whole_kinds,
     whole_weights,
 )
@@ -126,7 +126,7 @@ def test_memory_is_bounded_by_batches(four: Ranks) -> None:
     four.all("make", 1, 4)
     batch = 13 * 6 * 4  # the largest tensor; all together are three times as large
     with running(four, size=4, workers=1, **BUCKETS, shards={"batch_bytes": batch}):
-        four.all("run", watch)
+        four.all("run", count_bytes)
         four.all("call", "send")
         (whole, parts), *others = four.all("run", peaks)
     assert 0 < whole + parts <= 2 * batch + 64 * 4 * 4, "memory of parts is aligned"
@@ -136,14 +136,14 @@ def test_memory_is_bounded_by_batches(four: Ranks) -> None:
 @pytest.mark.parametrize("options", [BUCKETS, {}], ids=["in flight", "whole"])
 def test_a_converter_that_fails_stops_all_ranks(four: Ranks, options: dict[str, Any]) -> None:
     four.all("make", 1, 2, of=2)
-    with running(four, size=2, workers=1, convert=Moody(), **options) as procs:
-        four.all("run", set_mood, True, of=2)
+    with running(four, size=2, workers=1, convert=FailingConverter(), **options) as procs:
+        four.all("run", set_failing, True, of=2)
         leader, follower = four.each("call", "send", of=2)
         assert isinstance(leader, ValueError)
         assert isinstance(follower, SyncFailedError)
         assert str(follower) == "rank 0 of the trainer failed: ValueError: no such format"
         assert procs[0].call("version") == 0
-        four.all("run", set_mood, False, of=2)
+        four.all("run", set_failing, False, of=2)
         four.all("train", 1, of=2)
         four.all("call", "send", of=2)
         assert same(procs[0].call("fingerprint"), four.all("whole", of=2)[0])

@@ -7,6 +7,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -17,11 +18,12 @@ from typing import Any, cast
 import pytest
 import soak_run
 import torch
+from soak_drivers import Driver, driver_of
 from soak_measure import give_back, growth
-from soak_sides import PeerSide, Side
-from soak_strangers import listeners
+from soak_strangers import listeners, spoil_store
 from soak_table import summary, table
 from soak_worker import fill
+from torch.distributed import TCPStore
 
 from weight_update import SyncFailedError
 from weight_update.testing.workers import dumps
@@ -32,7 +34,7 @@ _THREADS, _BLOCKS, _BLOCK = 4, 128, 64 << 10
 
 
 def test_a_short_one() -> None:
-    account = run(Side, 4.0, timeout=5.0)
+    account = run(Driver, 4.0, timeout=5.0)
     assert account["problems"] == []
     assert account["passes"] > 20
     assert account["updates"] > 5
@@ -86,8 +88,20 @@ def test_strangers_find_every_listener() -> None:
         assert {tcp.getsockname(), name} <= set(listeners(os.getpid()))
 
 
-@pytest.mark.parametrize("cls", [Side, PeerSide])
-def test_a_thread_that_starts_a_worker_handles_no_weights(cls: type[Side]) -> None:
+def test_strangers_spoil_what_a_store_holds() -> None:
+    """The announcement of a sender is a value of a store, under a key that any client can list."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spoiled = 0
+    for seed in range(10):
+        store.set("weight_update/key", "announcement")
+        spoil_store("127.0.0.1", store.port, random.Random(seed))
+        kept = store.check(["weight_update/key"]) and store.get("weight_update/key") == b"announcement"
+        spoiled += not kept
+    assert spoiled > 3
+
+
+@pytest.mark.parametrize("peer", [None, "torchrl"])
+def test_a_thread_that_starts_a_worker_handles_no_weights(peer: str | None) -> None:
     """Each such thread may get an arena of glibc of its own, which keeps what is freed there."""
     sent: list[int] = []
 
@@ -95,9 +109,9 @@ def test_a_thread_that_starts_a_worker_handles_no_weights(cls: type[Side]) -> No
         def call(self, command: str, *arguments: Any) -> None:
             sent.append(len(dumps((command, arguments))))
 
-    side = cls(options_of(4.0))
-    side.init_worker(cast(Any, Recorder()), 0)
-    assert 0 < sum(sent) < side.options.megabytes * 1e6 / 10
+    driver = driver_of(options_of(4.0, peer=peer))
+    driver.init_worker(cast(Any, Recorder()), 0)
+    assert 0 < sum(sent) < driver.options.megabytes * 1e6 / 10
 
 
 @pytest.mark.slow
@@ -150,7 +164,7 @@ def anonymous_memory() -> int:
     return 1024 * int(size)
 
 
-class Broken(Side):
+class Broken(Driver):
     """A scheme that mixes versions, goes back, keeps all that it gets and hides errors."""
 
     def open(self) -> None:
@@ -176,7 +190,7 @@ class Broken(Side):
         self.kept[-1].start()
 
 
-class Hanging(Side):
+class Hanging(Driver):
     """A scheme whose tenth update never ends."""
 
     def open(self) -> None:
@@ -189,14 +203,14 @@ class Hanging(Side):
         return super().send(version, worker_ids, 1)
 
 
-def options_of(seconds: float, timeout: float = 1.0) -> argparse.Namespace:
+def options_of(seconds: float, timeout: float = 1.0, peer: str | None = None) -> argparse.Namespace:
     """Return the options of a small soak."""
     return argparse.Namespace(
         scheme="shared_mem",
         hosts=False,
         encoding="dense",
         compression="none",
-        peer=None,
+        peer=peer,
         without=[],
         seed=1,
         seconds=seconds,
@@ -207,7 +221,7 @@ def options_of(seconds: float, timeout: float = 1.0) -> argparse.Namespace:
     )
 
 
-def run(cls: type[Side], seconds: float, timeout: float = 1.0) -> dict[str, Any]:
+def run(cls: type[Driver], seconds: float, timeout: float = 1.0) -> dict[str, Any]:
     """Run a soak here; return its account."""
     options = options_of(seconds, timeout)
     log: list[str] = []

@@ -38,7 +38,7 @@ from weight_update.sender.joining import liveness
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import ReceiverId
 from weight_update.testing import mlp
-from weight_update.testing.late_joiners import forgotten, gone, join
+from weight_update.testing.late_joiners import join, wait_until_forgotten, wait_until_left
 from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import context_of, start_workers
 from weight_update.transports.shared_memory.transport import SharedMemTransport
@@ -381,10 +381,10 @@ def test_log(kind: type[WeightSyncScheme], caplog: pytest.LogCaptureFixture) -> 
         second = join(procs, 5)
         pids = [worker.runner.pid for worker in (procs.workers[0], first, second)]
         second.call("shutdown")
-        gone(procs, 5)
+        wait_until_left(procs, 5)
         third = join(procs, 6)
         third.runner.kill()
-        forgotten(procs, 6)
+        wait_until_forgotten(procs, 6)
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert lines[:5] == [
         f"worker 0 (process {pids[0]}) joined",

@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    from soak_sides import FAULTS, SCHEMES
+    from soak_drivers import FAULTS, SCHEMES
 
     parser = argparse.ArgumentParser(prog="python test/soak", description=__doc__)
     parser.add_argument("--scheme", choices=SCHEMES, default="shared_mem")
@@ -82,11 +82,11 @@ def _options() -> argparse.Namespace:
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
+    from soak_drivers import driver_of
     from soak_run import Soak
-    from soak_sides import side_of
 
     torch.set_num_threads(1)
-    return Soak(side_of(options), options, lambda line: print(line, flush=True)).run()
+    return Soak(driver_of(options), options, lambda line: print(line, flush=True)).run()
 
 
 def _in_rounds(options: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from soak_strangers import disturb
 from soak_worker import end_passes
@@ -23,19 +23,19 @@ from weight_update.testing.workers import Worker
 if TYPE_CHECKING:
     from soak_run import Soak
 
-GUEST = 100
+LATE_JOINER = 100
 """Index of the first late joiner."""
 _SHORT = 0.15
-"""Share of the timeout that a disturbance may last which nobody may notice."""
-_NOBODYS = ("late_joiner", "strangers", "disk_full")
+"""Share of the timeout that a fault may last if nobody may notice it."""
+_WITHOUT_WORKER = ("late_joiner", "strangers", "disk_full")
 
 
-class Hired:
+class SoakWorker:
     """A worker, and what was done to it.
 
     Attributes:
         idx: its index.
-        row: of the board.
+        row: its row of the board.
         worker: handle of its process; None while there is none.
         pid: of its process; 0 before it computes.
         starting: whether a process for it is being started.
@@ -47,18 +47,18 @@ class Hired:
         back_at: when TCP has recovered from the last failure at the latest.
     """
 
-    def __init__(self, idx: int, row: int) -> None:
+    def __init__(self, idx: int, row: Any) -> None:
         self.idx, self.row = idx, row
         self.worker: Worker | None = None
         self.pid = 0
         self.starting = False
         self.busy, self.since = True, time.monotonic()
-        self.fault = "late_joiner" if idx >= GUEST else "start"
+        self.fault = "late_joiner" if idx >= LATE_JOINER else "start"
         self.clear_at = float("inf")
         self.down_at = self.back_at = 0.0
 
     def touch(self, harmless: bool = False) -> None:
-        """A fault begins; nobody may notice one that is ``harmless``."""
+        """Begin a fault; nobody may notice one that is ``harmless``."""
         self.busy, self.since = True, time.monotonic()
         self.clear_at = self.clear_at if harmless else float("inf")
 
@@ -71,7 +71,7 @@ class Hired:
 
 
 class Faults:
-    """Disturbs workers.
+    """The faults of a soak, each of which begins and ends.
 
     Args:
         soak: the soak that it belongs to.
@@ -81,22 +81,22 @@ class Faults:
     """
 
     def __init__(self, soak: Soak) -> None:
-        self._soak, self._side, self._timeout = soak, soak.side, soak.options.timeout
+        self._soak, self._driver, self._timeout = soak, soak.driver, soak.options.timeout
         self._dice = random.Random(soak.options.seed)
         self._undo: list[tuple[float, int, Callable[[], None]]] = []
-        self._order, self._indices = count(), count(GUEST)
+        self._order, self._indices = count(), count(LATE_JOINER)
         self._calm = threading.Event()
         self._threads: list[threading.Thread] = []
         self.counts: Counter[str] = Counter()
 
     def happen(self) -> None:
-        """Do one thing, to one worker of those that nothing happens to; one of them is left alone."""
+        """Begin one fault, of a worker without one if it is a fault of workers; leave one worker alone."""
         without = self._soak.options.without
-        name = self._dice.choice([name for name in self._side.faults if name not in without])
-        free = [one for one in self._soak.everyone() if not one.busy and one.idx < GUEST]
-        if name not in _NOBODYS and len(free) < 2:
+        name = self._dice.choice([name for name in self._driver.faults if name not in without])
+        free = [one for one in self._soak.present() if not one.busy and one.idx < LATE_JOINER]
+        if name not in _WITHOUT_WORKER and len(free) < 2:
             return
-        arguments = [] if name in _NOBODYS else [self._dice.choice(free)]
+        arguments = [] if name in _WITHOUT_WORKER else [self._dice.choice(free)]
         for one in arguments:
             one.fault = name
         self.counts[name] += getattr(self, f"_do_{name}")(*arguments) is not False
@@ -125,13 +125,14 @@ class Faults:
         self._threads.append(threading.Thread(target=call, args=arguments, daemon=True))
         self._threads[-1].start()
 
-    def _short(self) -> float:
-        return self._dice.random() * _SHORT * self._timeout
+    def _begin(self, one: SoakWorker) -> float:
+        """Begin the fault of a worker; return its seconds, too few to be noticed or more than the timeout."""
+        long = one.fault.startswith("long_")
+        one.touch(harmless=not long)
+        share = self._dice.uniform(1.2, 2.5) if long else self._dice.random() * _SHORT
+        return share * self._timeout
 
-    def _long(self) -> float:
-        return self._dice.uniform(1.2, 2.5) * self._timeout
-
-    def _over(self, one: Hired) -> None:
+    def _over(self, one: SoakWorker) -> None:
         """End a fault; one that nobody had to notice leaves no excuse, unless it lasted too long."""
         if one.clear_at == float("inf") or time.monotonic() - one.since > self._timeout / 2:
             self._soak.clear(one)
@@ -139,7 +140,7 @@ class Faults:
 
     # -- to processes ----------------------------------------------------------------------------------
 
-    def _do_kill(self, one: Hired) -> bool:
+    def _do_kill(self, one: SoakWorker) -> bool:
         if one.idx == 0:  # it stays for the whole soak, so that what it holds can be compared
             return False
         one.touch()
@@ -148,15 +149,8 @@ class Faults:
         self._later(pause, lambda: self._apart(self._soak.start, one))
         return True
 
-    def _do_stop(self, one: Hired) -> None:
-        one.touch(harmless=True)
-        self._freeze(one, self._short())
-
-    def _do_long_stop(self, one: Hired) -> None:
-        one.touch()
-        self._freeze(one, self._long())
-
-    def _freeze(self, one: Hired, seconds: float) -> None:
+    def _do_stop(self, one: SoakWorker) -> None:
+        seconds = self._begin(one)
         freeze(one.pid)
 
         def go_on() -> None:
@@ -165,16 +159,18 @@ class Faults:
 
         self._later(seconds, go_on)
 
+    _do_long_stop = _do_stop
+
     def _do_late_joiner(self) -> bool:
-        """A worker with an index that nobody announced joins, computes and leaves, or is killed."""
-        if any(one.idx >= GUEST for one in self._soak.everyone()):
+        """Start a late joiner that computes, and then leaves or is killed."""
+        if any(one.idx >= LATE_JOINER for one in self._soak.present()):
             return False
-        one = Hired(next(self._indices), self._soak.options.workers)
-        self._soak.hired[one.idx] = one
+        one = SoakWorker(next(self._indices), self._soak.board[-1])
+        self._soak.workers[one.idx] = one
         self._apart(self._visit, one, self._dice.uniform(2.0, 6.0), self._dice.random() < 0.5)
         return True
 
-    def _visit(self, one: Hired, seconds: float, killed: bool) -> None:
+    def _visit(self, one: SoakWorker, seconds: float, killed: bool) -> None:
         self._soak.start(one)
         if not one.busy:
             self._calm.wait(seconds)
@@ -184,55 +180,40 @@ class Faults:
                     one.worker.call("run", end_passes)
                     one.worker.call("shutdown")
         self._soak.kill(one)
-        del self._soak.hired[one.idx]
+        del self._soak.workers[one.idx]
 
     # -- to forward passes -----------------------------------------------------------------------------
 
-    def _do_slow(self, one: Hired) -> None:
-        one.touch(harmless=True)
-        self._slow(one, self._short())
-
-    def _do_long_slow(self, one: Hired) -> None:
-        one.touch()
-        self._slow(one, self._long())
-
-    def _slow(self, one: Hired, seconds: float) -> None:
-        self._soak.board.set(one.row, "delay_ms", int(1e3 * seconds))
+    def _do_slow(self, one: SoakWorker) -> None:
+        seconds = self._begin(one)
+        one.row.delay_ms = int(1e3 * seconds)
 
         def go_on() -> None:
-            self._soak.board.set(one.row, "delay_ms", 0)
+            one.row.delay_ms = 0
             self._over(one)
 
         self._later(2 * seconds, go_on)
 
-    def _do_refuse(self, one: Hired) -> bool:
+    _do_long_slow = _do_slow
+
+    def _do_refuse(self, one: SoakWorker) -> bool:
         if one.disturbed_since(time.monotonic(), self._timeout) or self._soak.sender.refuser is not None:
             return False
         one.touch()
         self._soak.sender.refuser = one
         return True
 
-    # -- to what lies between --------------------------------------------------------------------------
+    # -- to the network and the disk -------------------------------------------------------------------
 
-    def _do_link_down(self, one: Hired) -> None:
-        self._note_link(one)
-        one.touch(harmless=True)
-        self._cut(one, self._short(), losing=True)  # after a cable was out for 0.2 s, TCP waits 1.2 s
-
-    def _do_long_link_down(self, one: Hired) -> None:
-        self._note_link(one)
-        one.touch()
-        self._cut(one, self._long(), losing=self._dice.random() < 0.5)
-
-    @staticmethod
-    def _note_link(one: Hired) -> None:
-        now = time.monotonic()
-        if one.back_at < now:
-            one.down_at = now
-
-    def _cut(self, one: Hired, seconds: float, losing: bool) -> None:
-        network, host = self._side.network, self._side.host_of(one.idx)
+    def _do_link_down(self, one: SoakWorker) -> None:
+        network, host = self._driver.network, self._driver.host_of(one.idx)
         assert network is not None
+        if one.back_at < time.monotonic():
+            one.down_at = time.monotonic()
+        seconds = self._begin(
+            one
+        )  # after a cable was out for 0.2 s, TCP waits 1.2 s: a short fault loses packets
+        losing = one.fault == "link_down" or self._dice.random() < 0.5
         down, up = (network.lose, network.find) if losing else (network.pull, network.plug)
         down(host)
 
@@ -245,9 +226,11 @@ class Faults:
 
         self._later(seconds, mend)
 
+    _do_long_link_down = _do_link_down
+
     def _do_strangers(self) -> None:
         dice = random.Random(self._dice.randrange(1 << 30))
-        self._apart(disturb, os.getpid(), self._side.scheme, dice)
+        self._apart(disturb, os.getpid(), self._driver.scheme, dice)
 
     def _do_disk_full(self) -> bool:
-        return self._side.fill_disk(self._later, self._dice.uniform(0.5, 3.0))
+        return self._driver.fill_disk(self._later, self._dice.uniform(0.5, 3.0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -16,6 +15,8 @@ from typing import Any
 
 import psutil
 from torch.distributed import TCPStore
+
+from weight_update import DistributedWeightSyncScheme
 
 _SECONDS = 3.0
 
@@ -42,22 +43,14 @@ def disturb(pid: int, scheme: Any, dice: random.Random) -> None:
         for address in listeners(pid):
             with contextlib.suppress(OSError):  # the ports for payloads let nobody in
                 for _ in range(dice.randrange(1, 12)):
-                    stranger = stack.enter_context(_connect(address))
+                    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+                    stranger = stack.enter_context(socket.socket(family))
+                    stranger.settimeout(1.0)
+                    stranger.connect(address)
                     stranger.sendall(_rubbish(dice))
-        _disturb_store(scheme, dice)
+        if isinstance(scheme, DistributedWeightSyncScheme):
+            spoil_store(scheme.address, scheme.port, dice)
         time.sleep(dice.random() * _SECONDS)
-
-
-def _connect(address: Any) -> socket.socket:
-    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
-    stranger = socket.socket(family, socket.SOCK_STREAM)
-    stranger.settimeout(1.0)
-    try:
-        stranger.connect(address)
-    except OSError:
-        stranger.close()
-        raise
-    return stranger
 
 
 def _rubbish(dice: random.Random) -> bytes:
@@ -74,20 +67,14 @@ def _rubbish(dice: random.Random) -> bytes:
     )
 
 
-def _disturb_store(scheme: Any, dice: random.Random) -> None:
-    """Put rubbish into the store that workers come to, as whoever speaks its protocol can."""
-    port = getattr(scheme, "port", 0)
-    if not isinstance(port, int) or not port or not hasattr(scheme, "address"):
-        return
-    store = TCPStore(
-        scheme.address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2.0)
-    )
+def spoil_store(address: str, port: int, dice: random.Random) -> None:
+    """Write rubbish over the values in a TCPStore, and beside them, as any client of it can."""
+    store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2.0))
     with contextlib.suppress(RuntimeError):
         for _ in range(dice.randrange(1, 10)):
-            link = "x" * dice.choice([0, 10, 9000])
-            info = json.dumps({"link": link, "host": "h"}).encode()
-            said = dice.choice([dice.randbytes(40), struct.pack("<I", len(info)) + info])
-            store.queue_push("door", dice.choice([b"", bytes(25)]) + said)
-        store.set(f"rubbish{dice.randrange(100)}", "x")
+            held = [key.removeprefix("/") for key in store.list_keys()]
+            write = dice.choice([store.set, store.append, store.queue_push])
+            write(dice.choice([*held, f"rubbish{dice.randrange(100)}"]), dice.randbytes(40).hex())
         if dice.random() < 0.2:
-            store.set("door", "x")
+            for key in held:
+                store.delete_key(key)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from soak_worker import BROKEN
+
 _COLUMNS = (
     "Scheme",
     "Minutes",
@@ -19,7 +21,6 @@ _COLUMNS = (
     "Descriptors",
     "Threads",
 )
-_BROKEN = ("torn", "backward", "wrong_version", "errors")
 
 
 def name_of(account: dict[str, Any]) -> str:
@@ -38,7 +39,7 @@ def summary(account: dict[str, Any]) -> str:
         "updates": f"{account['updates']:,}, {account['failed_updates']:,} with failures",
         "faults": f"{sum(account['faults'].values())}: {faults}",
         "passes checked": f"{account['passes']:,}",
-        **{f"passes {name.replace('_', ' ')}": f"{account[name]:,}" for name in _BROKEN},
+        **{f"passes {name.replace('_', ' ')}": f"{account[name]:,}" for name in BROKEN},
         "worst send": f"{account['worst_send_seconds']:.2f} s, timeout {account['timeout']:g} s",
         "slowest start, join": "{slowest_start_seconds:.1f} s, {slowest_join_seconds:.1f} s".format(
             **account
@@ -86,7 +87,7 @@ def _cells(account: dict[str, Any]) -> tuple[str, ...]:
         f"{account['updates']:,}",
         f"{sum(account['faults'].values())}",
         f"{account['passes']:,}",
-        f"{sum(account[name] for name in _BROKEN):,}",
+        f"{sum(account[name] for name in BROKEN):,}",
         str(account["hangs"]),
         str(account["send_errors"]),
         str(account["lost_workers"]),

@@ -24,6 +24,8 @@ from weight_update.testing import Body
 # Faults make the library warn all the time: SOAK_LOG names a file for that.
 logging.basicConfig(filename=os.environ.get("SOAK_LOG", os.devnull))
 
+BROKEN = ("torn", "backward", "wrong_version", "errors")
+"""Problems that a forward pass can have; the board counts each."""
 BLOCKS = 64
 """Parts of each tensor that change together."""
 REFUSAL = "the soak lets this worker refuse the update"
@@ -32,42 +34,20 @@ _REPORTED = 3
 _PAUSE = 0.001
 
 
-class Board:
-    """Counters of all workers, in a file that every process maps: they outlive a worker that is killed.
+def open_board(path: Path, rows: int) -> np.recarray[Any, Any]:
+    """Map the counters of all workers, one row each.
+
+    They are in a file, which every process maps, so that they outlive a worker that is killed. One process
+    writes each field of a row.
 
     Args:
         path: the file, made by the trainer.
         rows: number of workers that may be there at once.
     """
-
-    FIELDS = ("pid", "passes", "torn", "backward", "wrong_version", "errors", "stamp", "refuse", "delay_ms")
-
-    def __init__(self, path: Path, rows: int) -> None:
-        self.path = path
-        if not path.exists():
-            path.write_bytes(bytes(8 * rows * len(self.FIELDS)))
-        self._cells = np.memmap(path, dtype=np.int64, mode="r+", shape=(rows, len(self.FIELDS)))
-
-    def get(self, row: int, field: str) -> int:
-        """Return one counter."""
-        return int(self._cells[row, self.FIELDS.index(field)])
-
-    def set(self, row: int, field: str, value: int) -> None:
-        """Write one counter."""
-        self._cells[row, self.FIELDS.index(field)] = value
-
-    def add(self, row: int, field: str) -> None:
-        """Count one; each field of a row has one writer."""
-        self._cells[row, self.FIELDS.index(field)] += 1
-
-    def total(self, field: str) -> int:
-        """Return the sum over all workers."""
-        return int(self._cells[:, self.FIELDS.index(field)].sum())
-
-    @property
-    def problems(self) -> Path:
-        """The file that workers describe broken passes in, one line of JSON each."""
-        return self.path.with_suffix(".problems")
+    row = np.dtype([(name, np.int64) for name in ("passes", *BROKEN, "stamp", "refuse", "delay_ms")])
+    if not path.exists():
+        path.write_bytes(bytes(rows * row.itemsize))
+    return np.memmap(path, row, "r+", shape=(rows,)).view(np.recarray)
 
 
 class Stamped(nn.Module):
@@ -78,6 +58,9 @@ class Stamped(nn.Module):
         tensors: number of weights.
         period: versions between two changes of a block; 1 changes every element with every version. The first
             block of each tensor always changes.
+
+    Attributes:
+        orders: row of the board that orders the model to be slow, and to refuse an update.
     """
 
     def __init__(self, megabytes: float, tensors: int, period: int) -> None:
@@ -87,19 +70,15 @@ class Stamped(nn.Module):
         parts = [nn.Parameter(torch.zeros(BLOCKS * width)) for _ in range(tensors)]
         self.weights = nn.ParameterList(parts)
         self.period, self.note = period, None
-        self._board: Board | None = None
-        self._row = 0
-
-    def watch(self, board: Board, row: int) -> None:
-        """Take orders from a row of ``board``: to be slow, and to refuse an update."""
-        self._board, self._row = board, row
+        self.orders: Any = None
 
     def forward(self, value: torch.Tensor) -> tuple[int, str]:
         """Return the version of the weights and a description of what is wrong with them, if anything is."""
         del value
         version = int(self.stamp[0])
         expected = bits_of(version, len(self.weights), self.period)
-        self._dawdle()
+        delay_ms = 0 if self.orders is None else self.orders.delay_ms
+        time.sleep(max(delay_ms / 1e3, _PAUSE))  # other threads run in the middle of the pass
         wrong = {}
         for number, weight in enumerate(self.weights):
             found = weight.detach().view(torch.int32).view(BLOCKS, -1)
@@ -113,11 +92,6 @@ class Stamped(nn.Module):
             text += f"the extra state is of version {self.note}"
         return version, text
 
-    def _dawdle(self) -> None:
-        """Let other threads run in the middle of the pass, and be as slow as ordered."""
-        delay = 0 if self._board is None else self._board.get(self._row, "delay_ms")
-        time.sleep(max(delay / 1e3, _PAUSE))
-
 
 class Noted(Stamped):
     """Its version also travels as extra state, which it refuses when ordered to."""
@@ -126,8 +100,8 @@ class Noted(Stamped):
         return self.note
 
     def set_extra_state(self, note: int | None) -> None:
-        if self._board is not None and self._board.get(self._row, "refuse"):
-            self._board.set(self._row, "refuse", 0)
+        if self.orders is not None and self.orders.refuse:
+            self.orders.refuse = 0
             raise RuntimeError(REFUSAL)
         self.note = note
 
@@ -162,32 +136,17 @@ def init(body: Body, make: Callable[[], Stamped]) -> None:
     body.init(make())
 
 
-def start_passes(body: Body, path: Path, rows: int, row: int, numbered: bool) -> int:
-    """Begin forward passes without pause, counted in ``row`` of the board; return the process id.
-
-    Args:
-        body: of the worker.
-        path: of the board.
-        rows: of the board.
-        row: of this worker.
-        numbered: whether the versions of the scheme are those that the weights were filled with.
-    """
-    board = Board(path, rows)
-    board.set(row, "refuse", 0)
-    board.set(row, "delay_ms", 0)
-    board.set(row, "stamp", -1)
-    board.set(row, "pid", os.getpid())
-    body.model.watch(board, row)
-    body.watch = Watch(board, row, numbered)
-    body.watch.thread = threading.Thread(target=_run, args=(body,), name="soak-passes", daemon=True)
-    body.watch.thread.start()
+def start_passes(body: Body, path: Path, rows: int, number: int, numbered: bool) -> int:
+    """Begin forward passes without pause, counted in row ``number`` of the board; return the process id."""
+    body.passes = Passes(body, path, rows, number, numbered)
+    body.passes.start()
     return os.getpid()
 
 
 def end_passes(body: Body) -> None:
     """Make no more forward passes."""
-    body.watch.stop.set()
-    body.watch.thread.join(30.0)
+    body.passes.stop.set()
+    body.passes.join(30.0)
 
 
 def follow(body: Body, network: Any, host: str) -> None:
@@ -197,57 +156,61 @@ def follow(body: Body, network: Any, host: str) -> None:
         network.enter(host)
 
 
-def _run(body: Body) -> None:
-    watch = body.watch
-    try:
-        with torch.no_grad():
-            while not watch.stop.wait(_PAUSE):
-                watch.look(body)
-    except Exception:  # noqa: BLE001 - told to the trainer
-        watch.tell("errors", traceback.format_exc())
-
-
-class Watch:
-    """Checks one forward pass after another.
+class Passes(threading.Thread):
+    """Forward passes of a worker, each of which is checked.
 
     Args:
-        board: counts.
-        row: of this worker.
-        numbered: see :func:`start_passes`.
+        body: of the worker.
+        path: of the board.
+        rows: of the board.
+        number: of this worker's row.
+        numbered: whether the versions of the scheme are those that the weights were filled with.
     """
 
-    def __init__(self, board: Board, row: int, numbered: bool) -> None:
-        self._board, self._row, self._numbered = board, row, numbered
-        self._newest = -1
+    def __init__(self, body: Body, path: Path, rows: int, number: int, numbered: bool) -> None:
+        super().__init__(name="soak-passes", daemon=True)
+        self._body, self._number, self._numbered = body, number, numbered
+        self._problems = path.with_suffix(".problems")
+        self._row: Any = open_board(path, rows)[number]
+        self._row.refuse = self._row.delay_ms = 0
+        self._row.stamp = self._newest = -1
         self._told: Counter[str] = Counter()
         self.stop = threading.Event()
-        self.thread: Any = None
+        body.model.orders = self._row
 
-    def look(self, body: Body) -> None:
+    def run(self) -> None:
+        try:
+            with torch.no_grad():
+                while not self.stop.wait(_PAUSE):
+                    self._check_one()
+        except Exception:  # noqa: BLE001 - told to the trainer
+            self._tell("errors", traceback.format_exc())
+
+    def _check_one(self) -> None:
         """Make one pass; every fourth one inside ``hold()``, which fixes the version that it must see."""
-        turn = self._board.get(self._row, "passes")
-        holding = hasattr(body.scheme, "hold") and turn % 4 == 0
-        with body.scheme.hold() if holding else contextlib.nullcontext():
-            version, text = body.model(torch.ones(1))
-            named = body.scheme.version if holding and self._numbered else version
-        self._board.add(self._row, "passes")
+        scheme = self._body.scheme
+        holding = hasattr(scheme, "hold") and self._row.passes % 4 == 0
+        with scheme.hold() if holding else contextlib.nullcontext():
+            version, text = self._body.model(torch.ones(1))
+            named = scheme.version if holding and self._numbered else version
+        self._row.passes += 1
         if text:
-            self.tell("torn", f"version {version}: {text}")
+            self._tell("torn", f"version {version}: {text}")
         if version < self._newest:
-            self.tell("backward", f"version {version} after version {self._newest}")
+            self._tell("backward", f"version {version} after version {self._newest}")
         if named != version:
-            self.tell("wrong_version", f"weights of version {version} are called version {named}")
+            self._tell("wrong_version", f"weights of version {version} are called version {named}")
         self._newest = max(self._newest, version)
-        self._board.set(self._row, "stamp", version)
-        if hasattr(body.scheme, "advance"):
+        self._row.stamp = version
+        if hasattr(scheme, "advance"):
             with contextlib.suppress(WeightSyncError):  # an explorer goes on with the weights that it has
-                body.scheme.advance()
+                scheme.advance()
 
-    def tell(self, kind: str, text: str) -> None:
+    def _tell(self, kind: str, text: str) -> None:
         """Count a broken promise, and describe it."""
-        self._board.add(self._row, kind)
+        setattr(self._row, kind, getattr(self._row, kind) + 1)
         self._told[kind] += 1
         if self._told[kind] <= _REPORTED:
-            line = json.dumps({"worker": self._row, "kind": kind, "text": text})
-            with self._board.problems.open("a") as file:
+            line = json.dumps({"worker": self._number, "kind": kind, "text": text})
+            with self._problems.open("a") as file:
                 file.write(line + "\n")

@@ -1,13 +1,14 @@
-"""Chunks for tests of transports, whole and spoilt, and the ways to send and receive them."""
+"""Chunks for tests of transports, some with a spoilt frame, and functions that send and receive them."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -53,18 +54,17 @@ def update_of(end: TransportBackend, size: int, seed: int = 0) -> WeightChunk:
         "base": None,
         "extra": {TEXT: {"$dict": {}}},
     }
-    chunk = WeightChunk(Kind.UPDATE, header, payload.tensor)
     _kept.append(payload)  # the sender of a scheme holds its buffers as long as receivers may read them
-    del _kept[:-10]
-    return chunk
+    return WeightChunk(Kind.UPDATE, header, payload.tensor)
 
 
-_kept: list[object] = []
+_kept: deque[object] = deque(maxlen=10)
 
 
-def number(version: int) -> WeightChunk:
-    """Return a chunk without a payload."""
-    return WeightChunk(Kind.COMMIT, {"version": version})
+def number(version: int, spoil: Callable[[bytes], bytes] | None = None) -> WeightChunk:
+    """Return a chunk without a payload; ``spoil`` changes its frame."""
+    arguments = Kind.COMMIT, {"version": version}
+    return WeightChunk(*arguments) if spoil is None else Spoilt(*arguments, spoil=spoil)
 
 
 def send_numbers(end: TransportBackend, timeout: float) -> None:
@@ -101,6 +101,13 @@ def exchange(
     got = must_receive(target, timeout)
     must_end(thread, timeout, "the chunk has arrived, but send_chunk() has not returned")
     return got
+
+
+def in_background(action: Callable[..., object], *args: object) -> threading.Thread:
+    """Run ``action`` in a thread."""
+    thread = threading.Thread(target=action, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 def must_receive(end: TransportBackend, timeout: float = LONG) -> WeightChunk:
@@ -141,20 +148,14 @@ def drain(end: TransportBackend, timeout: float | None, errors: list[BaseExcepti
         errors.append(error)
 
 
+@dataclass(frozen=True, eq=False)
 class Spoilt(WeightChunk):
-    """A chunk whose frame is spoilt on its way."""
+    """A chunk whose prelude and header are changed by ``spoil`` when it is encoded."""
 
-    spoil: ClassVar[Callable[[bytes], bytes]]
+    spoil: Callable[[bytes], bytes] = bytes
 
     def encode_head(self, *, checksum: bool = True) -> bytes:
-        """Return prelude and header, spoilt."""
-        return type(self).spoil(super().encode_head(checksum=checksum))
-
-
-def spoilt(chunk: WeightChunk, spoil: Callable[[bytes], bytes]) -> WeightChunk:
-    """Return ``chunk`` as one whose prelude and header are changed by ``spoil`` when it is encoded."""
-    kind: type[Spoilt] = type("Spoilt", (Spoilt,), {"spoil": staticmethod(spoil)})
-    return kind(chunk.kind, chunk.header)
+        return self.spoil(super().encode_head(checksum=checksum))
 
 
 SPOILERS = [
@@ -172,10 +173,3 @@ def assert_same(got: WeightChunk, sent: WeightChunk) -> None:
     assert got.payload_bytes == sent.payload_bytes, "a payload arrived with another size"
     if sent.payload is not None and got.payload is not None:
         assert torch.equal(got.payload, sent.payload), "bytes of a payload changed, on the way or afterwards"
-
-
-def in_background(action: Callable[..., object], *args: object) -> threading.Thread:
-    """Run ``action`` in a thread."""
-    thread = threading.Thread(target=action, args=args, daemon=True)
-    thread.start()
-    return thread

@@ -48,8 +48,7 @@ class EncodingContract:
     )
     def test_round_trip(self, named: Named) -> None:
         """Decoded weights equal the encoded ones, bit for bit."""
-        got = Channel(self.make_encoding(), named).send(named)
-        assert fingerprint(got) == fingerprint(named), "other weights were decoded than were encoded"
+        Channel(self.make_encoding(), named).must_carry(named)
 
     def test_many_updates(self) -> None:
         """Update after update, each committed; only few tensors change in some of them."""
@@ -61,9 +60,7 @@ class EncodingContract:
                 scramble(model, version)
             else:
                 model.scalar.data.fill_(version)
-            assert fingerprint(channel.send(named)) == fingerprint(named), (
-                f"other weights were decoded than were encoded, in update {version}"
-            )
+            channel.must_carry(named, f"in update {version}")
 
     def test_update_that_was_not_committed(self) -> None:
         """The update after a failed one is right for a receiver that has neither."""
@@ -73,9 +70,7 @@ class EncodingContract:
         named["a"].copy_(random_bits((50,), torch.float32, 1))
         channel.encode(named)  # lost on its way
         named["a"][:3].fill_(7)
-        assert fingerprint(channel.send(named)) == fingerprint(named), (
-            "other weights were decoded than were encoded, after an update that was lost"
-        )
+        channel.must_carry(named, "after an update that was lost")
 
     def test_memory_is_exactly_lent(self) -> None:
         """Payloads lie in what ``lend`` gave, and tensors are not kept alive or changed."""
@@ -203,7 +198,7 @@ class EncodingContract:
         """It travels to workers with the scheme."""
         copy = pickle.loads(pickle.dumps(self.make_encoding()))
         named = dict(mlp(3).named_parameters())
-        assert fingerprint(Channel(copy, named).send(named)) == fingerprint(named)
+        Channel(copy, named).must_carry(named, "by a copy of the encoding")
 
 
 class Channel:
@@ -264,6 +259,11 @@ class Channel:
     def received(self) -> Named:
         """Return the weights that the receiver has."""
         return dict(zip(self.schema.names, self.schema.views(self.flat), strict=True))
+
+    def must_carry(self, named: Named, when: str = "") -> None:
+        """Send ``named``; fail the test if other weights arrive."""
+        got = self.send(named)
+        assert fingerprint(got) == fingerprint(named), f"other weights were decoded than were encoded {when}"
 
     def send(self, named: Named) -> Named:
         """Encode, decode and settle."""

@@ -24,7 +24,7 @@ from weight_update.errors import (
 from weight_update.report import SyncReport
 from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
 from weight_update.testing.models import Zoo, fingerprint, mlp, scramble
-from weight_update.testing.worker_processes import context_of
+from weight_update.testing.worker_processes import WorkerProcesses, context_of
 from weight_update.testing.workers import flags_of
 
 
@@ -38,7 +38,7 @@ class Context:
 
 
 class JoiningTests(SchemeCase):
-    """Everything about ``init_on_sender``, ``init_on_receiver`` and ``connect``."""
+    """Tests of ``init_on_sender``, ``init_on_receiver`` and ``connect``."""
 
     def test_first_weights(self, assemble: Assemble) -> None:
         """``connect`` gives version 0, bit for bit, and its report."""
@@ -157,19 +157,13 @@ class JoiningTests(SchemeCase):
             assert names == ["0.weight", "2.bias", "3.bias", "3.weight"]
         assert errors[0] is None
         assert procs.workers[1].call("fingerprint") == before
-        procs.workers[1].call("replace_model", mlp(3))
-        procs.workers[1].post("connect")
-        procs.scheme.connect()
-        procs.workers[1].answer()
-        assert_equal(procs, mlp(1))
+        try_again(procs)
         procs.scheme.send(mlp(4))
         assert_equal(procs, mlp(4))
 
     def test_a_model_that_cannot_take_weights(self, assemble: Assemble) -> None:
         """An error of a worker's own model reaches the sender at once; both may try again."""
-        bad = mlp(2)
-        bad.register_buffer("odd", torch.eye(3).to_sparse())
-        procs = assemble(mlp(1), [mlp(2), bad], connect=False)
+        procs = assemble(mlp(1), [mlp(2), with_sparse_buffer()], connect=False)
         errors = procs.try_connect()
         assert isinstance(errors[1], UnsupportedSourceError), errors
         told = errors[None]
@@ -177,23 +171,17 @@ class JoiningTests(SchemeCase):
         assert list(told.failures) == [1]
         assert "'odd' is a torch.sparse_coo tensor" in str(told)
         assert errors[0] is None
-        procs.workers[1].call("replace_model", mlp(3))
-        procs.workers[1].post("connect")
-        procs.scheme.connect()
-        procs.workers[1].answer()
-        assert_equal(procs, mlp(1))
+        try_again(procs)
 
     def test_the_own_error_comes_first(self, assemble: Assemble) -> None:
-        """A worker that cannot join says why, also where it cannot tell the sender."""
-        bad = mlp(2)
-        bad.register_buffer("odd", torch.eye(3).to_sparse())
-        procs = assemble(mlp(1), [bad], connect=False)
+        """A worker that cannot join raises its own error, also if it cannot tell the sender."""
+        procs = assemble(mlp(1), [with_sparse_buffer()], connect=False)
         procs.scheme.shutdown()
         with pytest.raises(UnsupportedSourceError, match="odd"):
             procs.workers[0].call("connect", timeout=0.5)
 
     def test_nobody_comes(self, assemble: Assemble) -> None:
-        """A sender that waits in vain names those who did not come; a receiver fails too."""
+        """A sender that waits in vain names the workers that did not join; all may try again."""
         procs = assemble(mlp(1), connect=False)
         with pytest.raises(SyncTimeoutError, match=r"\[0, 1\]"):
             procs.scheme.connect(timeout=0.3)
@@ -267,9 +255,25 @@ class JoiningTests(SchemeCase):
             procs.workers[0].call("connect")
 
 
+def try_again(procs: WorkerProcesses) -> None:
+    """Give worker 1 a model that fits, and connect both sides again."""
+    procs.workers[1].call("replace_model", mlp(3))
+    procs.workers[1].post("connect")
+    procs.scheme.connect()
+    procs.workers[1].answer()
+    assert_equal(procs, mlp(1))
+
+
 def times_index(index: int, weights: Any) -> dict[str, torch.Tensor]:
     """Return ``weights`` multiplied by the index of the worker."""
     return {name: value.detach() * index for name, value in weights.named_parameters()}
+
+
+def with_sparse_buffer() -> nn.Module:
+    """Return a model that cannot take weights."""
+    model = mlp(2)
+    model.register_buffer("odd", torch.eye(3).to_sparse())
+    return model
 
 
 def state(end: str, *, connected: bool) -> dict[str, bool]:

@@ -56,7 +56,7 @@ class LateJoinerContract(SchemeCase):
         scramble(source, 2)
         assert set(procs.scheme.send().apply_seconds) == {3}
         procs.workers.pop().call("shutdown")
-        gone(procs, 3)
+        wait_until_left(procs, 3)
         for seed in (3, 4):  # nobody is there
             scramble(source, seed)
             handle = procs.scheme.send_async()
@@ -97,7 +97,7 @@ class LateJoinerContract(SchemeCase):
         scramble(source, 2)
         procs.scheme.send()
         assert_equal(procs, source)
-        gone(procs, 2)
+        wait_until_left(procs, 2)
         assert procs.scheme.worker_versions == {0: 1, 1: 1}
         if self.returns:
             join(procs, 2)
@@ -183,7 +183,7 @@ class KilledLateJoinerTests(SchemeCase):
         except SyncFailedError as error:
             named = set(error.failures)
         assert named <= {2}
-        gone(procs, 2)
+        wait_until_left(procs, 2)
         scramble(source, 3)
         procs.scheme.send()
         join(procs, 2)
@@ -197,7 +197,7 @@ class KilledLateJoinerTests(SchemeCase):
         worker = procs.workers.pop()
         worker.runner.kill()
         worker.runner.join()
-        forgotten(procs, 2)
+        wait_until_forgotten(procs, 2)
         procs.scheme.send(mlp(3))
         with pytest.raises(SyncFailedError, match="worker 2"):
             handle.wait(20.0)
@@ -210,7 +210,7 @@ def join(procs: WorkerProcesses, index: int) -> Worker:
     return worker
 
 
-def forgotten(procs: WorkerProcesses, index: int) -> None:
+def wait_until_forgotten(procs: WorkerProcesses, index: int) -> None:
     """Wait until the sender has forgotten a worker."""
     sender = procs.scheme._sender
     assert isinstance(sender, Sender)
@@ -218,6 +218,6 @@ def forgotten(procs: WorkerProcesses, index: int) -> None:
     wait_until(lambda: index not in table)
 
 
-def gone(procs: WorkerProcesses, index: int) -> None:
+def wait_until_left(procs: WorkerProcesses, index: int) -> None:
     """Wait until the sender knows that a worker left."""
     wait_until(lambda: index not in procs.scheme.worker_versions)

@@ -1,4 +1,4 @@
-"""Stopping processes of a test, and waiting for what they do."""
+"""Functions that wait for a condition, and that stop a process."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,38 +26,48 @@ _idle: dict[str, list[Any]] = {}
 """Idle actors by job; starting an actor takes seconds, because it imports torch."""
 
 
-class _Stage:
+class BodyActor:
     """An actor that has one :class:`Body` after another."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._body: Any = None
+        self.body: Any = None
 
     def begin(self, scheme: WeightSyncScheme, index: int) -> None:
-        self._body = Body(scheme, index)
+        """Replace the body."""
+        self.body = Body(scheme, index)
 
     def do(self, message: bytes) -> bytes:
+        """Call a method of the body; return the outcome, serialized."""
         command, args, kwargs = loads(message)
-        return outcome(getattr(self._body, command), args, kwargs)
+        return outcome(getattr(self.body, command), args, kwargs)
 
 
 class RayWorker(Worker):
     """The handle of one worker in a Ray actor.
 
     Args:
-        scheme: given to the actor as a user would.
+        scheme: given to the actor as a user would; None if :meth:`begin` is called later.
         index: of the worker.
+        actor: result of :func:`new_actor`; by default one that may have been used before.
     """
 
-    def __init__(self, scheme: WeightSyncScheme, index: int) -> None:
-        ray = require_ray()
+    def __init__(self, scheme: WeightSyncScheme | None, index: int, actor: Any = None) -> None:
         self.index, self.name = index, f"worker {index}"
-        self._pool = _pool()
-        self.actor = self._pool.pop() if self._pool else _new_actor()
-        self.runner = _Runner(self.actor)
+        self._pool = _pool() if actor is None else []
+        self.actor = actor or (self._pool.pop() if self._pool else new_actor())
+        self.runner = SimpleNamespace(
+            kill=lambda: require_ray().kill(self.actor),
+            join=lambda timeout=None: None,  # there is nothing to wait for
+        )
         self._stopped = False
         self._calls: list[Any] = []
-        ray.get(self.actor.begin.remote(scheme, index), timeout=START_SECONDS)
+        if scheme is not None:
+            self.begin(scheme)
+
+    def begin(self, scheme: WeightSyncScheme) -> None:
+        """Give the actor its scheme."""
+        require_ray().get(self.actor.begin.remote(scheme, self.index), timeout=START_SECONDS)
 
     def post(self, command: str, *args: Any, **kwargs: Any) -> None:
         self._calls.append(self.actor.do.remote(dumps((command, args, kwargs))))
@@ -66,9 +77,9 @@ class RayWorker(Worker):
         try:
             answer = ray.get(self._calls.pop(0), timeout=timeout)
         except ray.exceptions.GetTimeoutError:
-            raise WorkerDiedError(f"worker {self.index} gave no answer within {timeout} s") from None
+            raise WorkerDiedError(f"{self.name} gave no answer within {timeout} s") from None
         except ray.exceptions.RayActorError as error:
-            raise WorkerDiedError(f"worker {self.index} is gone") from error
+            raise WorkerDiedError(f"{self.name} is gone") from error
         return result_of(answer)
 
     def busy(self, seconds: float = 0.0) -> bool:
@@ -92,25 +103,13 @@ def keep_spare() -> None:
     """Begin to start an actor for the next worker, unless there is one; do not wait for it."""
     pool = _pool()
     if not pool:
-        pool.append(_new_actor())
+        pool.append(new_actor())
 
 
 def _pool() -> list[Any]:
     return _idle.setdefault(require_ray().get_runtime_context().get_job_id(), [])
 
 
-def _new_actor() -> Any:
-    return require_ray().remote(_Stage).options(num_cpus=0).remote()
-
-
-class _Runner:
-    """The methods of a process that tests use."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def kill(self) -> None:
-        require_ray().kill(self._actor)
-
-    def join(self, timeout: float | None = None) -> None:
-        """Return at once; there is nothing to wait for."""
+def new_actor(cls: type[BodyActor] = BodyActor) -> Any:
+    """Begin to start an actor for :class:`RayWorker`."""
+    return require_ray().remote(cls).options(num_cpus=0).remote()

@@ -26,14 +26,13 @@ from weight_update.testing.chunks import (
     must_receive,
     number,
     send_unread,
-    spoilt,
     update_of,
 )
 from weight_update.transports import TransportBackend
 
 
 class TransportFailureTests:
-    """The part of :class:`TransportContract` about trouble; its attributes are described there."""
+    """The tests of :class:`TransportContract` in which something fails; it describes the attributes."""
 
     moment: float = 0.1
     slack: float = 1.0
@@ -98,7 +97,7 @@ class TransportFailureTests:
         nothing to check.
         """
         sender, receiver = ends
-        ends[1 - receiving].send_chunk(spoilt(number(1), spoil), self.limit)
+        ends[1 - receiving].send_chunk(number(1, spoil), self.limit)
         try:
             got = ends[receiving].recv_chunk(self.limit)
         except FormatError:
@@ -113,7 +112,7 @@ class TransportFailureTests:
     def test_half_a_frame_is_no_chunk(self, ends: Ends) -> None:
         """A frame of which only the beginning arrived before the sender left is not returned."""
         sender, receiver = ends
-        sender.send_chunk(spoilt(number(1), lambda head: head[:-3]), self.limit)
+        sender.send_chunk(number(1, lambda head: head[:-3]), self.limit)
         sender.close()
         try:
             got = receiver.recv_chunk(self.limit)

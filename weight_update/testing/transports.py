@@ -29,6 +29,7 @@ from weight_update.testing.chunks import (
 )
 from weight_update.testing.models import Zoo, fingerprint, mlp, scramble
 from weight_update.testing.transport_failures import TransportFailureTests
+from weight_update.transports import TransportBackend
 from weight_update.wire.frames import Kind, WeightChunk
 
 SIZES = (0, 1, 63, 64, 65, (1 << 20) + 3, (5 << 20) + 1)
@@ -198,27 +199,22 @@ class TransportContract(TransportFailureTests):
 
     def test_a_last_word_can_be_read(self, ends: Ends) -> None:
         """Chunks sent before the end can be read, even after ``send_chunk`` has failed."""
-        sender, receiver = ends
-        receiver.send_chunk(number(7), self.limit)
-        receiver.close()
-        with contextlib.suppress(LinkClosedError):  # links through a queue learn of the end when they read
-            for _ in range(3):
-                sender.send_chunk(number(1), self.limit)
-        last = must_receive(sender, self.limit).header
-        assert last == {"version": 7}, "another chunk came than the one that was sent before close()"
-        must_be_closed(sender, self.limit, "the receiver's close()")
+        self.read_last_word(ends[0], ends[1], "the receiver's close()")
 
     def test_a_last_word_to_the_receiver_can_be_read(self, ends: Ends) -> None:
         """The same at the other end: a busy worker gets the update that was sent before the sender ended."""
-        sender, receiver = ends
-        sender.send_chunk(number(7), self.limit)
-        sender.close()
-        with contextlib.suppress(LinkClosedError):
+        self.read_last_word(ends[1], ends[0], "the sender's close()")
+
+    def read_last_word(self, end: TransportBackend, leaving: TransportBackend, event: str) -> None:
+        """Read what ``leaving`` sent before ``event``, its close."""
+        leaving.send_chunk(number(7), self.limit)
+        leaving.close()
+        with contextlib.suppress(LinkClosedError):  # links through a queue learn of the end when they read
             for _ in range(3):
-                receiver.send_chunk(number(1), self.limit)
-        last = must_receive(receiver, self.limit).header
+                end.send_chunk(number(1), self.limit)
+        last = must_receive(end, self.limit).header
         assert last == {"version": 7}, "another chunk came than the one that was sent before close()"
-        must_be_closed(receiver, self.limit, "the sender's close()")
+        must_be_closed(end, self.limit, event)
 
     @pytest.mark.parametrize("closing", [0, 1], ids=["sender", "receiver"])
     def test_both_ends_learn_of_close(self, ends: Ends, closing: int) -> None:

@@ -26,8 +26,22 @@ from weight_update.wire.schema import WeightSchema
 MOMENT = 0.2
 
 
+WRONG: dict[str, tuple[Any, type[Exception]]] = {
+    "missing": ({"0.weight": torch.zeros(8, 4)}, SchemaMismatchError),
+    "shape": ({**mlp(2).state_dict(), "0.weight": torch.zeros(1)}, SchemaMismatchError),
+    "dtype": ({**mlp(2).state_dict(), "0.weight": torch.zeros(8, 4).int()}, SchemaMismatchError),
+    "unexpected": ({**mlp(2).state_dict(), "more": torch.zeros(1)}, SchemaMismatchError),
+    "nothing": ({}, SchemaMismatchError),
+    "sparse": ({**mlp(2).state_dict(), "0.bias": torch.zeros(8).to_sparse()}, UnsupportedSourceError),
+    "meta": (lambda: mlp(2).to("meta"), UnsupportedSourceError),
+    "callable of None": (lambda: None, UnsupportedSourceError),
+    "list": ([torch.zeros(1)], UnsupportedSourceError),
+}
+"""Weights that do not fit the model ``mlp(1)``, and the error of each."""
+
+
 class UpdatingTests(SchemeCase):
-    """Everything about ``send``, ``send_async``, ``receive``, ``apply_weights`` and ``hold``."""
+    """Tests of ``send``, ``send_async``, ``receive``, ``apply_weights`` and ``hold``."""
 
     def test_updates_count_up_and_are_exact(self, assemble: Assemble) -> None:
         """Each update is applied bit for bit and has the next number, on both sides."""
@@ -149,31 +163,7 @@ class UpdatingTests(SchemeCase):
         assert_equal(procs, mlp(1))
         assert procs.scheme.version == 0
 
-    @pytest.mark.parametrize(
-        ("weights", "error"),
-        [
-            ({"0.weight": torch.zeros(8, 4)}, SchemaMismatchError),
-            ({**mlp(2).state_dict(), "0.weight": torch.zeros(1)}, SchemaMismatchError),
-            ({**mlp(2).state_dict(), "0.weight": torch.zeros(8, 4).int()}, SchemaMismatchError),
-            ({**mlp(2).state_dict(), "more": torch.zeros(1)}, SchemaMismatchError),
-            ({}, SchemaMismatchError),
-            ({**mlp(2).state_dict(), "0.bias": torch.zeros(8).to_sparse()}, UnsupportedSourceError),
-            (lambda: mlp(2).to("meta"), UnsupportedSourceError),
-            (lambda: None, UnsupportedSourceError),
-            ([torch.zeros(1)], UnsupportedSourceError),
-        ],
-        ids=[
-            "missing",
-            "shape",
-            "dtype",
-            "unexpected",
-            "nothing",
-            "sparse",
-            "meta",
-            "callable of None",
-            "list",
-        ],
-    )
+    @pytest.mark.parametrize(("weights", "error"), WRONG.values(), ids=WRONG)
     def test_wrong_weights(self, assemble: Assemble, weights: Any, error: type[Exception]) -> None:
         """Weights that do not fit are an error of ``send``; nothing is sent, all goes on."""
         procs = assemble(mlp(1))

@@ -1,4 +1,4 @@
-"""The schemes, the Synchronizer and TorchRL's schemes, as a soak drives them."""
+"""Drivers: the methods by which a soak uses a scheme or the Synchronizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from soak_worker import Noted, Stamped, fill, follow, init
 
 from benchmarks.network import Network, why_not
@@ -32,7 +31,7 @@ from weight_update import (
 )
 from weight_update.testing.ray_workers import keep_spare
 from weight_update.testing.worker_processes import start_worker
-from weight_update.testing.workers import Body, Worker
+from weight_update.testing.workers import Worker
 
 FAULTS = (
     "kill",
@@ -50,8 +49,6 @@ FAULTS = (
 ALWAYS = ("kill", "stop", "long_stop", "slow", "long_slow")
 SYNCHRONIZER = ("nccl", "memory", "checkpoint")
 SCHEMES = ("shared_mem", "multiprocess", "distributed", "ray", *SYNCHRONIZER)
-PEERS = ("shared_mem", "multiprocess", "distributed", "ray")
-"""TorchRL's schemes that can be used without its collectors."""
 PATIENCE = 30.0
 """Seconds in which everything must have healed, and a worker must have joined."""
 _PERIOD = 32
@@ -70,17 +67,17 @@ def prepare_workers() -> None:
     here = Path(__file__).resolve().parent
     path = [str(here.parent.parent), str(here), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["soak_sides"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["soak_drivers"])
 
 
-class Side:
-    """One way for weights to travel.
+class Driver:
+    """The methods by which a soak uses one scheme.
 
     Args:
         options: of the command line.
 
     Attributes:
-        faults: names of the faults that this side can be given.
+        faults: names of the faults that this scheme can be given.
         numbered: whether the first update has version 1, the next one 2, and so on.
         peer: whether broken promises are counted only, since they are those of another library.
     """
@@ -100,8 +97,8 @@ class Side:
         self.scheme: Any = None
 
     @property
-    def model(self) -> Callable[[], Stamped]:
-        """Makes a model with no version, in the worker.
+    def make_model(self) -> Callable[[], Stamped]:
+        """A function that makes a model without a version, called in each worker.
 
         A model made in each thread that starts a worker would leave memory in the arena that glibc gives the
         thread: the trainer would grow until all arenas are that large.
@@ -111,19 +108,22 @@ class Side:
 
     def open(self) -> None:
         """Initialize the sender."""
-        self.source = fill(self.model(), 0)
+        self.source = fill(self.make_model(), 0)
         if self.options.hosts:
             self._open_network()
         if self.options.scheme == "ray":
             self._open_ray()
-        self.scheme = self.make()
+        self.scheme = self.make_scheme()
         self.stack.callback(self.scheme.shutdown)
-        self.init()
+        self.init_on_sender()
 
-    def make(self) -> Any:
+    def make_scheme(self) -> Any:
         """Return the scheme, not yet initialized."""
-        options: dict[str, Any] = {"strategy": strategy_of(self.options), "timeout": self.options.timeout}
-        options["connect_timeout"] = 0.7 * PATIENCE
+        options: dict[str, Any] = {
+            "strategy": strategy_of(self.options),
+            "timeout": self.options.timeout,
+            "connect_timeout": 0.7 * PATIENCE,
+        }
         if self.options.scheme == "shared_mem":
             return SharedMemWeightSyncScheme(**options)
         if self.options.scheme == "multiprocess":
@@ -133,7 +133,7 @@ class Side:
         address = "127.0.0.1" if self.network is None else self.network.address["trainer"]
         return DistributedWeightSyncScheme(address=address, **options)
 
-    def init(self) -> None:
+    def init_on_sender(self) -> None:
         """Call ``init_on_sender``."""
         extra = {} if self.options.scheme == "ray" else {"ctx": multiprocessing.get_context("forkserver")}
         self.scheme.init_on_sender(model=self.source, num_workers=self.options.workers, **extra)
@@ -142,7 +142,7 @@ class Side:
         """Call ``connect`` on the sender."""
         self.scheme.connect()
 
-    def hire(self, idx: int) -> Worker:
+    def start_worker(self, idx: int) -> Worker:
         """Start a worker process that has not joined yet."""
         if self.options.scheme != "ray":
             return start_worker(self.scheme, idx, "forkserver")
@@ -154,7 +154,7 @@ class Side:
         """Have a worker call ``init_on_receiver``."""
         if self.options.hosts:
             worker.call("run", follow, self.network, self.host_of(idx))
-        worker.call("run", init, self.model)
+        worker.call("run", init, self.make_model)
 
     def join(self, worker: Worker) -> None:
         """Have a worker begin to connect; its answer is for the caller."""
@@ -162,18 +162,19 @@ class Side:
 
     def host_of(self, idx: int) -> str:
         """Return the host that a worker lives on; all late joiners live on one."""
-        return f"host{idx}" if idx < self.options.workers else "guest"
+        return f"host{idx}" if idx < self.options.workers else "late"
 
     def send(self, version: int, worker_ids: list[int] | None, burst: int) -> tuple[int, dict[int, str]]:
         """Send ``burst`` updates, wait for the last one; return its version and the failures by worker."""
-        for number in range(version, version + burst - 1):
-            self.scheme.send_async(fill(self.source, number), worker_ids)
         last = version + burst - 1
+        for number in range(version, last):
+            self.scheme.send_async(fill(self.source, number), worker_ids)
+        fill(self.source, last)
         try:
             if burst == 1:
-                report = self.scheme.send(fill(self.source, last), worker_ids)
+                report = self.scheme.send(self.source, worker_ids)
             else:
-                report = self.scheme.send_async(fill(self.source, last), worker_ids).wait()
+                report = self.scheme.send_async(self.source, worker_ids).wait()
         except SyncFailedError as error:
             return last, {idx: str(failure) for idx, failure in error.failures.items()}
         if report.version != last:
@@ -219,16 +220,13 @@ class SynchronizerEnd:
     """One end of a Synchronizer, with the methods that a worker of a scheme has.
 
     Args:
-        where: address and token of the server.
-        strategy: of both ends.
-        timeout: of all waits.
+        address: of the server.
         trainer: closes the trainer and the synchronizer.
+        options: further arguments of :class:`ExplorerClient`.
     """
 
-    def __init__(
-        self, where: tuple[str, str], strategy: WeightStrategy, timeout: float, trainer: contextlib.ExitStack
-    ) -> None:
-        self.where, self.strategy, self.timeout = where, strategy, timeout
+    def __init__(self, address: str, trainer: contextlib.ExitStack, **options: Any) -> None:
+        self.address, self.options = address, options
         self.trainer: contextlib.ExitStack | None = trainer
         self.client: Any = None
 
@@ -238,11 +236,7 @@ class SynchronizerEnd:
 
     def connect(self) -> None:
         """Join, and begin with the trainer's weights."""
-        address, token = self.where
-        limits = {"timeout": self.timeout, "transfer_timeout": self.timeout}
-        client = ExplorerClient(
-            address, self.model, id=self.worker_idx, token=token, strategy=self.strategy, **limits
-        )
+        client = ExplorerClient(self.address, self.model, id=self.worker_idx, **self.options)
         self.client = client.blocking
         deadline = time.monotonic() + PATIENCE
         while "reason" in (said := self.client.sync_weight()):
@@ -270,7 +264,7 @@ class SynchronizerEnd:
         return {**self.__dict__, "client": None, "trainer": None}
 
 
-class SynchronizerSide(Side):
+class SynchronizerDriver(Driver):
     """A Synchronizer in the trainer's process, and explorers in others."""
 
     numbered = False
@@ -283,33 +277,33 @@ class SynchronizerSide(Side):
         self._disk_well_at = 0.0
 
     def open(self) -> None:
-        """See :meth:`Side.open`."""
-        self.source = fill(self.model(), 0)
-        strategy = strategy_of(self.options)
-        made = Synchronizer(
+        self.source = fill(self.make_model(), 0)
+        timeout = self.options.timeout
+        client_options = {
+            "strategy": strategy_of(self.options),
+            "timeout": timeout,
+            "transfer_timeout": timeout,
+        }
+        synchronizer = Synchronizer(
             self.options.scheme,
             self.options.style,
             sync_interval=1,
             directory=self._directory(),
-            strategy=strategy,
-            lease=self.options.timeout,
-            transfer_timeout=self.options.timeout,
+            strategy=client_options["strategy"],
+            lease=timeout,
+            transfer_timeout=timeout,
         )
-        self.stack.enter_context(made)
-        server = made.serve()
-        limits = {"timeout": self.options.timeout, "transfer_timeout": self.options.timeout}
-        client = TrainerClient(server, self.source, strategy=strategy, **limits)
+        server = self.stack.enter_context(synchronizer).serve()
+        client = TrainerClient(server, self.source, **client_options)
         self.trainer = self.stack.enter_context(client).blocking
-        where = (server.address, server.token)
-        self.scheme = SynchronizerEnd(where, strategy, self.options.timeout, self.stack)
-        self.address = server.address
+        self.scheme = SynchronizerEnd(server.address, self.stack, token=server.token, **client_options)
 
     def connect(self) -> None:
         """Publish the first weights; explorers wait for them."""
         self.trainer.sync_weight()
 
     def send(self, version: int, worker_ids: list[int] | None, burst: int) -> tuple[int, dict[int, str]]:
-        """See :meth:`Side.send`: there is one update, to whoever wants it. Failures have the index -1."""
+        """Send one update, to each explorer that wants it; return a failure under the index -1."""
         del worker_ids, burst
         fill(self.source, version)
         self.trainer.step = version
@@ -319,11 +313,11 @@ class SynchronizerSide(Side):
         return version, {-1: said["reason"]} if "reason" in said else {}
 
     def excused(self, begin: float) -> bool:
-        """See :meth:`Side.excused`: the disk was full."""
+        """Return whether the disk was full."""
         return begin <= self._disk_well_at
 
     def fill_disk(self, later: Callable[[float, Callable[[], None]], None], seconds: float) -> bool:
-        """Let no byte more go to the disk for some seconds; return whether it was not so already."""
+        """Fill the disk for some seconds; return False if it is full already."""
         assert self.disk is not None
         filler = self.disk / "filler"
         if filler.exists():
@@ -358,101 +352,10 @@ class SynchronizerSide(Side):
         return str(checkpoints)
 
 
-class PeerSide(Side):
-    """TorchRL's own scheme, under the same faults."""
-
-    peer = True
-    numbered = False
-    model_class = Stamped
-
-    def __init__(self, options: Namespace) -> None:
-        if options.scheme not in PEERS:
-            raise SystemExit(f"--peer torchrl runs {', '.join(PEERS)}, not {options.scheme}")
-        super().__init__(options)
-        self.faults = [*ALWAYS, "strangers"]
-
-    def make(self) -> Any:
-        """See :meth:`Side.make`."""
-        import torchrl.weight_update as library
-
-        from collectors.nodes import free_port
-
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        return {
-            "shared_mem": library.SharedMemWeightSyncScheme,
-            "multiprocess": library.MultiProcessWeightSyncScheme,
-            "distributed": library.DistributedWeightSyncScheme,
-            "ray": library.RayWeightSyncScheme,
-        }[self.options.scheme]()
-
-    def init(self) -> None:
-        """See :meth:`Side.init`."""
-        workers = self.options.workers
-        extra: dict[str, Any] = {}
-        if self.options.scheme == "ray":
-            from soak_peer import PeerWorker
-
-            self.made = [PeerWorker(idx) for idx in range(workers)]
-            extra = {"remote_collectors": [one.actor for one in self.made]}
-        elif self.options.scheme != "distributed":
-            extra = {
-                "ctx": torch.multiprocessing.get_context("forkserver"),
-                "devices": [torch.device("cpu")] * workers,
-            }
-        self.scheme.init_on_sender(model_id="policy", model=self.source, num_workers=workers, **extra)
-
-    def hire(self, idx: int) -> Worker:
-        """See :meth:`Side.hire`."""
-        if self.options.scheme != "ray":
-            return super().hire(idx)
-        from soak_peer import PeerWorker
-
-        made = next((one for one in self.made if one.index == idx), None)
-        if made is None:
-            made = PeerWorker(idx)  # TorchRL's scheme does not learn of it
-        else:
-            self.made.remove(made)
-        made.begin(self.scheme)
-        return made
-
-    def init_worker(self, worker: Worker, idx: int) -> None:
-        """See :meth:`Side.init_worker`."""
-        worker.call("run", init_peer, self.model, self.options.scheme == "distributed", idx)
-
-    def join(self, worker: Worker) -> None:
-        """See :meth:`Side.join`."""
-        first = self.options.scheme == "distributed"
-        worker.post("connect", worker_idx=worker.index + first)
-
-    def connect(self) -> None:
-        """See :meth:`Side.connect`."""
-        self.scheme.connect()
-
-    def send(self, version: int, worker_ids: list[int] | None, burst: int) -> tuple[int, dict[int, str]]:
-        """See :meth:`Side.send`."""
-        del worker_ids, burst
-        from tensordict import TensorDict
-
-        self.scheme.send(weights=TensorDict.from_module(fill(self.source, version)).data)
-        return version, {}
-
-
-def init_peer(body: Body, make: Callable[[], Stamped], ranks: bool, idx: int) -> None:
-    """Have a worker call ``init_on_receiver`` of TorchRL, whose worker index may be a rank."""
-    body.model = make()
-    body.context = Context(body.model, idx + ranks)
-    body.scheme.init_on_receiver(model_id="policy", context=body.context, worker_idx=idx + ranks)
-
-
-class Context:
-    """A collector as TorchRL's schemes see it."""
-
-    def __init__(self, policy: Stamped, worker_idx: int) -> None:
-        self.policy, self.worker_idx = policy, worker_idx
-
-
-def side_of(options: Namespace) -> Side:
-    """Return the side that the options of the command line name."""
+def driver_of(options: Namespace) -> Driver:
+    """Return the driver of the scheme that the options of the command line name."""
     if options.peer:
-        return PeerSide(options)
-    return SynchronizerSide(options) if options.scheme in SYNCHRONIZER else Side(options)
+        from soak_torchrl import TorchRLDriver
+
+        return TorchRLDriver(options)
+    return SynchronizerDriver(options) if options.scheme in SYNCHRONIZER else Driver(options)
