@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import random
 import signal
@@ -56,6 +57,7 @@ class Episode:
         held = []
         for _ in range(LIVES):
             self.live()
+            gc.collect()  # a sender that was shut down, and its workers
             held.append(sample([os.getpid()]))
         kinds = ["slots"] if self.kind in ("rpc", "ray") else [*GROWTH]  # theirs grow with use
         grown = [name for name in kinds if held[1][name] > held[0][name] + GROWTH[name]]

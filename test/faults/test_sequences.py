@@ -13,18 +13,21 @@ from benchmarks.network import why_not
 PROGRAM = Path(__file__).with_name("sequences.py")
 PATHS = [str(ROOT / folder) for folder in ("", "test", "test/faults", "test/soak")]
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(PATHS), "TORCH_CPP_LOG_LEVEL": "FATAL"}
-EACH = 3
-MORE = range(EACH, EACH + int(os.environ.get("SEQUENCES", "0")))
+SEEDS = range(3 + int(os.environ.get("SEQUENCES", "0")))
+QUICK = ("shared_mem", "multiprocess", "distributed", "hosts", "rpc")
+SEQUENCES = [
+    *[(scheme, [seed]) for scheme in QUICK for seed in SEEDS],
+    *[("ray", [*SEEDS[first : first + 5]]) for first in SEEDS[::5]],  # Ray takes long to start
+]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [*range(EACH), *MORE])
-@pytest.mark.parametrize("scheme", ["shared_mem", "multiprocess", "distributed", "hosts", "rpc", "ray"])
-def test_a_sequence(scheme: str, seed: int) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("scheme", "seeds"), SEQUENCES, ids=str)
+def test_sequences(scheme: str, seeds: list[int]) -> None:
     if scheme == "ray":
         pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
     if scheme == "hosts" and (reason := why_not()) is not None:
         pytest.skip(reason)
-    done = run_python(PROGRAM, scheme, seed, env=ENVIRONMENT, timeout=280.0, merged=True)
+    done = run_python(PROGRAM, scheme, *seeds, env=ENVIRONMENT, timeout=580.0, merged=True)
     assert done.returncode == 0, done.stdout
