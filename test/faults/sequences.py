@@ -204,7 +204,7 @@ class Episode:
         chosen = [one for one in self.members.values() if ids is None or one.idx in ids]
         missed = {one.idx for one in chosen if one.state in ("gone", "stopped") and one.idx < GUEST}
         failures: dict[int, Exception] = {}
-        with self.within("send()", TIMEOUT):
+        with self.within("send()", self.limit()):
             try:
                 report = self.side.scheme.send(self.dice.choice([None, self.side.source]), ids)
             except SyncFailedError as error:
@@ -217,6 +217,10 @@ class Episode:
                 require(self.look_at(one) == self.stamp, f"worker {one.idx} does not have {self.stamp}")
                 one.shaken = False
         return failures
+
+    def limit(self) -> float:
+        """Return the seconds of a send; a pipeline waits for the version before, and then for its chunks."""
+        return 2 * TIMEOUT if self.side.options.encoding == "pipeline" else TIMEOUT
 
     def check(self, error: SyncFailedError, suspects: set[int], lost: float) -> None:
         """Check that an error names those that failed, and nobody who is well."""
@@ -247,7 +251,7 @@ class Episode:
     def do_later(self) -> None:
         for _ in range(self.dice.choice([1, 1, 4])):
             suspects, lost = self.fill()
-            with self.within("send_async()", TIMEOUT):
+            with self.within("send_async()", self.limit()):
                 handle = self.side.scheme.send_async()
             self.of_version[handle.version] = self.stamp
             self.handles.append((handle, suspects, lost))
@@ -283,7 +287,7 @@ class Episode:
 
     def do_receive(self) -> None:
         member, limit = self.pick(self.those("up")), self.dice.choice([0.0, 0.3])
-        with self.within("receive()", TIMEOUT):
+        with self.within("receive()", 4 * self.limit()):  # up to four updates are sent meanwhile
             member.worker.post("run", take, limit)
             self.do_later()
             error = member.worker.answer(PATIENCE)
