@@ -94,8 +94,7 @@ class Episode:
         names += ["return", "return"] if self.those("gone") else []
         names += ["raise", "raise"] if self.callable() else []
         names += ["cut"] if self.side.network is not None else []
-        names += ["late"] if self.kind != "multiprocess" else []
-        return names
+        return names + (["late"] if self.kind != "multiprocess" else [])
 
     def those(self, state: str) -> list[Member]:
         return [one for one in self.members.values() if one.idx < GUEST and one.state == state]
