@@ -117,13 +117,18 @@ class Driver:
         self.stack.callback(self.scheme.shutdown)
         self.init_on_sender()
 
+    def strategy(self) -> WeightStrategy:
+        """Return the strategy of both ends."""
+        return strategy_of(self.options)
+
+    def limits(self) -> dict[str, Any]:
+        """Return the arguments that all schemes take."""
+        times = {"timeout": self.options.timeout, "connect_timeout": 0.7 * PATIENCE}
+        return {"strategy": self.strategy(), **times}
+
     def make_scheme(self) -> Any:
         """Return the scheme, not yet initialized."""
-        options: dict[str, Any] = {
-            "strategy": strategy_of(self.options),
-            "timeout": self.options.timeout,
-            "connect_timeout": 0.7 * PATIENCE,
-        }
+        options = self.limits()
         if self.options.scheme == "shared_mem":
             return SharedMemWeightSyncScheme(**options)
         if self.options.scheme == "multiprocess":
