@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.processes import Process
+from benchmarks.processes import Place, Process, close_all
 
 LOOPBACK = "127.0.0.1"
 TCP, SMALL_BUFFER, GLOO = BARE = ("tcp", "tcp-small-buffer", "gloo")
@@ -88,16 +88,9 @@ class _Gloo:
 
 
 class _Peer:
-    """The receiving process: it answers each transfer with one byte.
+    """The receiving process of transfers of ``nbytes``: it answers each with one byte."""
 
-    Args:
-        nbytes: size of a transfer.
-        enter: function that moves the process to its host; None if there is no such network.
-    """
-
-    def __init__(self, nbytes: int, enter: Callable[[], None] | None) -> None:
-        if enter is not None:
-            enter()
+    def __init__(self, nbytes: int) -> None:
         torch.set_num_threads(1)
         self._payload = torch.zeros(nbytes, dtype=torch.uint8).fill_(1)
 
@@ -135,7 +128,8 @@ class Bare:
     """
 
     def __init__(self, kind: str, nbytes: int, address: str, enter: Callable[[], None] | None = None) -> None:
-        self._peer = Process(_Peer, nbytes, enter, start="fork")  # before any thread is started
+        # before any thread is started
+        self._peer = Process(_Peer, nbytes, start="fork", place=Place(enter=enter))
         self._payload = torch.zeros(nbytes, dtype=torch.uint8).fill_(1)
         self._answer = torch.zeros(_ANSWER, dtype=torch.uint8)
         self._updates = 0
@@ -283,5 +277,4 @@ class Floor:
         return time.perf_counter() - start
 
     def close(self) -> None:
-        for peer in self._peers:
-            peer.close()
+        close_all(self._peers)

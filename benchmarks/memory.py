@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.processes import Failed, Process
-from benchmarks.report import Cell, Figure, Table, say
+from benchmarks.report import Figure, Table, say
 from benchmarks.trainers import LABELS, Case, trainers
 
 _UPDATES = 5
@@ -86,7 +86,7 @@ def _bare_process() -> int:
 
 def memory_table(found: list[Memory]) -> Table:
     """Return a table with one row for each variant."""
-    rows: list[list[str | Cell]] = []
+    rows = []
     for memory in found:
         beyond, within = "-", "-"
         if memory.total is not None:
@@ -94,7 +94,7 @@ def memory_table(found: list[Memory]) -> Table:
             within = "yes" if memory.total <= memory.allowed else "no"
         total = Figure(() if memory.total is None else (memory.total,), memory.failure).cell(1e-6, 0)
         allowed = f"{memory.allowed / 1e6:.0f}"
-        rows.append([LABELS[memory.variant], str(memory.processes), total, beyond, within, allowed])
+        rows.append([LABELS[memory.variant], memory.processes, total, beyond, within, allowed])
     return Table(
         f"Memory of all processes, {found[0].model / 1e6:g} MB in 16 tensors",
         f"MB, PSS of sender and workers after {_UPDATES} updates. One process with torch and tensordict "

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.options import Options
 from benchmarks.patch_bytes import (
     COMPRESSIONS,
     LAYOUTS,
@@ -21,7 +22,7 @@ from benchmarks.patch_bytes import (
     measure_bytes,
     tracker_of,
 )
-from benchmarks.report import Cell, Figure, Table, Times, machine, ratio, say
+from benchmarks.report import Figure, Table, Times, machine, ratio, say, show_ratio
 from benchmarks.targets import Target, target, targets_table
 from benchmarks.updates import (
     MOVES,
@@ -199,7 +200,7 @@ def times_table(megabytes: float, found: Iterable[PatchTimes]) -> Table:
     return Table(f"Building and applying, {megabytes:.0f} MB", note, head, rows, names=(0, 1, 2))
 
 
-def _rows(times: PatchTimes) -> Iterator[list[str | Cell]]:
+def _rows(times: PatchTimes) -> Iterator[list[object]]:
     copy, plain = times.copy, times.figure("obvious")
     for what, figure in (
         ("one copy", copy),
@@ -208,17 +209,11 @@ def _rows(times: PatchTimes) -> Iterator[list[str | Cell]]:
     ):
         yield [times.update, what, "-", "-", "-", figure.show(1e3, 0), *["-"] * 5]
     for variant in times.nbytes:
-        build, apply = times.build(variant), times.figure(("apply", variant))
-        yield [
-            times.update,
-            *variant,
-            Figure((times.bytes_each(variant),)).cell(),
-            times.figure(("scan", variant)).cell(1e3, 0),
-            build.cell(1e3, 0),
-            apply.cell(1e3, 0),
-            *(f"{ratio(*pair) or 0.0:.2f}" for pair in ((build, copy), (plain, build), (apply, copy))),
-            _pays_below(times, variant),
-        ]
+        scan, apply = times.figure(("scan", variant)), times.figure(("apply", variant))
+        build, size = times.build(variant), Figure([times.bytes_each(variant)]).cell()
+        shown = [size, *(figure.cell(1e3, 0) for figure in (scan, build, apply))]
+        ratios = [show_ratio(*pair, 2) for pair in ((build, copy), (plain, build), (apply, copy))]
+        yield [times.update, *variant, *shown, *ratios, _pays_below(times, variant)]
 
 
 def _pays_below(times: PatchTimes, variant: Variant) -> str:
@@ -314,19 +309,18 @@ def _targets(times: PatchTimes, many: PatchTimes) -> Iterator[Target]:
             yield target(template, ratio(one, other), fastest, variant=", ".join(variant))
 
 
-def add_options(known: argparse.ArgumentParser) -> None:
-    known.add_argument("--megabytes", type=float, help="size of the model that is timed; default: 500")
-    known.add_argument("--turns", type=int, help="how often each thing is timed; default: 7")
+def add_options(known: Options) -> None:
+    known.add("--megabytes", 500.0, "size of the model that is timed", quick=4.0)
+    known.add("--turns", 7, "how often each thing is timed", quick=2)
 
 
 def facts(options: argparse.Namespace) -> list[str]:
-    return machine(("torch", "tensordict"))
+    return machine()
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    quick = options.quick
-    megabytes, turns = options.megabytes or (4.0 if quick else 500.0), options.turns or (2 if quick else 7)
-    trained = list(_trained(quick))
+    megabytes, turns = options.megabytes, options.turns
+    trained = list(_trained(options.quick))
     yield bytes_table("Bytes: policies in training", trained)
     old = layered(min(megabytes, _MOST_MEGABYTES))
     random: dict[tuple[str, float], Sizes] = {}

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from benchmarks.report import Cell, Figure, Table
+from benchmarks.report import Figure, Table
 from benchmarks.updates import Update
 from weight_update import PatchEncoding
 from weight_update.compression import Compression, pack, resolve_compression
@@ -113,13 +113,12 @@ def bytes_table(title: str, found: Iterable[Sizes]) -> Table:
     return Table(title, note, head, rows, names=(0, 2))
 
 
-def _sizes(sizes: Sizes, layout: str) -> list[str | Cell]:
+def _sizes(sizes: Sizes, layout: str) -> list[object]:
     each = [sizes.found.get((layout, label)) for label in COMPRESSIONS]
-    shown: list[str | Cell] = [f"{(each[0] or 0) / 1e6:.3f}"]
-    for nbytes in each:
-        figure = Figure(() if nbytes is None else (nbytes / max(sizes.changed, 1),), "-")
-        shown.append(figure.cell() if layout in LAYOUTS else figure.show())
-    return shown
+    changed = max(sizes.changed, 1)
+    figures = [Figure([] if nbytes is None else [nbytes / changed], "-") for nbytes in each]
+    shown = [figure.cell() if layout in LAYOUTS else figure.show() for figure in figures]
+    return [f"{(each[0] or 0) / 1e6:.3f}", *shown]
 
 
 Array = np.ndarray

@@ -109,6 +109,11 @@ class Case:
     layered: bool = False
 
     @property
+    def size(self) -> str:
+        """Size of the model, for the progress of a run."""
+        return f"{self.megabytes:g} MB in {self.tensors} tensors"
+
+    @property
     def address(self) -> str:
         """Address of the trainer."""
         return LOOPBACK if self.network is None else self.network.address["trainer"]
@@ -315,6 +320,14 @@ def _make(variant: str, case: Case) -> Any:
         assert case.ray is not None
         return BareRay(round(case.megabytes * 1e6), case.workers, case.ray)
     return _LocalSender(variant, case) if variant in LABELS else _RemoteSender(variant, case)
+
+
+def preload(torchrl: bool, *more: str) -> None:
+    """Let trainers that are started with ``"forkserver"`` have these modules imported already."""
+    # PyTorch warns that a host has no name, and that processes of a group that end together have ended.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    modules = ["torch.distributed.rpc", "weight_update", *["torchrl.weight_update"] * torchrl, *more]
+    mp.set_forkserver_preload(modules)
 
 
 class Trainer(Process):

@@ -18,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from benchmarks.bare import LOOPBACK
-from benchmarks.processes import Process
+from benchmarks.processes import Place, Process, close_all
 
 _WIDTH = 16  # of the one layer that computes: 16 x 16 float32 is 1 KB, so that 5,000 tensors are 5 MB
 _LAYER = 12  # tensors of a layer of a transformer: weights and biases in turns, 12 KB in all
@@ -178,26 +178,8 @@ def _this_worker() -> Worker:
     return _here[0]
 
 
-def _forked_worker(
-    idx: int,
-    model: tuple[float, int],
-    host: str | None,
-    world: int | None,
-    enter: Callable[[], None] | None,
-) -> Worker:
-    """Return a worker that gets its scheme later.
-
-    Args:
-        idx: index from 0.
-        model: megabytes and tensors of the model.
-        host: name of the host that the worker takes for its own; None for this one.
-        world: number of processes of the world to enter; None for no world.
-        enter: function that moves the process to its host; None if there is no such network.
-    """
-    if enter is not None:
-        enter()
-    if host is not None:
-        os.environ["WEIGHT_UPDATE_HOST"] = host
+def _forked_worker(idx: int, model: tuple[float, int], world: int | None) -> Worker:
+    """Return a worker that gets its scheme later; with ``world``, it enters a world of so many processes."""
     _here.append(Worker(idx, *model))
     if world is not None:
         enter_world(idx + 1, world)
@@ -258,10 +240,7 @@ class Workers:
             process.end()
 
     def close(self) -> None:
-        self.end()
-        limit = time.monotonic() + _LEAVING
-        for process in self._processes:
-            process.close(max(limit - time.monotonic(), 0.0))
+        close_all(self._processes, _LEAVING)
 
 
 class ForkedWorkers(Workers):
@@ -289,11 +268,11 @@ class ForkedWorkers(Workers):
     ) -> None:
         self._first = first
         os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": _free_port(), "RPC_PORT": _free_port()}
-        hosts = [f"host{idx}" if apart else None for idx in range(count)]
+        places = [Place(f"host{idx}" if apart else None, enter) for idx in range(count)]
         super().__init__(
             [
-                Process(_forked_worker, idx, model, hosts[idx], world, enter, start="fork")
-                for idx in range(count)
+                Process(_forked_worker, idx, model, world, start="fork", place=place)
+                for idx, place in enumerate(places)
             ]
         )
 
@@ -340,10 +319,12 @@ class Actors:
 
         ray.init(address=address, log_to_driver=False, logging_level="error")
         self._ray = ray
+        make = ray.remote(Worker).options
         hosts = [{"WEIGHT_UPDATE_HOST": f"host{idx}"} if apart else {} for idx in range(count)]
-        options = [{"num_cpus": 0, "runtime_env": {"env_vars": host}} for host in hosts]
-        make = ray.remote(Worker)
-        self._actors = [make.options(**options[idx]).remote(idx, *model) for idx in range(count)]
+        self._actors = [
+            make(num_cpus=0, runtime_env={"env_vars": host}).remote(idx, *model)
+            for idx, host in enumerate(hosts)
+        ]
         self.arguments = {"remote_collectors": self._actors}
 
     def connect(self, scheme: Any) -> tuple[int, ...]:
