@@ -19,11 +19,10 @@ from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.against import Comparison, order_of
 from benchmarks.network import why_not
 from benchmarks.options import Options
-from benchmarks.patch_bytes import documented_bytes
 from benchmarks.processes import Failed, Process, in_turns
 from benchmarks.report import Figure, Table, Unable, publish
+from benchmarks.rlinf import documented_bytes
 from benchmarks.targets import target, targets_table
-from benchmarks.updates import Update
 from weight_update.compression import NoCompression, ans
 from weight_update.encodings import dense
 
@@ -344,8 +343,8 @@ def _documented(shape, *places):
     new = old.clone()
     for place in places:
         new[place] = 1.0
-    update = Update("", {"w": old}, {"w": new.float()})
-    return [documented_bytes(update, delta, NoCompression()) for delta in (True, False)]
+    changed = {"w": new.float()}
+    return [documented_bytes({"w": old}, changed, delta, NoCompression()) for delta in (True, False)]
 
 
 def test_rlinf_bytes_by_hand():
