@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,16 +65,15 @@ ENCODINGS = {
 Variant = tuple[str, str]
 """Layout and compression."""
 
-ALL: tuple[Variant, ...] = tuple((layout, label) for layout in LAYOUTS for label in COMPRESSIONS)
-FEW: tuple[Variant, ...] = (
-    ("flat", "none"),
-    ("flat, relative", "none"),
-    ("flat, relative", "zstd"),
-    ("flat, relative", "ans"),
-)
+ALL: list[Variant] = list(itertools.product(LAYOUTS, COMPRESSIONS))
+FEW: dict[Variant, tuple[str, str]] = {
+    ("flat", "none"): ("building", "applying"),
+    ("flat, relative", "none"): ("building relative values", "applying"),
+    ("flat, relative", "zstd"): ("building compressed", "applying compressed"),
+    ("flat, relative", "ans"): ("building compressed", "applying compressed"),
+}
+"""The names of their times in targets."""
 
-_BUILDING = ("building", "building relative values", *["building compressed"] * 2)  # of FEW, in targets
-_APPLYING = ("applying", "applying", *["applying compressed"] * 2)
 _LINKS = (1, 10, 25, 100)  # Gbit/s
 _PIECE = 2 << 20  # bytes that a thread compares at a time
 
@@ -277,31 +277,28 @@ _SMALLEST: Variant = ("flat, relative", "ans")
 
 def _size_targets(by_chance: Sizes, trained: Iterable[Sizes]) -> Iterator[Target]:
     """Yield the targets for the bytes of changes by chance, and of policies in training."""
-    for template, sizes in (
-        ("{variant}: bytes of an element of {update}", by_chance),
-        *(("{variant}: bytes of an element of the {update}", one) for one in trained),
-    ):
+    smallest = ", ".join(_SMALLEST)
+    for article, sizes in (("", by_chance), *(("the ", one) for one in trained)):
         each = sizes.found[_SMALLEST] / max(sizes.changed, 1)
-        yield target(template, each, variant=", ".join(_SMALLEST), update=sizes.update)
+        template = f"{{variant}}: bytes of an element of {article}{{update}}"
+        yield target(template, each, variant=smallest, update=sizes.update)
 
 
 def _targets(times: PatchTimes, many: PatchTimes) -> Iterator[Target]:
-    applying = times.figure(("apply", _SMALLEST)).median or 0.0
-    yield target(
-        "seconds to apply a patch of 1 GB of weights: {variant}",
-        applying * 1e9 / times.dense_bytes,
-        variant=", ".join(_SMALLEST),
-    )
-    for variant in (FEW[0], FEW[1], ("flat", "zstd"), FEW[2]):
+    seconds = (times.figure(("apply", _SMALLEST)).median or 0.0) * 1e9 / times.dense_bytes
+    template = "seconds to apply a patch of 1 GB of weights: {variant}"
+    yield target(template, seconds, variant=", ".join(_SMALLEST))
+    first, relative, zstd, _ = FEW
+    for variant in (first, relative, ("flat", "zstd"), zstd):
         yield target(f"bytes of a changed element: {', '.join(variant)}", times.bytes_each(variant))
-    for variant, building, applying in zip(FEW, _BUILDING, _APPLYING, strict=True):
+    for variant, (building, applying) in FEW.items():
         build, apply = times.build(variant), times.figure(("apply", variant))
         pairs = [
             (f"{building}, of one copy: {{variant}}", build, times.copy),
             ("building, of the obvious way: {variant}", build, times.figure("obvious")),
             (f"{applying}, of one copy: {{variant}}", apply, times.copy),
         ]
-        if variant == FEW[0]:
+        if variant == first:
             pairs.append(("building, 20% changed, of one copy: {variant}", many.build(variant), many.copy))
         for template, one, other in pairs:
             # Judged by the fastest turns too: a busy machine slows a copy by several threads most.
