@@ -16,7 +16,8 @@ from benchmarks.compare import MEGABYTES, Found, Plan, beside, figures_of
 from benchmarks.options import Options
 from benchmarks.report import Figure, Table, machine, ratio, say
 from benchmarks.targets import Target, count_workers, target, targets_table
-from benchmarks.trainers import CLUSTER, COPY, RAY_ALONE, Case, preload, rival, trainers
+from benchmarks.trainers import CLUSTER, COPY, RAY_ALONE, preload, rival, trainers
+from benchmarks.workers import Case
 
 QUICK = "Distributed, 1 MB, one worker, 2 repeats"
 

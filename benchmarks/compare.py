@@ -11,7 +11,8 @@ from benchmarks.options import Options
 from benchmarks.processes import in_turns
 from benchmarks.report import Figure, Table, machine, ratio, say, show_ratio
 from benchmarks.targets import Target, count_workers, target, targets_table
-from benchmarks.trainers import COPY, FLOOR, LABELS, Case, Stall, Trainer, rival, trainers
+from benchmarks.trainers import COPY, FLOOR, LABELS, Stall, Trainer, rival, trainers
+from benchmarks.workers import Case
 
 QUICK = "1 MB, one worker, 2 repeats"
 

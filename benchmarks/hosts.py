@@ -21,7 +21,8 @@ from benchmarks.options import Options
 from benchmarks.processes import in_turns
 from benchmarks.report import Figure, Table, machine, ratio, say, show_ratio
 from benchmarks.targets import Target, target, targets_table
-from benchmarks.trainers import COPY, Case, preload, rival, trainers
+from benchmarks.trainers import COPY, preload, rival, trainers
+from benchmarks.workers import Case
 from weight_update import SyncReport
 from weight_update.transports.distributed.checksum import Checksum, joint_hex
 from weight_update.transports.distributed.relay.payload_stream import pieces_of

@@ -21,8 +21,9 @@ from benchmarks.options import Options
 from benchmarks.processes import Place, in_turns
 from benchmarks.report import Figure, Table, Unable, machine, ratio, say, show_ratio
 from benchmarks.targets import target, targets_table
-from benchmarks.trainers import Case, trainers
+from benchmarks.trainers import trainers
 from benchmarks.updates import change, connected, layered, require_same
+from benchmarks.workers import Case
 from weight_update import BucketEncoding, DistributedWeightSyncScheme, PatchEncoding, WeightStrategy
 from weight_update.transports import TransportBackend
 

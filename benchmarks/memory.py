@@ -9,7 +9,8 @@ from pathlib import Path
 
 from benchmarks.processes import Failed, Process
 from benchmarks.report import Figure, Table, say
-from benchmarks.trainers import LABELS, Case, trainers
+from benchmarks.trainers import LABELS, trainers
+from benchmarks.workers import Case
 
 _UPDATES = 5
 
