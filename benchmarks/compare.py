@@ -319,10 +319,11 @@ def _stall_targets(stalls: list[Stall], size: str) -> Iterator[Target]:
 
 def _memory_targets(found: list[Memory], size: str) -> Iterator[Target]:
     for memory in found:
-        if memory.variant == "shared" and memory.total is not None:
+        total = memory.total.median
+        if memory.variant == "shared" and total is not None:
             template = "SharedMem, memory at {size} MB, {workers}, of what is allowed"
             workers = count_workers(memory.processes - 1)
-            yield target(template, memory.total / memory.allowed, size=size, workers=workers)
+            yield target(template, total / memory.allowed, size=size, workers=workers)
 
 
 def _small(found: Found) -> Iterator[Target]:

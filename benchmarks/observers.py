@@ -74,11 +74,6 @@ class Variant:
                 raise RuntimeError(f"{self.name}: the observer was not called within {_SECONDS:g} s")
             self._called.clear()
 
-    def forget(self) -> None:
-        """Forget the updates so far, which warmed up."""
-        self.send.clear()
-        self.observe.clear()
-
     def _observe(self, event: Event) -> None:
         start = time.perf_counter()
         self.observer(event)
@@ -135,17 +130,17 @@ def measure(updates: int) -> list[Variant]:
         f"{index}.weight": torch.randn(_ELEMENTS, generator=random).to(torch.bfloat16)
         for index in range(_TENSORS)
     }
+    warmup = max(1, updates // 10)
     with tempfile.TemporaryDirectory() as folder, variants(Path(folder)) as found:
         measured = [one for one in found if one.failure is None]
         with connected([one.scheme for one in measured], live) as receivers:
-            for turn in range(-max(1, updates // 10), updates):
-                if turn == 0:
-                    for one in measured:
-                        one.forget()
+            for turn in range(warmup + updates):
                 live["0.weight"].fill_(turn)
                 for index in torch.randperm(len(measured), generator=random).tolist():
                     measured[index].update(live)
             require_same(receivers, live, [one.name for one in measured])
+    for one in measured:
+        del one.send[:warmup], one.observe[:warmup]
     return found
 
 

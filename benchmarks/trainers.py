@@ -157,25 +157,23 @@ class _RemoteSender(_Sender):
 
     def __init__(self, variant: str, case: Case) -> None:
         workers = self._start(variant, case)
+        vars(self).update(workers.context)
         self.policy = Model(*case.model)
         self.num_workers = case.workers
         weights = fill(self.policy)
         apart = case.network is not None and not variant.startswith("torchrl-")
         scheme = make_scheme(variant, **({"address": case.address} if apart else {}))
-        scheme.init_on_sender(model_id="policy", context=self, num_workers=case.workers, **workers.arguments)
+        arguments = {} if case.ray is None else workers.context
+        scheme.init_on_sender(model_id="policy", context=self, num_workers=case.workers, **arguments)
         super().__init__(scheme, workers, weights)
 
-    def _start(self, variant: str, case: Case) -> Workers | Actors:
+    @staticmethod
+    def _start(variant: str, case: Case) -> Workers | Actors:
         kind = variant.removeprefix("torchrl-")
         if case.ray is not None:
-            actors = Actors(case, apart=variant.endswith("-apart"))
-            self.remote_collectors = actors.arguments["remote_collectors"]
-            return actors
+            return Actors(case, apart=variant.endswith("-apart"))
         if kind == "rpc":
-            world = World(case)
-            self.collector_infos, self.collector_rrefs = world.collector_infos, world.collector_rrefs
-            self.collector_class = world.collector_class
-            return world
+            return World(case)
         first = 1 if variant == "torchrl-distributed" else 0
         return ForkedWorkers(case, first, apart=kind == "distributed-sockets")
 

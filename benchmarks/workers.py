@@ -253,11 +253,11 @@ class Workers:
     """Workers that are processes of this machine.
 
     Attributes:
-        arguments: further arguments for ``init_on_sender``.
+        context: attributes that a scheme looks for in its context, the sender.
     """
 
     def __init__(self, processes: Sequence[Process]) -> None:
-        self.arguments: dict[str, Any] = {}
+        self.context: dict[str, Any] = {}
         self._processes = processes
 
     def connect(self, scheme: Any) -> tuple[int, ...]:
@@ -323,16 +323,15 @@ class ForkedWorkers(Workers):
 class World(ForkedWorkers):
     """Processes of one RPC world and one default process group, with the sender as rank 0."""
 
-    collector_class = Worker
-
     def __init__(self, case: Case) -> None:
         from torch.distributed import rpc
 
         size = case.workers + 1
         super().__init__(case, world=size)
         enter_world(0, size)
-        self.collector_infos = [rpc.get_worker_info(f"worker{rank}") for rank in range(1, size)]
-        self.collector_rrefs = [rpc.remote(info, _this_worker) for info in self.collector_infos]
+        infos = [rpc.get_worker_info(f"worker{rank}") for rank in range(1, size)]
+        rrefs = [rpc.remote(info, _this_worker) for info in infos]
+        self.context = {"collector_class": Worker, "collector_infos": infos, "collector_rrefs": rrefs}
 
     def _hand_out(self, scheme: Any) -> None:
         # TorchRL's scheme cannot be pickled any more when it knows the workers.
@@ -353,7 +352,7 @@ class Actors:
             make(num_cpus=0, runtime_env={"env_vars": host}).remote(idx, case.model)
             for idx, host in enumerate(hosts)
         ]
-        self.arguments = {"remote_collectors": self._actors}
+        self.context = {"remote_collectors": self._actors}
 
     def connect(self, scheme: Any) -> tuple[int, ...]:
         """Connect all workers with the initialized sender, and return their process ids."""
