@@ -212,10 +212,10 @@ def build_table(update: str, times: Times) -> Table:
         scan, apply = times.figure(("scan", variant)), times.figure(("apply", variant))
         build = times.figure(("scan", variant), ("encode", variant))
         theirs = times.figure((_BUILD, variant.snapshot_device))
-        size = Figure([times.nbytes[variant] / changed]).cell()
-        shown = [size, *(figure.cell(1e3, 2) for figure in (scan, build, apply))]
+        each = Figure([times.nbytes[variant] / changed]).cell()
+        cells = [each, *(figure.cell(1e3, 2) for figure in (scan, build, apply))]
         ratios = [show_ratio(*pair, 2) for pair in ((build, copy), (plain, build), (theirs, build))]
-        rows.append(["ours", *vars(variant).values(), *shown, *ratios])
+        rows.append(["ours", *vars(variant).values(), *cells, *ratios])
     note = (
         "Milliseconds, median (min .. max). B: bytes for each changed element. Build is scan and encode,\n"
         "into a shared slot; apply is decode and write, into weights on the GPU. The obvious way finds\n"
