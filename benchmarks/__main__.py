@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Protocol, cast
 
 from benchmarks.against import against
-from benchmarks.report import Table, Unable, parser, publish
+from benchmarks.options import Options
+from benchmarks.report import Table, Unable, publish
 
 BENCHMARKS = {
     "compare": "SharedMem and MultiProcess beside TorchRL's: time, many tensors, stall and memory",
@@ -37,7 +38,7 @@ class Benchmark(Protocol):
 
     QUICK: str
 
-    def add_options(self, known: argparse.ArgumentParser) -> None:
+    def add_options(self, known: Options) -> None:
         """Add the benchmark's own options."""
 
     def facts(self, options: argparse.Namespace) -> list[str]:
@@ -80,9 +81,9 @@ def main(arguments: list[str]) -> int:
 
 def _run(name: str, arguments: list[str]) -> int:
     benchmark = cast("Benchmark", importlib.import_module(f"benchmarks.{name}"))
-    known = parser(name, benchmark.__doc__, benchmark.QUICK)
+    known = Options(name, benchmark.__doc__, benchmark.QUICK)
     benchmark.add_options(known)
-    options = known.parse_args(arguments)
+    options = known.parse(arguments)
     try:
         if options.against is not None:
             return against(name, arguments, options)
@@ -93,15 +94,10 @@ def _run(name: str, arguments: list[str]) -> int:
         return 2
 
 
-def _end_by_exception() -> None:
-    """Let SIGTERM end this process like an exception, so that it cleans up after itself."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
+def _end(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":
-    _end_by_exception()
+    signal.signal(signal.SIGTERM, _end)  # like an exception, so that this process cleans up after itself
     raise SystemExit(main(sys.argv[1:]))

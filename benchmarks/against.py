@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.report import Table, Unable, machine, publish, say
+from benchmarks.report import Figure, Table, Unable, machine, publish, report_missed, say, show_ratio
 
 ROOT = Path(__file__).parent.parent
 _MEASURED = ("weight_update", "collectors")
@@ -75,16 +75,9 @@ class Comparison:
 
     def cells(self) -> list[str]:
         """Return the medians of both commits with their spread, the ratio, and the verdict."""
-        theirs, ours = self.medians
-        known = theirs and ours and median(theirs)
-        of_theirs = f"{median(ours) / median(theirs):.3f}" if known else "-"
-        return [self._show(theirs), self._show(ours), of_theirs, self.verdict]
-
-    def _show(self, runs: Sequence[float]) -> str:
-        if not runs:
-            return "-"
-        low, mid, high = (f"{self.scale * x:.{self.digits}f}" for x in (min(runs), median(runs), max(runs)))
-        return f"{mid} ({low} .. {high})"
+        theirs, ours = (Figure(runs, "-") for runs in self.medians)
+        shown = [figure.show(self.scale, self.digits) for figure in (theirs, ours)]
+        return [*shown, show_ratio(ours, theirs), self.verdict]
 
 
 Comparisons = dict[tuple[str, str, str], Comparison]
@@ -113,9 +106,10 @@ def against(name: str, arguments: Sequence[str], options: argparse.Namespace) ->
         order = order_of(options.rounds)
         for turn, which in enumerate(order, 1):
             say(f"run {turn} of {len(order)}: {commits[which]}")
-            _add(found, which, _run(homes[which], name, _without_comparison(arguments), commits[which]))
+            for one in _run(homes[which], name, _without_comparison(arguments), commits[which]):
+                _add(found, which, one)
     facts = [
-        *machine(("torch", "tensordict")),
+        *machine(),
         f"python -m benchmarks {' '.join([name, *arguments])}",
         f"Before: {commits[0]}. Now: {commits[1]}. {options.rounds} runs of each",
     ]
@@ -125,7 +119,7 @@ def against(name: str, arguments: Sequence[str], options: argparse.Namespace) ->
 
 def order_of(rounds: int) -> list[int]:
     """Return the order of runs, A B B A A B B A..., where 0 is the other commit and 1 this checkout."""
-    return [which for turn in range(rounds) for which in ((0, 1) if turn % 2 == 0 else (1, 0))]
+    return ([0, 1, 1, 0] * rounds)[: 2 * rounds]
 
 
 def find_commits(ref: str) -> tuple[Commit, Commit]:
@@ -190,16 +184,14 @@ def checkouts(commits: tuple[Commit, Commit]) -> Iterator[list[Path]]:
         contextlib.ExitStack() as ending,
     ):
         ending.callback(_git, "worktree", "prune")
-        trees, homes = [], []
-        for label, commit in zip(("before", "now"), commits, strict=True):
-            trees.append(Path(name).resolve() / f"{label}-tree")
-            ending.enter_context(_work_tree(trees[-1], commit))
-        for label, tree in zip(("before", "now"), trees, strict=True):
-            homes.append(Path(name).resolve() / label)
-            homes[-1].mkdir()
-            (homes[-1] / "benchmarks").symlink_to(trees[-1] / "benchmarks")
+        trees = [Path(name).resolve() / f"{label}-tree" for label in ("before", "now")]
+        homes = [Path(name).resolve() / label for label in ("before", "now")]
+        for tree, home, commit in zip(trees, homes, commits, strict=True):
+            ending.enter_context(_work_tree(tree, commit))
+            home.mkdir()
+            (home / "benchmarks").symlink_to(trees[-1] / "benchmarks")
             for package in _MEASURED:
-                (homes[-1] / package).symlink_to(tree / package)
+                (home / package).symlink_to(tree / package)
         yield homes
 
 
@@ -249,7 +241,7 @@ def _run(home: Path, name: str, arguments: Sequence[str], commit: Commit) -> lis
             f"it does not run with weight_update of {commit} (exit status {code}). Its code is that of this "
             "checkout for both commits, so both need all names that it uses; take a commit nearer to this "
             "one, or a benchmark that uses public names only, such as compare. The last lines of the run:\n"
-            + _tail(errors)
+            + "\n".join(f"  {line}" for line in errors.strip().splitlines()[-8:])
         )
     found: list[dict[str, Any]] = json.loads(figures.read_text())
     figures.unlink()
@@ -271,17 +263,12 @@ def _finish(run: subprocess.Popen[str]) -> tuple[int, str]:
     return run.returncode, errors
 
 
-def _tail(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.strip().splitlines()[-8:])
-
-
-def _add(found: Comparisons, which: int, figures: Sequence[Mapping[str, Any]]) -> None:
-    for one in figures:
-        place = (one["table"], one["row"], one["column"])
-        empty = Comparison(one["scale"], one["digits"], one["more_is_better"])
-        comparison = found.setdefault(place, empty)
-        if one["figure"]:
-            comparison.medians[which].append(median(one["figure"]))
+def _add(found: Comparisons, which: int, one: Mapping[str, Any]) -> None:
+    """Add a figure of a run on commit ``which``."""
+    place = (one["table"], one["row"], one["column"])
+    comparison = found.setdefault(place, Comparison(one["scale"], one["digits"], one["more_is_better"]))
+    if one["figure"]:
+        comparison.medians[which].append(median(one["figure"]))
 
 
 def _tables(found: Comparisons) -> Iterator[Table]:
@@ -307,6 +294,4 @@ def _summary(found: Comparisons) -> int:
         )
     print("Figures: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".")
     worse = [", ".join(place) for place, comparison in found.items() if comparison.is_worse]
-    if worse:
-        print("Worse than before:", *worse, sep="\n  ", flush=True)
-    return 1 if worse else 0
+    return report_missed("Worse than before:", worse)

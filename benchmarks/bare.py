@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.processes import Process
+from benchmarks.processes import Place, Process, close_all
+from benchmarks.workers import Case, Model, fill
 
-LOOPBACK = "127.0.0.1"
 TCP, SMALL_BUFFER, GLOO = BARE = ("tcp", "tcp-small-buffer", "gloo")
 """Bytes without a library, to one process; the second with the send buffer that this library sets."""
 _PATIENCE = 60.0  # seconds to connect, or for one transfer
@@ -88,16 +88,9 @@ class _Gloo:
 
 
 class _Peer:
-    """The receiving process: it answers each transfer with one byte.
+    """The receiving process of transfers of ``nbytes``: it answers each with one byte."""
 
-    Args:
-        nbytes: size of a transfer.
-        enter: function that moves the process to its host; None if there is no such network.
-    """
-
-    def __init__(self, nbytes: int, enter: Callable[[], None] | None) -> None:
-        if enter is not None:
-            enter()
+    def __init__(self, nbytes: int) -> None:
         torch.set_num_threads(1)
         self._payload = torch.zeros(nbytes, dtype=torch.uint8).fill_(1)
 
@@ -129,13 +122,13 @@ class Bare:
 
     Args:
         kind: one of :data:`BARE`.
-        nbytes: size of a transfer.
-        address: address of this process.
-        enter: function that moves the other process to its host; None if there is no such network.
+        case: size of a transfer, and the hosts.
     """
 
-    def __init__(self, kind: str, nbytes: int, address: str, enter: Callable[[], None] | None = None) -> None:
-        self._peer = Process(_Peer, nbytes, enter, start="fork")  # before any thread is started
+    def __init__(self, kind: str, case: Case) -> None:
+        nbytes, address = round(case.megabytes * 1e6), case.address
+        # before any thread is started
+        self._peer = Process(_Peer, nbytes, start="fork", place=Place(enter=case.enter))
         self._payload = torch.zeros(nbytes, dtype=torch.uint8).fill_(1)
         self._answer = torch.zeros(_ANSWER, dtype=torch.uint8)
         self._updates = 0
@@ -194,20 +187,16 @@ class BareRay:
     """A sender of bytes through Ray's object store to actors, with the methods of a trainer.
 
     As connecting a scheme does, making it sends once.
-
-    Args:
-        nbytes: size of a transfer.
-        count: number of actors.
-        address: address of the running Ray.
     """
 
-    def __init__(self, nbytes: int, count: int, address: str) -> None:
+    def __init__(self, case: Case) -> None:
         import ray
 
-        ray.init(address=address, log_to_driver=False, logging_level="error")
+        nbytes = round(case.megabytes * 1e6)
+        ray.init(address=case.ray, log_to_driver=False, logging_level="error")
         self._ray = ray
         make = ray.remote(_RayPeer).options(num_cpus=0)
-        self._peers = [make.remote(nbytes) for _ in range(count)]
+        self._peers = [make.remote(nbytes) for _ in range(case.workers)]
         self._payload = torch.zeros(nbytes, dtype=torch.uint8).fill_(1)
         self._updates = 0
         self.update()
@@ -229,6 +218,26 @@ class BareRay:
         self._ray.shutdown()
 
 
+class Copy:
+    """One copy by all threads into existing memory, the least that an update can cost."""
+
+    def __init__(self, case: Case) -> None:
+        self._source = list(fill(Model(*case.model)).values(True, True))
+        self._target = [torch.zeros_like(value).fill_(1.0) for value in self._source]
+
+    def pids(self) -> tuple[int, ...]:
+        """Return the ids of all processes."""
+        return (os.getpid(),)
+
+    def update(self) -> float:
+        """Return the seconds of the copy."""
+        start = time.perf_counter()
+        torch._foreach_copy_(self._target, self._source)
+        return time.perf_counter() - start
+
+    def close(self) -> None: ...
+
+
 class _Echo:
     """A process that answers each byte with a byte, as soon as it is woken."""
 
@@ -243,19 +252,15 @@ class _Echo:
     def close(self) -> None: ...
 
 
-class Floor:
+class Floor(Copy):
     """The least that an update over shared memory can cost, with the methods of a trainer.
 
     It is one plain copy, and then one wake-up each way: one byte to each of the processes over a Unix socket,
     and one byte back.
-
-    Args:
-        workers: number of processes.
-        source: returns the tensors to copy; called after the processes were forked.
     """
 
-    def __init__(self, workers: int, source: Callable[[], list[torch.Tensor]]) -> None:
-        pairs = [socket.socketpair() for _ in range(workers)]
+    def __init__(self, case: Case) -> None:
+        pairs = [socket.socketpair() for _ in range(case.workers)]
         self._peers = [Process(_Echo, theirs, start="fork") for _, theirs in pairs]
         self._socks = {ours.fileno(): ours for ours, _ in pairs}
         self._poller = select.poll()
@@ -263,11 +268,9 @@ class Floor:
             self._poller.register(ours, select.POLLIN)
             theirs.close()
             peer.answer()
-        self._source = source()
-        self._target = [torch.zeros_like(one).fill_(1.0) for one in self._source]
+        super().__init__(case)  # after the processes were forked: it starts threads
 
     def pids(self) -> tuple[int, ...]:
-        """Return the ids of all processes."""
         return (os.getpid(), *(peer.pid for peer in self._peers))
 
     def update(self) -> float:
@@ -283,5 +286,4 @@ class Floor:
         return time.perf_counter() - start
 
     def close(self) -> None:
-        for peer in self._peers:
-            peer.close()
+        close_all(self._peers)

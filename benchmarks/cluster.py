@@ -8,57 +8,48 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch.multiprocessing as mp
-
-from benchmarks.compare import Found, Plan, beside, figures_of
-from benchmarks.report import Figure, Table, chosen, machine, numbers, ratio, say, sizes
+from benchmarks.compare import MEGABYTES, Found, Plan, beside, figures_of
+from benchmarks.options import Options
+from benchmarks.report import Figure, Table, machine, ratio, say
 from benchmarks.targets import Target, count_workers, target, targets_table
-from benchmarks.trainers import CLUSTER, COPY, RAY_ALONE, Case, rival, trainers
+from benchmarks.trainers import CLUSTER, COPY, RAY_ALONE, preload, rival, trainers
+from benchmarks.workers import Case
 
 QUICK = "Distributed, 1 MB, one worker, 2 repeats"
 
 _MANY = 5000
+_ROUNDS = 3  # times that the processes of a variant are started
+_BUDGET = 20.0
 
 
-def sync_cases(plan: Plan) -> list[tuple[float, int, int]]:
-    """Return megabytes, tensors and workers for all sizes and numbers of workers."""
-    return [(megabytes, 16, workers) for megabytes in plan.sizes for workers in plan.workers]
-
-
-def tensors_cases(plan: Plan) -> list[tuple[float, int, int]]:
-    """Return megabytes, tensors and workers for few and many tensors."""
-    return [(plan.tensors_megabytes, tensors, plan.tensors_workers) for tensors in plan.tensors]
-
-
-def measure_cluster(plan: Plan, cases: Iterable[tuple[float, int, int]], ray: str | None) -> Found:
+def measure_cluster(plan: Plan, rounds: int, cases: Sequence[Case], ray: str | None) -> Found:
     """Measure each scheme in turns with its rival and a copy, A B C A B C, each time with new processes.
 
     Only the processes of one variant live at a time: TorchRL's idle workers look for news without pause, and
     would take the cores from ours.
 
     Args:
-        plan: its schemes are names of :data:`CLUSTER`.
-        cases: megabytes, tensors and workers.
+        plan: the extent of each round; its schemes are names of :data:`CLUSTER`.
+        rounds: number of times that the processes of each variant are started.
+        cases: models and workers.
         ray: address of the running Ray; None if no scheme needs it.
     """
     found: Found = {}
-    round_plan = plan.for_one_round()
     for case in cases:
         for scheme in plan.schemes:
-            megabytes, tensors, workers = case
-            say(f"{CLUSTER[scheme]}: {megabytes:g} MB in {tensors} tensors to {workers} workers")
+            say(f"{CLUSTER[scheme]}: {case.size} to {case.workers} workers")
             # The variants of "ray" are compared with what was measured beside "ray".
             alone = "-" in scheme or not plan.beside
-            for variant in plan.rounds * ((scheme,) if alone else (scheme, rival(scheme), COPY)):
-                started = [(variant, Case(*case, start="forkserver", ray=_ray_of(variant, ray)))]
-                with trainers(started, plan.start_timeout) as live:
-                    figure = figures_of(live, round_plan)[0]
-                name = f"{COPY}-{scheme}" if variant == COPY else variant
-                found[(name, *case)] = found.get((name, *case), Figure(())).with_more(figure)
+            figures = found.setdefault((scheme, case), {})
+            for variant in rounds * ((scheme,) if alone else (scheme, rival(scheme), COPY)):
+                started = replace(case, start="forkserver", ray=_ray_of(variant, ray))
+                with trainers([(variant, started)], plan.start_timeout) as live:
+                    figure = figures_of(live, plan)[0]
+                figures[variant] = figures.get(variant, Figure()).with_more(figure)
     return found
 
 
@@ -69,9 +60,8 @@ def _ray_of(variant: str, address: str | None) -> str | None:
 def cluster_table(title: str, found: Found) -> Table:
     """Return a table with one row for each of our schemes and each case."""
     rows = [
-        [CLUSTER[variant], *(f"{number:g}" for number in case), *beside(found, variant, case)]
-        for variant, *case in found
-        if variant in CLUSTER
+        [CLUSTER[scheme], f"{case.megabytes:g}", case.tensors, case.workers, *beside(found, scheme, case)]
+        for scheme, case in found
     ]
     return Table(
         title,
@@ -83,96 +73,91 @@ def cluster_table(title: str, found: Found) -> Table:
     )
 
 
-def _targets(plan: Plan, sync: Found, tensors: Found) -> Iterator[Target]:
-    names = [scheme for scheme in ("distributed", "rpc", "ray") if scheme in plan.schemes]
+def _targets(options: argparse.Namespace, found: Found, many: Case) -> Iterator[Target]:
+    """Yield the targets; ``many`` is the case with many tensors."""
+    names = [scheme for scheme in ("distributed", "rpc", "ray") if scheme in options.schemes]
     for scheme in names:
-        reached = _of_rival(sync, scheme, (1000.0, 16, 4))
+        reached = _of_rival(found, scheme, Case(1000.0, 16, 4))
         yield target("{scheme}, 1 GB, 4 workers, of torchrl's time", reached, scheme=CLUSTER[scheme])
     for scheme in names:
-        reached = _of_rival(tensors, scheme, (plan.tensors_megabytes, _MANY, plan.tensors_workers))
         template = "{scheme}, {tensors:,} tensors, of torchrl's time"
-        yield target(template, reached, scheme=CLUSTER[scheme], tensors=_MANY)
-    for workers in plan.workers if "distributed" in plan.schemes else ():
-        figure = sync.get(("distributed", 1.0, 16, workers), Figure(()))
-        template, named = "Distributed, 1 MB, {workers}, ", count_workers(workers)
-        yield target(template + "ms", figure.times(1e3).median, workers=named)
-        reached = _of_rival(sync, "distributed", (1.0, 16, workers))
-        yield target(template + "of torchrl's time", reached, workers=named)
-    if "distributed-sockets" in plan.schemes:
-        one, four = (sync.get(("distributed-sockets", 1000.0, 16, hosts)) for hosts in (1, 4))
+        yield target(template, _of_rival(found, scheme, many), scheme=CLUSTER[scheme], tensors=many.tensors)
+    for workers in options.workers if "distributed" in options.schemes else ():
+        case, named = Case(1.0, 16, workers), count_workers(workers)
+        milliseconds = (_figure(found, "distributed", case) or Figure()).times(1e3)
+        yield target("Distributed, 1 MB, {workers}, ms", milliseconds.median, workers=named)
+        reached = _of_rival(found, "distributed", case)
+        yield target("Distributed, 1 MB, {workers}, of torchrl's time", reached, workers=named)
+    if "distributed-sockets" in options.schemes:
+        one, four = (_figure(found, "distributed-sockets", Case(1000.0, 16, hosts)) for hosts in (1, 4))
         yield target("Distributed, a host each, 1 GB, time to 4 hosts / to 1", ratio(four, one))
-    yield from _object_store_targets(plan, sync)
+    yield from _object_store_targets(options, found)
 
 
-def _object_store_targets(plan: Plan, sync: Found) -> Iterator[Target]:
-    if "ray-object-store" in plan.schemes:
+def _object_store_targets(options: argparse.Namespace, found: Found) -> Iterator[Target]:
+    if "ray-object-store" in options.schemes:
         template = "Ray, object store, {size}, {workers}, of torchrl's time"
         for megabytes, size in ((1.0, "1 MB"), (100.0, "100 MB"), (1000.0, "1 GB")):
-            for workers in plan.workers:
-                reached = _of_rival(sync, "ray-object-store", (megabytes, 16, workers))
+            for workers in options.workers:
+                reached = _of_rival(found, "ray-object-store", Case(megabytes, 16, workers))
                 yield target(template, reached, size=size, workers=count_workers(workers))
-    if "ray-object-store-apart" in plan.schemes:
+    if "ray-object-store-apart" in options.schemes:
         template = "Ray, object store, a host each, 1 GB, {workers}, of Ray's put and get alone"
-        for workers in plan.workers:
-            ours, bare = (
-                sync.get((variant, 1000.0, 16, workers)) for variant in ("ray-object-store-apart", RAY_ALONE)
-            )
+        for workers in options.workers:
+            case = Case(1000.0, 16, workers)
+            ours, bare = (_figure(found, scheme, case) for scheme in ("ray-object-store-apart", RAY_ALONE))
             yield target(template, ratio(ours, bare), workers=count_workers(workers))
 
 
-def _of_rival(found: Found, scheme: str, case: tuple[float, int, int]) -> float | None:
-    return ratio(found.get((scheme, *case)), found.get((rival(scheme), *case)))
+def _figure(found: Found, scheme: str, case: Case) -> Figure | None:
+    return found.get((scheme, case), {}).get(scheme)
+
+
+def _of_rival(found: Found, scheme: str, case: Case) -> float | None:
+    theirs = found.get((scheme.partition("-")[0], case), {}).get(rival(scheme))
+    return ratio(_figure(found, scheme, case), theirs)
 
 
 PARTS = ("sync", "tensors")
 
 
-def add_options(known: argparse.ArgumentParser) -> None:
-    known.add_argument("--sizes", type=sizes, metavar="MB,MB", help="default: 1,100,1000")
-    known.add_argument("--tensors", type=numbers, metavar="N,N", help="default: 16,1000,5000")
-    known.add_argument("--workers", type=numbers, metavar="N,N", help="default: 1,2,4")
-    known.add_argument("--scheme", action="append", dest="schemes", choices=CLUSTER, help="default: all")
-    known.add_argument("--repeats", type=int, help="default: 6; ten times that up to 10 MB")
-    known.add_argument("--only", action="append", choices=PARTS, help="may be given several times")
+def add_options(known: Options) -> None:
+    known.add("--sizes", (1.0, 100.0, 1000.0), "MB", quick=(1.0,))
+    known.add("--tensors", (16, 1000, 5000), "numbers of tensors", quick=(16,))
+    known.add("--workers", (1, 2, 4), "numbers of workers", quick=(1,))
+    known.add_choice("--scheme", "schemes", CLUSTER, quick=("distributed",))
+    known.add("--repeats", 6, "ten times that up to 10 MB", quick=2)
+    known.add_choice("--only", "only", PARTS)
 
 
-def _plan(options: argparse.Namespace) -> Plan:
-    whole = {"schemes": tuple(CLUSTER), "workers": (1, 2, 4), "repeats": 6, "rounds": 3}
-    quick = {"schemes": ("distributed",), "sizes": (1.0,), "tensors": (16,), "workers": (1,)}
-    quick |= {"tensors_workers": 1, "repeats": 2, "rounds": 1}
-    given = chosen(options, ("sizes", "tensors", "workers", "schemes", "repeats"), quick)
-    return Plan(**{**whole, **given}, budget=20.0, start_timeout=60.0, beside=options.figures is None)
-
-
-def _uses_ray(plan: Plan) -> bool:
-    return any(scheme.startswith("ray") for scheme in plan.schemes)
+def _uses_ray(options: argparse.Namespace) -> bool:
+    return any(scheme.startswith("ray") for scheme in options.schemes)
 
 
 def facts(options: argparse.Namespace) -> list[str]:
-    plan = _plan(options)
-    return machine(["torch", "tensordict", *["torchrl"] * plan.beside, *["ray"] * _uses_ray(plan)])
+    return machine(*["torchrl"] * options.beside, *["ray"] * _uses_ray(options))
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    plan, parts = _plan(options), options.only or PARTS
-    # Processes of an RPC world that end together warn that the others have.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    rounds, few = (1, 1) if options.quick else (_ROUNDS, 2)
+    repeats = -(-options.repeats // rounds)
+    plan = Plan(options.schemes, options.beside, repeats, start_timeout=60.0, budget=_BUDGET / rounds)
     # With five processes a trainer, their imports would take longer than what is measured.
-    preload = ["torch.distributed.rpc", "weight_update"]
-    mp.set_forkserver_preload(
-        [*preload, *["torchrl.weight_update"] * plan.beside, *["ray"] * _uses_ray(plan)]
-    )
-    with _running_ray(plan.largest) if _uses_ray(plan) else contextlib.nullcontext() as ray:
-        sync: Found = {}
-        tensors: Found = {}
-        if "sync" in parts:
-            sync = measure_cluster(plan, sync_cases(plan), ray)
-            yield cluster_table("Across processes: synchronous update, 16 tensors", sync)
-        if "tensors" in parts:
-            schemes = tuple(scheme for scheme in plan.schemes if scheme != RAY_ALONE)  # it sends bytes
-            tensors = measure_cluster(replace(plan, schemes=schemes), tensors_cases(plan), ray)
+    preload(options.beside, *["ray"] * _uses_ray(options))
+    found: Found = {}
+    with _running_ray(max(options.sizes)) if _uses_ray(options) else contextlib.nullcontext() as ray:
+        if "sync" in options.only:
+            cases = [Case(megabytes, 16, count) for megabytes in options.sizes for count in options.workers]
+            found |= measure_cluster(plan, rounds, cases, ray)
+            yield cluster_table("Across processes: synchronous update, 16 tensors", found)
+        if "tensors" in options.only:
+            schemes = [scheme for scheme in plan.schemes if scheme != RAY_ALONE]  # it sends bytes
+            cases = [Case(MEGABYTES, count, few) for count in options.tensors]
+            tensors = measure_cluster(replace(plan, schemes=schemes), rounds, cases, ray)
             yield cluster_table("Across processes: many tensors", tensors)
-    yield targets_table(_targets(plan, sync, tensors), "Across processes: targets")
+            found |= tensors
+    targets = _targets(options, found, Case(MEGABYTES, _MANY, few))
+    yield targets_table(targets, "Across processes: targets")
 
 
 @contextlib.contextmanager

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torchrl.envs import GymEnv
 from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
 import weight_update
-from benchmarks.report import Figure, Table, Unable, chosen, machine, numbers, ratio, say, show_ratio
+from benchmarks.options import Options
+from benchmarks.report import Figure, Table, Unable, machine, ratio, say, show_ratio
 from benchmarks.targets import target, targets_table
 
 QUICK = "one turn of a MultiSyncCollector, with a policy of 18 kB"
@@ -36,23 +38,15 @@ _NOTE = (
 )
 
 
-@dataclass
-class Measured:
-    """The measurements of one variant.
+Case = tuple[str, int]
+"""Kind of collector, and width of the policy's layers."""
 
-    Attributes:
-        rates: frames per second of each collector, updates included.
-        updates: seconds of each ``update_policy_weights_()``.
-        starts: seconds from the call of the constructor to the first batch.
-    """
+RATE, UPDATE, START = "rate", "update", "start"
+"""Frames per second, updates included; seconds of ``update_policy_weights_()``; seconds from constructor to
+the first batch."""
 
-    rates: list[float] = field(default_factory=list)
-    updates: list[float] = field(default_factory=list)
-    starts: list[float] = field(default_factory=list)
-
-
-Found = dict[tuple[str, int, str], Measured]
-"""Measurements by kind of collector, width of the policy's layers and variant."""
+Found = defaultdict[tuple[Case, str, str], list[float]]
+"""Measurements by case, variant and what was measured."""
 
 
 def make_env() -> GymEnv:
@@ -89,23 +83,26 @@ def make_collector(kind: str, variant: str, policy: nn.Module) -> Any:
     return getattr(package, kind)([make_env] * workers or make_env, policy, **options)
 
 
-def run(kind: str, variant: str, width: int, batches: int, found: Measured) -> None:
+def run(case: Case, variant: str, batches: int, found: Found) -> None:
     """Start a collector, update its policy before each batch, and shut it down."""
+    kind, width = case
     policy = make_policy(width)
     start = time.perf_counter()
     collector = make_collector(kind, variant, policy)
     try:
         frames = iter(collector)
         next(frames)
-        found.starts.append(time.perf_counter() - start)
+        found[case, variant, START].append(time.perf_counter() - start)
         for _ in range(_WARM_UP):
             _update(collector, policy)
             next(frames)
+        updates: list[float] = []
         start, count = time.perf_counter(), 0
         for _ in range(batches):
-            found.updates.append(_update(collector, policy))
+            updates.append(_update(collector, policy))
             count += next(frames).numel()
-        found.rates.append(count / (time.perf_counter() - start))
+        found[case, variant, RATE].append(count / (time.perf_counter() - start))
+        found[case, variant, UPDATE] += updates
     finally:
         collector.shutdown()
 
@@ -120,85 +117,57 @@ def _update(collector: Any, policy: nn.Module) -> float:
     return time.perf_counter() - start
 
 
-def measure(
-    kinds: list[str], widths: tuple[int, ...], variants: list[str], turns: int, batches: int
-) -> Found:
-    """Run the variants of each kind in turns. The order of a turn is random."""
-    found: Found = {}
+def measure(cases: Sequence[Case], variants: Sequence[str], turns: int, batches: int) -> Found:
+    """Run the variants of each case in turns. The order of a turn is random."""
+    found: Found = defaultdict(list)
     random = torch.Generator().manual_seed(0)
-    for kind in kinds:
-        for width in widths:
-            say(f"{kind}, {width} units in each layer")
-            for _ in range(turns):
-                for index in torch.randperm(len(variants), generator=random).tolist():
-                    one = found.setdefault((kind, width, variants[index]), Measured())
-                    run(kind, variants[index], width, batches, one)
+    for case in cases:
+        say(f"{case[0]}, {case[1]} units in each layer")
+        for _ in range(turns):
+            for index in torch.randperm(len(variants), generator=random).tolist():
+                run(case, variants[index], batches, found)
     return found
 
 
-def add_options(known: argparse.ArgumentParser) -> None:
-    known.add_argument("--kinds", type=lambda text: text.split(","), help=f"default: {','.join(WORKERS)}")
-    known.add_argument("--widths", type=numbers, help="units of a hidden layer; default: 64,1024")
-    known.add_argument("--turns", type=int, help="collectors of each variant; default: 3")
-    known.add_argument("--batches", type=int, help="of each collector; default: 20")
+def add_options(known: Options) -> None:
+    known.add("--kinds", tuple(WORKERS), "kinds of collectors", quick=("MultiSyncCollector",))
+    known.add("--widths", (64, 1024), "units of a hidden layer", quick=(64,))
+    known.add("--turns", 3, "collectors of each variant", quick=1)
+    known.add("--batches", 20, "of each collector", quick=3)
 
 
 def facts(options: argparse.Namespace) -> list[str]:
-    if not set(options.kinds or ()) <= WORKERS.keys():
+    if not set(options.kinds) <= WORKERS.keys():
         raise Unable(f"--kinds takes {', '.join(WORKERS)}")
-    return machine(["torch", "tensordict", "torchrl", "gymnasium"])
+    return machine("torchrl", "gymnasium")
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    quick = {"kinds": ["MultiSyncCollector"], "widths": (64,), "turns": 1, "batches": 3}
-    plan = {"kinds": list(WORKERS), "widths": (64, 1024), "turns": 3, "batches": 20}
-    plan |= chosen(options, list(plan), quick)
-    variants = [OURS] if options.figures else [OURS, VERSIONS, PLAIN]
     warnings.simplefilter("ignore", DeprecationWarning)
-    found = measure(variants=variants, **plan)
-    rates = {key: Figure(tuple(one.rates)) for key, one in found.items()}
-    updates = {key: Figure(tuple(one.updates)) for key, one in found.items()}
-    starts = {key: Figure(tuple(one.starts)) for key, one in found.items()}
-    cases = list(dict.fromkeys(key[:2] for key in found))
+    cases = list(itertools.product(options.kinds, options.widths))
+    variants = [OURS, VERSIONS, PLAIN] if options.beside else [OURS]
+    found = measure(cases, variants, options.turns, options.batches)
     head = ["collector", "policy, MB", OURS, VERSIONS, PLAIN, "of versions", "of torchrl"]
-    for title, note, figures, scale, digits in (
-        ("Frames per second", _NOTE, rates, 1.0, 0),
-        ("update_policy_weights_()", "Milliseconds, median (min .. max) of all updates.", updates, 1e3, 2),
-        ("From the constructor to the first batch", "Seconds, of the turns.", starts, 1.0, 1),
+    for title, note, what, scale, digits in (
+        ("Frames per second", _NOTE, RATE, 1.0, 0),
+        ("update_policy_weights_()", "Milliseconds, median (min .. max) of all updates.", UPDATE, 1e3, 2),
+        ("From the constructor to the first batch", "Seconds, of the turns.", START, 1.0, 1),
     ):
-        rows = [_row(figures, case, scale, digits, more_is_better=figures is rates) for case in cases]
+        rows = [_row(found, case, what, scale, digits) for case in cases]
         yield Table(title, note, head, rows, (0, 1))
+    template = "{kind}, {width} units: seconds of a frame, of torchrl's with versions"
+    rates = [[Figure(found[case, variant, RATE]) for variant in (VERSIONS, OURS)] for case in cases]
     yield targets_table(
-        [
-            target(
-                "{kind}, {width} units: seconds of a frame, of torchrl's with versions",
-                ratio(rates.get((*case, VERSIONS)), rates[(*case, OURS)]),
-                kind=case[0],
-                width=case[1],
-            )
-            for case in cases
-        ]
+        target(template, ratio(*pair), kind=case[0], width=case[1])
+        for case, pair in zip(cases, rates, strict=True)
     )
 
 
-def _row(
-    figures: dict[tuple[str, int, str], Figure],
-    case: tuple[str, int],
-    scale: float,
-    digits: int,
-    *,
-    more_is_better: bool,
-) -> list[Any]:
+def _row(found: Found, case: Case, what: str, scale: float, digits: int) -> list[object]:
     """Return the cells of one kind of collector and policy."""
     kind, width = case
-    ours, versions, plain = (figures.get((*case, name), Figure(())) for name in (OURS, VERSIONS, PLAIN))
+    ours, *others = (Figure(found[case, variant, what]) for variant in (OURS, VERSIONS, PLAIN))
     megabytes = sum(one.numel() for one in make_policy(width).parameters()) * 4 / 1e6
-    return [
-        kind,
-        f"{megabytes:.2f}",
-        ours.cell(scale, digits, more_is_better=more_is_better),
-        versions.show(scale, digits),
-        plain.show(scale, digits),
-        show_ratio(ours, versions),
-        show_ratio(ours, plain),
-    ]
+    cell = ours.cell(scale, digits, more_is_better=what == RATE)
+    shown = [other.show(scale, digits) for other in others]
+    return [kind, f"{megabytes:.2f}", cell, *shown, *(show_ratio(ours, other) for other in others)]

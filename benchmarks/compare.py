@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from benchmarks.memory import Memory, measure_memory, memory_table
+from benchmarks.options import Options
 from benchmarks.processes import in_turns
-from benchmarks.report import (
-    Cell,
-    Figure,
-    Table,
-    chosen,
-    machine,
-    numbers,
-    ratio,
-    say,
-    show_ratio,
-    sizes,
-)
+from benchmarks.report import Figure, Table, machine, ratio, say, show_ratio
 from benchmarks.targets import Target, count_workers, target, targets_table
-from benchmarks.trainers import COPY, FLOOR, LABELS, Case, Stall, Trainer, rival, trainers
+from benchmarks.trainers import COPY, FLOOR, LABELS, Stall, Trainer, rival, trainers
+from benchmarks.workers import Case
 
 QUICK = "1 MB, one worker, 2 repeats"
 
-Key = tuple[str, float, int, int]
-"""Variant, megabytes, tensors, workers."""
-
-Found = dict[Key, Figure]
+Found = dict[tuple[str, Case], dict[str, Figure]]
+"""By scheme and case, one for each variant that was measured beside the scheme."""
 
 _SMALL = 10.0
 """Megabytes up to which waking the processes takes a large part of an update, and copies need no threads."""
@@ -40,104 +28,82 @@ _REST = 0.01
 UNLIMITED = "+fd"
 """Marks a variant that runs without the limit on descriptors, because it cannot run with it."""
 
+SCHEMES = {"shared": "SharedMem", "process": "MultiProcess"}
+MEGABYTES = 5.0  # of many tensors
+_LIMIT = 1024  # open files of a process, with many tensors
+_LAYERED = 200  # tensors from which on transformers are measured, and TorchRL without a limit on open files
+_MANY = 5000  # tensors for which a target is set
+
 
 @dataclass(frozen=True)
 class Plan:
-    """The options of one run.
+    """The extent of one run.
 
     Attributes:
-        sizes: model sizes in MB.
-        tensors: numbers of tensors.
-        workers: numbers of workers.
         schemes: our schemes.
         beside: whether TorchRL's schemes and plain copies are measured too.
         repeats: turns of each variant at the largest sizes; small updates get ten times as many.
         timeout: seconds for one answer of a trainer.
         start_timeout: seconds until all processes of a trainer are connected; each imports torch first.
         budget: seconds after which a slow variant gets no further turns.
-        tensors_megabytes: size of the model in the many-tensors case.
-        tensors_workers: workers in the many-tensors case.
-        rounds: number of times that a variant's processes are started, if variants do not run at once.
-        many: number of tensors beyond which TorchRL is also measured without a limit on open files.
     """
 
-    sizes: tuple[float, ...] = (1.0, 100.0, 1000.0)
-    tensors: tuple[int, ...] = (16, 1000, 5000)
-    workers: tuple[int, ...] = (1, 2, 4, 8)
-    schemes: tuple[str, ...] = ("shared", "process")
-    beside: bool = True
-    repeats: int = 10
+    schemes: Sequence[str]
+    beside: bool
+    repeats: int
     timeout: float = 60.0
     start_timeout: float = 120.0
     budget: float = 30.0
-    tensors_megabytes: float = 5.0
-    tensors_workers: int = 2
-    many: int = 200
-    rounds: int = 1
-
-    def for_one_round(self) -> Plan:
-        """Return this plan with the turns of one of its rounds."""
-        return replace(self, repeats=math.ceil(self.repeats / self.rounds), budget=self.budget / self.rounds)
-
-    def repeats_for(self, megabytes: float) -> int:
-        """Return the number of turns of each variant at this size."""
-        return self.repeats * 10 if megabytes <= _SMALL else self.repeats
 
     def variants_of(self, scheme: str) -> tuple[str, ...]:
         """Return our scheme and TorchRL's of the same kind, or ours alone."""
         return (scheme, rival(scheme)) if self.beside else (scheme,)
 
-    @property
-    def largest(self) -> float:
-        """The largest size, where stall and memory are measured."""
-        return max(self.sizes)
-
 
 def figures_of(live: Sequence[Trainer], plan: Plan) -> list[Figure]:
     """Measure the updates of each trainer, in turns."""
-    megabytes = live[0].case.megabytes
-    rest = 0.0 if megabytes <= _SMALL else _REST
-    repeats, budget = plan.repeats_for(megabytes), plan.budget
-    results = in_turns(live, "update", repeats, timeout=plan.timeout, budget=budget, rest=rest)
-    return [Figure(tuple(values), trainer.failure) for trainer, values in zip(live, results, strict=True)]
+    small = live[0].case.megabytes <= _SMALL
+    repeats, rest = (10 * plan.repeats, 0.0) if small else (plan.repeats, _REST)
+    results = in_turns(live, "update", repeats, timeout=plan.timeout, budget=plan.budget, rest=rest)
+    return [Figure(values, trainer.failure) for trainer, values in zip(live, results, strict=True)]
 
 
-def beside(found: Found, variant: str, case: Sequence[float]) -> list[str | Cell]:
+def beside(found: Found, scheme: str, case: Case) -> list[object]:
     """Return the cells that compare one of our schemes with TorchRL's and with a plain copy."""
-    names = (variant, rival(variant), f"{COPY}-{variant.partition('-')[0]}")
-    ours, theirs, copy = (found.get((name, *case), Figure(())) for name in names)
+    others = found.get((scheme.partition("-")[0], case), {})
+    theirs, copy = (others.get(name, Figure()) for name in (rival(scheme), COPY))
+    ours = found[scheme, case][scheme]
     shown = [ours.cell(1e3), theirs.show(1e3), copy.show(1e3)]
     return [*shown, show_ratio(ours, theirs), show_ratio(ours, copy)]
 
 
-def measure_sync(plan: Plan) -> Found:
+def _measure(plan: Plan, scheme: str, case: Case, more: Sequence[tuple[str, Case]] = ()) -> dict[str, Figure]:
+    """Measure a scheme in turns with TorchRL's, and with ``more`` variants and cases."""
+    say(f"{SCHEMES[scheme]}: {case.size} to {case.workers} workers")
+    started = [(variant, case) for variant in plan.variants_of(scheme)] + [*more] * plan.beside
+    with trainers(started, plan.start_timeout) as live:
+        figures = figures_of(live, plan)
+    return {
+        trainer.variant + UNLIMITED * (trainer.case != case): figure
+        for trainer, figure in zip(live, figures, strict=True)
+    }
+
+
+def measure_sync(plan: Plan, sizes: Sequence[float], workers: Sequence[int]) -> Found:
     """Measure all sizes and numbers of workers, with 16 tensors."""
     found: Found = {}
-    for megabytes in plan.sizes:
-        for workers in plan.workers:
-            case = Case(megabytes, 16, workers)
-            for scheme in plan.schemes:
-                say(f"sync: {megabytes:g} MB to {workers} workers, {_label(plan, scheme)}")
-                variants = [*plan.variants_of(scheme), *[COPY] * plan.beside]
-                if plan.beside and scheme == "shared" and megabytes <= _SMALL:
-                    variants.append(FLOOR)
-                with trainers([(variant, case) for variant in variants], plan.start_timeout) as live:
-                    for trainer, figure in zip(live, figures_of(live, plan), strict=True):
-                        name = f"{COPY}-{scheme}" if trainer.variant == COPY else trainer.variant
-                        found[name, megabytes, 16, workers] = figure
+    for case in (Case(megabytes, 16, count) for megabytes in sizes for count in workers):
+        for scheme in plan.schemes:
+            more = [COPY, *[FLOOR] * (scheme == "shared" and case.megabytes <= _SMALL)]
+            found[scheme, case] = _measure(plan, scheme, case, [(variant, case) for variant in more])
     return found
-
-
-def _label(plan: Plan, scheme: str) -> str:
-    return LABELS[scheme] + " and torchrl" * plan.beside
 
 
 def sync_table(found: Found) -> Table:
     """Return a table with one row for each size, number of workers and scheme."""
     rows = [
-        [LABELS[variant].partition(",")[0], f"{case[0]:g}", str(case[2]), *beside(found, variant, case)]
-        for variant, *case in found
-        if variant in ("shared", "process")
+        [SCHEMES[scheme], f"{case.megabytes:g}", case.workers, *beside(found, scheme, case)]
+        for scheme, case in found
     ]
     return Table(
         "Synchronous update, 16 tensors",
@@ -151,13 +117,12 @@ def sync_table(found: Found) -> Table:
 
 def small_table(found: Found) -> Table:
     """Return a table with one row for each small size and number of workers of SharedMem."""
-    rows: list[list[str | Cell]] = []
-    for variant, *case in found:
-        floor = found.get((FLOOR, *case))
-        if variant == "shared" and floor is not None:
-            ours, theirs = found[(variant, *case)], found.get((rival(variant), *case))
+    rows = []
+    for (scheme, case), figures in found.items():
+        if FLOOR in figures:
+            ours, theirs, floor = (figures[name] for name in (scheme, rival(scheme), FLOOR))
             shown = [ours.show(1e3), floor.show(1e3), show_ratio(ours, floor), show_ratio(theirs, floor)]
-            rows.append([f"{case[0]:g}", str(case[2]), *shown])
+            rows.append([f"{case.megabytes:g}", case.workers, *shown])
     return Table(
         "Small updates of SharedMem, beside the least that they can cost",
         "Milliseconds, of the same turns as above. *floor*: one plain copy, and then one byte over a Unix "
@@ -168,44 +133,26 @@ def small_table(found: Found) -> Table:
     )
 
 
-def measure_tensors(plan: Plan) -> Found:
-    """Measure 5 MB to two workers in few and many tensors, with the usual limit on open files."""
+def measure_tensors(plan: Plan, counts: Sequence[int], workers: int) -> Found:
+    """Measure few and many tensors of 5 MB, with the usual limit on open files."""
     found: Found = {}
-    for tensors in plan.tensors:
-        limited = Case(plan.tensors_megabytes, tensors, plan.tensors_workers, descriptors=1024)
+    for case in (Case(MEGABYTES, tensors, workers, descriptors=_LIMIT) for tensors in counts):
         for scheme in plan.schemes:
-            say(f"tensors: {tensors} tensors, {_label(plan, scheme)}")
-            cases = [(variant, limited) for variant in plan.variants_of(scheme)]
-            if plan.beside and tensors > plan.many:
-                cases.append((rival(scheme), replace(limited, descriptors=None)))
-            with trainers(cases, plan.start_timeout) as live:
-                for trainer, figure in zip(live, figures_of(live, plan), strict=True):
-                    name = trainer.variant + ("" if trainer.case.descriptors else UNLIMITED)
-                    found[name, plan.tensors_megabytes, tensors, plan.tensors_workers] = figure
+            more = [(rival(scheme), replace(case, descriptors=None))] * (case.tensors > _LAYERED)
+            found[scheme, case] = _measure(plan, scheme, case, more)
     return found
 
 
-def tensors_table(found: Found) -> Table:
+def tensors_table(found: Found, workers: int) -> Table:
     """Return a table with one row for each number of tensors and scheme."""
-    rows: list[list[str | Cell]] = []
-    for variant, *case in found:
-        if variant not in ("shared", "process"):
-            continue
-        ours, theirs = found[(variant, *case)], found.get((rival(variant), *case), Figure(()))
-        free = found.get((f"{rival(variant)}{UNLIMITED}", *case))
-        rows.append(
-            [
-                LABELS[variant].partition(",")[0],
-                str(case[1]),
-                ours.cell(1e3),
-                theirs.show(1e3),
-                "not needed" if free is None else free.show(1e3),
-                show_ratio(ours, theirs if free is None else free),
-            ]
-        )
-    megabytes, workers = next(iter(found))[1], next(iter(found))[3]
+    rows = []
+    for (scheme, case), figures in found.items():
+        ours, theirs = figures[scheme], figures.get(rival(scheme), Figure())
+        free = figures.get(rival(scheme) + UNLIMITED)
+        shown = [ours.cell(1e3), theirs.show(1e3), "not needed" if free is None else free.show(1e3)]
+        rows.append([SCHEMES[scheme], case.tensors, *shown, show_ratio(ours, free or theirs)])
     return Table(
-        f"Many tensors: {megabytes:g} MB to {workers} workers",
+        f"Many tensors: {MEGABYTES:g} MB to {workers} workers",
         "Milliseconds. Every process may open 1,024 files, except in the column *torchrl, more files*.",
         ["scheme", "tensors", "ours", "torchrl", "torchrl, more files", "ours/torchrl"],
         rows,
@@ -213,29 +160,19 @@ def tensors_table(found: Found) -> Table:
     )
 
 
-def measure_layers(plan: Plan) -> Found:
+def measure_layers(plan: Plan, counts: Sequence[int], workers: int) -> Found:
     """Measure transformers whose weights and biases take turns, in many tensors."""
-    found: Found = {}
-    for tensors in (one for one in plan.tensors if one > plan.many):
-        case = Case(0.0, tensors, plan.tensors_workers, layered=True)
-        for scheme in plan.schemes:
-            say(f"layers: {tensors} tensors, {_label(plan, scheme)}")
-            with trainers(
-                [(variant, case) for variant in plan.variants_of(scheme)], plan.start_timeout
-            ) as live:
-                for trainer, figure in zip(live, figures_of(live, plan), strict=True):
-                    found[trainer.variant, 0.0, tensors, plan.tensors_workers] = figure
-    return found
+    cases = [Case(0.0, tensors, workers, layered=True) for tensors in counts if tensors > _LAYERED]
+    return {(scheme, case): _measure(plan, scheme, case) for case in cases for scheme in plan.schemes}
 
 
 def layers_table(found: Found, workers: int) -> Table:
     """Return a table with one row for each number of tensors and scheme."""
-    rows: list[list[str | Cell]] = []
-    for variant, *case in found:
-        if variant in ("shared", "process"):
-            ours, theirs = found[(variant, *case)], found.get((rival(variant), *case), Figure(()))
-            name = LABELS[variant].partition(",")[0]
-            rows.append([name, str(case[1]), ours.cell(1e3), theirs.show(1e3), show_ratio(ours, theirs)])
+    rows = []
+    for (scheme, case), figures in found.items():
+        ours, theirs = figures[scheme], figures.get(rival(scheme), Figure())
+        shown = [ours.cell(1e3), theirs.show(1e3), show_ratio(ours, theirs)]
+        rows.append([SCHEMES[scheme], case.tensors, *shown])
     return Table(
         f"Many tensors of a transformer, to {workers} workers",
         "Milliseconds. Layers of 12 tensors, weights and biases in turns, 1 KB each on average. Our scheme "
@@ -251,12 +188,12 @@ StallFigures = dict[tuple[str, str], list[Stall]]
 """Variant and what happened (``"update"`` or ``"copy"``): one entry for each time."""
 
 
-def measure_stall(plan: Plan) -> StallFigures:
-    """Measure the stall of one worker at the largest size, in turns."""
+def measure_stall(plan: Plan, megabytes: float) -> StallFigures:
+    """Measure the stall of one worker, in turns."""
     found: StallFigures = {}
-    case = Case(plan.largest, 16, 1)
+    case = Case(megabytes, 16, 1)
     for scheme in plan.schemes:
-        say(f"stall: {plan.largest:g} MB, {_label(plan, scheme)}")
+        say(f"stall: {megabytes:g} MB, {SCHEMES[scheme]}")
         cases = [(variant, case) for variant in plan.variants_of(scheme)]
         with trainers(cases, plan.start_timeout) as live:
             for name, method in (("copy", "control"), ("update", "stall")):
@@ -268,24 +205,17 @@ def measure_stall(plan: Plan) -> StallFigures:
 def figure(stalls: list[Stall], what: str) -> Figure:
     """Return the figure of one attribute, of all stalls that have it."""
     values = [getattr(stall, what) for stall in stalls]
-    return Figure(tuple(value for value in values if value is not None), "not known")
+    return Figure([value for value in values if value is not None], "not known")
 
 
 def stall_table(found: StallFigures, megabytes: float) -> Table:
     """Return a table with one row for each variant."""
-    rows: list[list[str | Cell]] = []
+    rows = []
     for variant in dict.fromkeys(variant for variant, _ in found):
-        update, copy = found.get((variant, "update"), []), found.get((variant, "copy"), [])
-        rows.append(
-            [
-                LABELS[variant],
-                figure(update, "usual").show(1e6, 1),
-                figure(update, "switch").cell(1e3, 3),
-                figure(update, "reported").cell(1e3, 3),
-                figure(update, "longest").cell(1e3, 3),
-                figure(copy, "longest").show(1e3, 3),
-            ]
-        )
+        update, copy = found[variant, "update"], found[variant, "copy"]
+        stalled = [figure(update, what).cell(1e3, 3) for what in ("switch", "reported", "longest")]
+        usual, copied = figure(update, "usual").show(1e6, 1), figure(copy, "longest").show(1e3, 3)
+        rows.append([LABELS[variant], usual, *stalled, copied])
     return Table(
         f"A worker that computes while {megabytes:g} MB in 16 tensors arrive",
         "Time from the start of one forward pass to the next. *usual*: microseconds, without an "
@@ -300,131 +230,125 @@ def stall_table(found: StallFigures, megabytes: float) -> Table:
 
 
 PARTS = ("sync", "tensors", "stall", "memory")
-_MANY = 5000  # tensors for which a target is set
 
 
-@dataclass
-class Results:
-    """The figures of one run.
-
-    Attributes:
-        largest: size in MB at which stall and memory were measured.
-    """
-
-    largest: float
-    sync: Found = field(default_factory=dict)
-    tensors: Found = field(default_factory=dict)
-    layers: Found = field(default_factory=dict)
-    stall: StallFigures = field(default_factory=dict)
-    memory: list[Memory] = field(default_factory=list)
-
-
-def add_options(known: argparse.ArgumentParser) -> None:
-    known.add_argument("--sizes", type=sizes, metavar="MB,MB", help="default: 1,100,1000")
-    known.add_argument("--tensors", type=numbers, metavar="N,N", help="default: 16,1000,5000")
-    known.add_argument("--workers", type=numbers, metavar="N,N", help="default: 1,2,4,8")
-    known.add_argument(
-        "--scheme", action="append", dest="schemes", choices=Plan().schemes, help="default: both"
-    )
-    known.add_argument("--repeats", type=int, help="default: 10; ten times that up to 10 MB")
-    known.add_argument("--timeout", type=float, help="seconds for one answer of a trainer; default: 60")
-    known.add_argument("--only", action="append", choices=PARTS, help="may be given several times")
+def add_options(known: Options) -> None:
+    known.add("--sizes", (1.0, 100.0, 1000.0), "MB", quick=(1.0,))
+    known.add("--tensors", (16, 1000, 5000), "numbers of tensors", quick=(16,))
+    known.add("--workers", (1, 2, 4, 8), "numbers of workers", quick=(1,))
+    known.add_choice("--scheme", "schemes", SCHEMES)
+    known.add("--repeats", 10, "ten times that up to 10 MB", quick=2)
+    known.add("--timeout", 60.0, "seconds for one answer of a trainer", quick=40.0)
+    known.add_choice("--only", "only", PARTS)
 
 
 def facts(options: argparse.Namespace) -> list[str]:
-    return machine(["torch", "tensordict", *([] if options.figures else ["torchrl"])])
+    return machine(*["torchrl"] * options.beside)
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    quick = {"sizes": (1.0,), "tensors": (16,), "workers": (1,), "repeats": 2}
-    quick |= {"tensors_workers": 1, "timeout": 40.0}
-    names = ("sizes", "tensors", "workers", "schemes", "repeats", "timeout")
-    plan = Plan(**chosen(options, names, quick), beside=options.figures is None)
-    parts, results = options.only or PARTS, Results(plan.largest)
-    if "sync" in parts:
-        results.sync = measure_sync(plan)
-        yield sync_table(results.sync)
-        if any(key[0] == FLOOR for key in results.sync):
-            yield small_table(results.sync)
-    if "tensors" in parts:
-        results.tensors = measure_tensors(plan)
-        yield tensors_table(results.tensors)
-        results.layers = measure_layers(plan)
-        if results.layers:
-            yield layers_table(results.layers, plan.tensors_workers)
-    if "stall" in parts:
-        results.stall = measure_stall(plan)
-        yield stall_table(results.stall, plan.largest)
-    if "memory" in parts:
+    plan = Plan(options.schemes, options.beside, options.repeats, options.timeout)
+    largest, few = max(options.sizes), 1 if options.quick else 2
+    found: Found = {}
+    stalls: StallFigures = {}
+    memory: list[Memory] = []
+    if "sync" in options.only:
+        found |= measure_sync(plan, options.sizes, options.workers)
+        yield sync_table(found)
+        if any(FLOOR in figures for figures in found.values()):
+            yield small_table(found)
+    if "tensors" in options.only:
+        tensors = measure_tensors(plan, options.tensors, few)
+        yield tensors_table(tensors, few)
+        layers = measure_layers(plan, options.tensors, few)
+        if layers:
+            yield layers_table(layers, few)
+        found |= tensors | layers
+    if "stall" in options.only:
+        stalls = measure_stall(plan, largest)
+        yield stall_table(stalls, largest)
+    if "memory" in options.only:
         variants = [variant for scheme in plan.schemes for variant in plan.variants_of(scheme)]
-        case, seconds = Case(plan.largest, 16, max(plan.workers)), plan.timeout
-        memory = measure_memory(variants, case, timeout=seconds, start_timeout=plan.start_timeout)
-        results.memory = list(memory)
-        yield memory_table(results.memory)
-    yield targets_table(_targets(results))
+        case = Case(largest, 16, max(options.workers))
+        memory += measure_memory(variants, case, timeout=plan.timeout, start_timeout=plan.start_timeout)
+        yield memory_table(memory)
+    size = f"{largest:g}"
+    yield targets_table(
+        [
+            *_large(found),
+            *_stall_targets(stalls.get(("shared", "update"), []), size),
+            *_memory_targets(memory, size),
+            *_small(found),
+            target("MultiProcess, 1 GB, 4 workers, of torchrl's time", _of(found, "process", 1000.0, 4)),
+            *_many_tensors(found, few),
+        ]
+    )
 
 
-def _targets(results: Results) -> Iterator[Target]:
-    sync, size = results.sync, f"{results.largest:g}"
+def _of(found: Found, scheme: str, megabytes: float, workers: int, other: str = "") -> float | None:
+    """Return the ratio of a scheme to the ``other`` variant, by default TorchRL's, with 16 tensors."""
+    figures = found.get((scheme, Case(megabytes, 16, workers)), {})
+    return ratio(figures.get(scheme), figures.get(other or rival(scheme)))
 
-    def at(one: str, other: str, megabytes: float, workers: int) -> float | None:
-        case = (megabytes, 16, workers)
-        return ratio(sync.get((one, *case)), sync.get((other, *case)))
 
-    reached = at("shared", "torchrl-shared", 1000.0, 4)
-    yield target("SharedMem, 1 GB, 4 workers, of torchrl's time", reached)
-    reached = at("shared", f"{COPY}-shared", 1000.0, 4)
-    yield target("SharedMem, 1 GB, 4 workers, of one plain copy", reached)
-    yield target("SharedMem, 1 GB, slowest / fastest of 1 to 8 workers", _flat(sync))
-    stalls = results.stall.get(("shared", "update"), [])
+def _by_workers(found: Found, megabytes: float) -> dict[int, float]:
+    """Return the median seconds of SharedMem with 16 tensors, by number of workers."""
+    medians = {
+        case.workers: figures[scheme].median
+        for (scheme, case), figures in found.items()
+        if scheme == "shared" and case == Case(megabytes, 16, case.workers)
+    }
+    return {workers: seconds for workers, seconds in medians.items() if seconds is not None}
+
+
+def _large(found: Found) -> Iterator[Target]:
+    yield target("SharedMem, 1 GB, 4 workers, of torchrl's time", _of(found, "shared", 1000.0, 4))
+    yield target("SharedMem, 1 GB, 4 workers, of one plain copy", _of(found, "shared", 1000.0, 4, COPY))
+    seconds = _by_workers(found, 1000.0).values()
+    flat = max(seconds) / min(seconds) if len(seconds) > 1 else None
+    yield target("SharedMem, 1 GB, slowest / fastest of 1 to 8 workers", flat)
+
+
+def _stall_targets(stalls: list[Stall], size: str) -> Iterator[Target]:
     for what, name in (("switch", "at the switch, seen by the worker"), ("reported", "in the SyncReport")):
         milliseconds = figure(stalls, what).times(1e3)
         template = f"SharedMem, {{size}} MB, stall {name}, ms, "
         yield target(template + "median", milliseconds.median, size=size)
         yield target(template + "longest", max(milliseconds.values, default=None), size=size)
-    for memory in results.memory:
-        if memory.variant == "shared" and memory.total is not None:
+
+
+def _memory_targets(found: list[Memory], size: str) -> Iterator[Target]:
+    for memory in found:
+        total = memory.total.median
+        if memory.variant == "shared" and total is not None:
             template = "SharedMem, memory at {size} MB, {workers}, of what is allowed"
             workers = count_workers(memory.processes - 1)
-            yield target(template, memory.total / memory.allowed, size=size, workers=workers)
+            yield target(template, total / memory.allowed, size=size, workers=workers)
+
+
+def _small(found: Found) -> Iterator[Target]:
+    """Compare small updates with what they may take, and what one more worker may add."""
     for count in (1, 2, 4, 8):
         workers = count_workers(count)
-        reached = at("shared", "torchrl-shared", 1.0, count)
+        reached = _of(found, "shared", 1.0, count)
         yield target("SharedMem, 1 MB, {workers}, of torchrl's time", reached, workers=workers)
-        yield target(
-            "SharedMem, 1 MB, {workers}, of the floor", at("shared", FLOOR, 1.0, count), workers=workers
-        )
-    yield from _small(sync)
-    reached = at("process", "torchrl-process", 1000.0, 4)
-    yield target("MultiProcess, 1 GB, 4 workers, of torchrl's time", reached)
-    yield from _many_tensors(results.tensors)
-    layers = (one.median for key, one in results.layers.items() if key[0] == "shared" and key[2] == _MANY)
-    seconds = next(layers, None)
-    reached = None if seconds is None else seconds * 1e3
-    yield target("SharedMem, {tensors:,} tensors of a transformer, ms", reached, tensors=_MANY)
-
-
-def _small(sync: Found) -> Iterator[Target]:
-    """Compare small updates with what they may take, and what one more worker may add."""
-    medians = {key[3]: one.median for key, one in sync.items() if key[:2] == ("shared", 1.0) and one.median}
-    one = medians.get(1)
-    yield target("SharedMem, 1 MB, 1 worker, ms", None if one is None else one * 1e3)
-    fewest, most = min(medians, default=0), max(medians, default=0)
-    growth = (medians[most] - medians[fewest]) / (most - fewest) * 1e3 if most > fewest else None
+        reached = _of(found, "shared", 1.0, count, FLOOR)
+        yield target("SharedMem, 1 MB, {workers}, of the floor", reached, workers=workers)
+    milliseconds = {workers: 1e3 * seconds for workers, seconds in _by_workers(found, 1.0).items()}
+    yield target("SharedMem, 1 MB, 1 worker, ms", milliseconds.get(1))
+    fewest, most = min(milliseconds, default=0), max(milliseconds, default=0)
+    growth = (milliseconds[most] - milliseconds[fewest]) / (most - fewest) if most > fewest else None
     yield target("SharedMem, 1 MB, growth per worker, ms", growth)
 
 
-def _flat(sync: Found) -> float | None:
-    medians = [f.median for key, f in sync.items() if key[:2] == ("shared", 1000.0) and f.median is not None]
-    return max(medians) / min(medians) if len(medians) > 1 else None
-
-
-def _many_tensors(found: Found) -> Iterator[Target]:
-    """Compare both schemes with TorchRL's SharedMem, without the limit on files if it needs that."""
-    of_many = {key[0]: figure for key, figure in found.items() if key[2] == _MANY}
-    theirs = of_many.get(f"torchrl-shared{UNLIMITED}", of_many.get("torchrl-shared"))
-    for variant, scheme in (("shared", "SharedMem"), ("process", "MultiProcess")):
-        reached = ratio(of_many.get(variant), theirs)
-        yield target(
-            "{scheme}, {tensors:,} tensors, of torchrl's SharedMem", reached, scheme=scheme, tensors=_MANY
-        )
+def _many_tensors(found: Found, workers: int) -> Iterator[Target]:
+    """Compare both schemes with TorchRL's SharedMem without the limit on files, which it needs."""
+    case = Case(MEGABYTES, _MANY, workers, descriptors=_LIMIT)
+    theirs = found.get(("shared", case), {}).get(rival("shared") + UNLIMITED)
+    for scheme, name in SCHEMES.items():
+        reached = ratio(found.get((scheme, case), {}).get(scheme), theirs)
+        template = "{scheme}, {tensors:,} tensors, of torchrl's SharedMem"
+        yield target(template, reached, scheme=name, tensors=_MANY)
+    layers = found.get(("shared", Case(0.0, _MANY, workers, layered=True)), {}).get("shared", Figure())
+    template = "SharedMem, {tensors:,} tensors of a transformer, ms"
+    yield target(template, layers.times(1e3).median, tensors=_MANY)

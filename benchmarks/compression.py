@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from benchmarks.report import Cell, Figure, Table, machine
+from benchmarks.options import Options
+from benchmarks.report import Figure, Table, machine
 from weight_update.compression import AnsCompression, Compression, Lz4Compression, ZstdCompression
 
 QUICK = "4 MB, one round"
@@ -82,32 +83,30 @@ def measure(data: torch.Tensor, turns: int) -> dict[str, Measured]:
     return found
 
 
-def row(kind: str, name: str, nbytes: int, measured: Measured) -> list[str | Cell]:
+def row(kind: str, name: str, nbytes: int, measured: Measured) -> list[object]:
     """Return the cells of one compression."""
     shrunk = nbytes / measured.packed_bytes
-    speeds = Figure(tuple(measured.compress)), Figure(tuple(measured.decompress))
+    speeds = [Figure(measured.compress), Figure(measured.decompress)]
     seconds = sum(1 / (speed.median or 1) for speed in speeds)
     pays = f"{(1 - 1 / shrunk) / seconds:.0f}" if shrunk > 1 else "never"
     of_packed = Figure((shrunk,)).cell(more_is_better=True)
     return [kind, name, of_packed, *(speed.cell(digits=0, more_is_better=True) for speed in speeds), pays]
 
 
-def add_options(known: argparse.ArgumentParser) -> None:
-    known.add_argument("--mb", type=int, help="size of the data in MB; default: 32")
-    known.add_argument("--turns", type=int, help="how often each thing is timed; default: 5")
+def add_options(known: Options) -> None:
+    known.add("--mb", 32, "size of the data in MB", quick=4)
+    known.add("--turns", 5, "how often each thing is timed", quick=1)
 
 
 def facts(options: argparse.Namespace) -> list[str]:
-    return machine(("torch",))
+    return machine()
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    megabytes = options.mb or (4 if options.quick else 32)
-    turns = options.turns or (1 if options.quick else 5)
-    nbytes, random = megabytes * 1_000_000, np.random.default_rng(0)
+    nbytes, random = options.mb * 1_000_000, np.random.default_rng(0)
     rows = []
     for kind, make in KINDS.items():
-        found = measure(torch.from_numpy(make(nbytes, random)), turns)
+        found = measure(torch.from_numpy(make(nbytes, random)), options.turns)
         rows += [row(kind, name, nbytes, one) for name, one in found.items()]
     note = (
         "MB of uncompressed data per second, median (min .. max). Up to 4 threads compress, one "
@@ -116,4 +115,4 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         "decompressing happen one after the other."
     )
     head = ["data", "compression", "ratio", "compress", "decompress", "pays below"]
-    yield Table(f"Compression of {megabytes} MB", note, head, rows, names=(0, 1))
+    yield Table(f"Compression of {options.mb} MB", note, head, rows, names=(0, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
@@ -12,8 +13,9 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
+from benchmarks.options import Options
 from benchmarks.processes import Process
-from benchmarks.report import Figure, Table, Unable, chosen, machine, ratio, say
+from benchmarks.report import Figure, Table, Unable, machine, ratio, say
 from benchmarks.targets import Target, target, targets_table
 from benchmarks.updates import Weights, change
 from weight_update import PatchEncoding, SharedMemWeightSyncScheme, WeightStrategy, WeightSyncScheme
@@ -25,7 +27,7 @@ QUICK = "40 MB, 2 turns"
 LOADED = "dense, load_state_dict()"
 PATCHED = "patch, tensors exchanged"
 IN_PLACE = "patch, elements written in place"
-_LINKS = {"1 Gbit/s": 1e9 / 8, "10 Gbit/s": 10e9 / 8}
+_SPEEDS = {"on one host": math.inf, "at 1 Gbit/s": 1e9 / 8, "at 10 Gbit/s": 10e9 / 8}  # bytes a second
 _VOCABULARY, _LAYERS = 32_000, 24
 _WARM = 2
 _PATIENCE = 100.0  # seconds for an answer of an engine
@@ -142,15 +144,12 @@ class Receiver:
 
 def schemes(device: str) -> dict[str, WeightSyncScheme]:
     """Return a scheme for each row of the table; an engine on a GPU always writes elements in place."""
-
-    def patch() -> WeightStrategy:
-        return WeightStrategy("state_dict", encoding=PatchEncoding())
-
-    found = {
-        LOADED: SharedMemWeightSyncScheme("state_dict"),
-        IN_PLACE: SharedMemWeightSyncScheme(patch()),
+    names = [LOADED, IN_PLACE, *[PATCHED] * (device != "cuda")]
+    encodings = {name: "dense" if name == LOADED else PatchEncoding() for name in names}
+    return {
+        name: SharedMemWeightSyncScheme(WeightStrategy("state_dict", encoding=encoding))
+        for name, encoding in encodings.items()
     }
-    return found if device == "cuda" else found | {PATCHED: SharedMemWeightSyncScheme(patch())}
 
 
 class Update(NamedTuple):
@@ -226,10 +225,10 @@ def _require_same(weights: Weights, receivers: dict[str, Process]) -> None:
             raise RuntimeError(f"{name}: the engine generates with other weights than the trainer's")
 
 
-def add_options(known: argparse.ArgumentParser) -> None:
-    known.add_argument("--size", type=float, metavar="MB", help="size of the model; default: 1000")
-    known.add_argument("--fraction", type=float, metavar="F", help="of the elements changed; default: 0.01")
-    known.add_argument("--turns", type=int, metavar="N", help="default: 7")
+def add_options(known: Options) -> None:
+    known.add("--size", 1000.0, "MB of the model", quick=40.0)
+    known.add("--fraction", 0.01, "of the elements changed")
+    known.add("--turns", 7, quick=2)
     known.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="of both models; default: cpu"
     )
@@ -239,31 +238,28 @@ def facts(options: argparse.Namespace) -> list[str]:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise Unable("it needs a CUDA device, and torch sees none here")
     try:
-        return machine(["torch", "tensordict", "transformers"], threads=torch.get_num_threads())
+        return machine("transformers", threads=torch.get_num_threads())
     except PackageNotFoundError:
         raise Unable('transformers is not installed: pip install "weight-update[transformers]"') from None
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    given = chosen(options, ["size", "fraction", "turns"], {"size": 40.0, "turns": 2})
-    size, fraction, turns = given.get("size", 1000.0), given.get("fraction", 0.01), given.get("turns", 7)
+    size, fraction, turns = options.size, options.fraction, options.turns
     say(f"{size:g} MB, {fraction:.1%} changed, {turns} turns")
     place = " on a GPU" if options.device == "cuda" else ""
     targets: list[Target] = []
     for busy, sent in measure(size, fraction, turns, options.device).items():
-        seconds = {name: Figure(tuple(one.seconds for one in updates)) for name, updates in sent.items()}
-        pauses = {name: Figure(tuple(one.pause for one in updates)) for name, updates in sent.items()}
-        over = {
-            (name, link): Figure(tuple(one.seconds + one.wire_bytes / speed for one in updates))
+        pauses = {name: Figure([one.pause for one in updates]) for name, updates in sent.items()}
+        seconds = {
+            (name, way): Figure([one.seconds + one.wire_bytes / speed for one in updates])
             for name, updates in sent.items()
-            for link, speed in _LINKS.items()
+            for way, speed in _SPEEDS.items()
         }
         rows = [
             [
                 name,
-                Figure(tuple(float(one.wire_bytes) for one in updates)).show(1e-6, 1),
-                seconds[name].cell(1e3, 0),
-                *(over[name, link].cell(1e3, 0) for link in _LINKS),
+                Figure([one.wire_bytes for one in updates]).show(1e-6, 1),
+                *(seconds[name, way].cell(1e3, 0) for way in _SPEEDS),
                 pauses[name].cell(1e3, 1),
             ]
             for name, updates in sent.items()
@@ -275,20 +271,19 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
             + ("continues a request that ran before. " if busy else "can begin a request. ")
             + "*on one host*: measured, over shared memory. *at 1 (10) Gbit/s*: the same, plus the time that "
             "the link needs for the bytes. *pause*: time in which no decoding step could run.",
-            ["update", "MB", "on one host", *(f"at {link}" for link in _LINKS), "pause"],
+            ["update", "MB", *_SPEEDS, "pause"],
             rows,
         )
-        targets += _targets(over, pauses, busy=busy)
+        targets += _targets(seconds, pauses, busy=busy)
     yield targets_table(targets)
 
 
 def _targets(
-    over: dict[tuple[str, str], Figure], pauses: dict[str, Figure], *, busy: bool
+    seconds: dict[tuple[str, str], Figure], pauses: dict[str, Figure], *, busy: bool
 ) -> Iterator[Target]:
-    link, patched = "10 Gbit/s", PATCHED if PATCHED in pauses else IN_PLACE
-    name = "busy engine" if busy else "idle engine"
-    yield target(f"{name}, 10 Gbit/s: patch, of dense", ratio(over[patched, link], over[LOADED, link]))
+    patched, way = PATCHED if PATCHED in pauses else IN_PLACE, "at 10 Gbit/s"
+    template = f"{'busy' if busy else 'idle'} engine, 10 Gbit/s: patch, of dense"
+    yield target(template, ratio(seconds[patched, way], seconds[LOADED, way]))
     if busy:
-        yield target(
-            "busy engine: pause with a patch, of loading all", ratio(pauses[patched], pauses[LOADED])
-        )
+        template = "busy engine: pause with a patch, of loading all"
+        yield target(template, ratio(pauses[patched], pauses[LOADED]))

@@ -13,7 +13,8 @@ from typing import Literal
 
 import torch
 
-from benchmarks.report import Cell, Figure, Table, Times, Unable, machine, ratio, say
+from benchmarks.options import Options
+from benchmarks.report import Figure, Table, Times, Unable, machine, say, show_ratio
 from benchmarks.rlinf import DocumentedPatch, apply
 from benchmarks.updates import (
     Key,
@@ -110,13 +111,13 @@ def measure_dense(weights: dict[str, torch.Tensor], device: torch.device, turns:
 
 def dense_table(megabytes: float, times: Times) -> Table:
     """Return a table of copies; ratios are to the copy of one buffer to or from pinned memory."""
-    rows: list[list[str | Cell]] = []
+    rows = []
     for what in times.seconds:
         figure = times.figure(what)
         plain = times.figure(f"plain: one buffer {'from' if ' from ' in what else 'to'} pinned memory")
         speed = times.nbytes["model"] / (figure.median or 1.0) / 1e9
         shown = figure.show(1e3, 2) if what.startswith("plain") else figure.cell(1e3, 2)
-        rows.append([what, shown, f"{speed:.1f}", f"{ratio(figure, plain) or 0.0:.2f}"])
+        rows.append([what, shown, f"{speed:.1f}", show_ratio(figure, plain, 2)])
     note = "Milliseconds, median (min .. max). Weights on the GPU, slots in host memory."
     return Table(f"Dense, {megabytes:.0f} MB", note, ["copy", "ms", "GB/s", "of a pinned copy"], rows)
 
@@ -198,32 +199,23 @@ def _require_equal(found: torch.Tensor, expected: torch.Tensor, update: Update, 
 def build_table(update: str, times: Times) -> Table:
     """Return a table with one row for each variant."""
     copy, plain = times.figure("copy"), times.figure("obvious")
-    rows: list[list[str | Cell]] = []
+    rows: list[list[object]] = []
     for what, figure in (("one copy to pinned memory", copy), ("the obvious way", plain)):
         rows.append([what, *["-"] * 6, figure.show(1e3, 2), *["-"] * 4])
+    changed = max(times.nbytes["changed"], 1)
     for place in _PLACES:
-        build, apply_ = times.figure((_BUILD, place)), times.figure((_APPLY, place))
-        size = times.nbytes[_BUILD, place] / max(times.nbytes["changed"], 1)
-        shown = [f"{size:.2f}", "-", build.show(1e3, 2), apply_.show(1e3, 2)]
-        rows.append(
-            ["RLinf's way", place, "cpu", "-", "-", *shown, f"{ratio(build, copy) or 0.0:.2f}", "-", "-"]
-        )
+        build, apply = times.figure((_BUILD, place)), times.figure((_APPLY, place))
+        size = f"{times.nbytes[_BUILD, place] / changed:.2f}"
+        shown = [size, "-", build.show(1e3, 2), apply.show(1e3, 2), show_ratio(build, copy, 2)]
+        rows.append(["RLinf's way", place, "cpu", "-", "-", *shown, "-", "-"])
     for variant in (key for key in times.nbytes if isinstance(key, Variant)):
+        scan, apply = times.figure(("scan", variant)), times.figure(("apply", variant))
         build = times.figure(("scan", variant), ("encode", variant))
-        apply = times.figure(("apply", variant))
-        rows.append(
-            [
-                "ours",
-                *map(str, vars(variant).values()),
-                Figure((times.nbytes[variant] / max(times.nbytes["changed"], 1),)).cell(),
-                times.figure(("scan", variant)).cell(1e3, 2),
-                build.cell(1e3, 2),
-                apply.cell(1e3, 2),
-                f"{ratio(build, copy) or 0.0:.2f}",
-                f"{ratio(plain, build) or 0.0:.2f}",
-                f"{ratio(times.figure((_BUILD, variant.snapshot_device)), build) or 0.0:.2f}",
-            ]
-        )
+        theirs = times.figure((_BUILD, variant.snapshot_device))
+        each = Figure([times.nbytes[variant] / changed]).cell()
+        cells = [each, *(figure.cell(1e3, 2) for figure in (scan, build, apply))]
+        ratios = [show_ratio(*pair, 2) for pair in ((build, copy), (plain, build), (theirs, build))]
+        rows.append(["ours", *vars(variant).values(), *cells, *ratios])
     note = (
         "Milliseconds, median (min .. max). B: bytes for each changed element. Build is scan and encode,\n"
         "into a shared slot; apply is decode and write, into weights on the GPU. The obvious way finds\n"
@@ -303,12 +295,11 @@ def _measure_copy(update: Update, device: torch.device, turns: int) -> Figure:
 
 
 def _colocated_table(megabytes: float, copy: Figure, found: dict[Key, list[Sent]]) -> Table:
-    rows: list[list[str | Cell]] = []
+    rows = []
     for (place, label), sent in found.items():
-        figures = stages(sent)
-        times = [figure.cell(1e3, 2) for figure in figures]
-        against = [ratio(figures[0], stages(found[HOST, label])[0]), ratio(figures[0], copy)]
-        rows.append([place, label, *times, *(f"{value or 0.0:.2f}" for value in against)])
+        figures, on_host = stages(sent), stages(found[HOST, label])[0]
+        ratios = [show_ratio(figures[0], other, 2) for other in (on_host, copy)]
+        rows.append([place, label, *(figure.cell(1e3, 2) for figure in figures), *ratios])
     note = (
         "Milliseconds, median (min .. max). Weights of trainer and worker lie on one GPU. One plain copy\n"
         f"there: {copy.show(1e3, 2)}."
@@ -338,7 +329,7 @@ class Plan:
     variants: tuple[Variant, ...]
 
 
-def plan(megabytes: float | None, quick: bool, compressions: tuple[str, ...]) -> Plan:
+def plan(megabytes: float, quick: bool, compressions: tuple[str, ...]) -> Plan:
     """Return the plan for these options; nvCOMP goes with ``transport_device="cuda"`` only."""
     variants = [
         Variant(snapshot, "cpu" if compression == "none" else "cuda", compression, values)
@@ -346,12 +337,12 @@ def plan(megabytes: float | None, quick: bool, compressions: tuple[str, ...]) ->
         for compression in compressions
         for snapshot in ("cpu", "cuda")
     ]
-    fractions = _FRACTIONS[1:2] if quick else _FRACTIONS
-    return Plan(megabytes or (20.0 if quick else 500.0), 2 if quick else 9, fractions, tuple(variants))
+    turns, fractions = (2, _FRACTIONS[1:2]) if quick else (9, _FRACTIONS)
+    return Plan(megabytes, turns, fractions, tuple(variants))
 
 
-def add_options(known: argparse.ArgumentParser) -> None:
-    known.add_argument("--megabytes", type=float, help="size of the model in bfloat16; default: 500")
+def add_options(known: Options) -> None:
+    known.add("--megabytes", 500.0, "size of the model in bfloat16", quick=20.0)
 
 
 def facts(options: argparse.Namespace) -> list[str]:
@@ -359,7 +350,7 @@ def facts(options: argparse.Namespace) -> list[str]:
         raise Unable("it needs a CUDA device, and torch sees none here")
     found = torch.cuda.get_device_properties(torch.device("cuda"))
     gpu = f"GPU: {found.name}, {found.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}"
-    return [*machine(("torch", "tensordict")), gpu]
+    return [*machine(), gpu]
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:

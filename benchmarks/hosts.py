@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.multiprocessing as mp
 
 from benchmarks import links
 from benchmarks.bare import GLOO, SMALL_BUFFER, TCP
 from benchmarks.network import Network, why_not
+from benchmarks.options import Options
 from benchmarks.processes import in_turns
-from benchmarks.report import Cell, Figure, Table, chosen, machine, ratio, say, show_ratio, sizes
+from benchmarks.report import Figure, Table, machine, ratio, say, show_ratio
 from benchmarks.targets import Target, target, targets_table
-from benchmarks.trainers import COPY, Case, rival, trainers
+from benchmarks.trainers import COPY, preload, rival, trainers
+from benchmarks.workers import Case
 from weight_update import SyncReport
 from weight_update.transports.distributed.checksum import Checksum, joint_hex
 from weight_update.transports.distributed.relay.payload_stream import pieces_of
@@ -32,35 +32,8 @@ QUICK = "1 MB, 2 turns; 4 MB over shaped links"
 OURS = "distributed-sockets"
 STAGES = ("encode", "send", "ack")
 _SHAPED = "1gbit"
+_SHAPED_MEGABYTES = 100.0
 _FOUR = 4
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The options of one run.
-
-    Attributes:
-        megabytes: sizes of the weights.
-        turns: turns of each candidate while its processes live; ten times as many up to 10 MB.
-        starts: number of times that the processes of each candidate are started.
-        shaped_megabytes: size of the weights over shaped links.
-        beside: whether the candidates other than ours take part.
-    """
-
-    megabytes: tuple[float, ...] = (1.0, 100.0, 1000.0)
-    turns: int = 4
-    starts: int = 3
-    shaped_megabytes: float = 100.0
-    beside: bool = True
-
-    @property
-    def variants(self) -> tuple[str, ...]:
-        """The candidates, in the order of their turns."""
-        return (COPY, TCP, SMALL_BUFFER, GLOO, rival(OURS), OURS) if self.beside else (OURS,)
-
-    def turns_for(self, megabytes: float) -> int:
-        """Return the number of turns at this size."""
-        return self.turns * 10 if megabytes <= 10 else self.turns
 
 
 @dataclass
@@ -75,46 +48,48 @@ class Measured:
 
     seconds: dict[str, Figure] = field(default_factory=dict)
     reports: list[SyncReport] = field(default_factory=list)
-    checksum: Figure = field(default_factory=lambda: Figure(()))
+    checksum: Figure = field(default_factory=Figure)
 
     def of(self, variant: str) -> Figure:
         """Return the seconds of a candidate, without values if it was not measured."""
-        return self.seconds.get(variant, Figure(()))
+        return self.seconds.get(variant, Figure())
 
     def stage(self, name: str) -> Figure:
         """Return the seconds of a stage of ours."""
-        return Figure(tuple(report.seconds.get(name, 0.0) for report in self.reports))
+        return Figure([report.seconds.get(name, 0.0) for report in self.reports])
 
     @property
     def apply(self) -> Figure:
         """The seconds for which the worker applied ours."""
-        return Figure(tuple(report.apply_seconds.get(0, 0.0) for report in self.reports))
+        return Figure([report.apply_seconds.get(0, 0.0) for report in self.reports])
 
     @property
     def rest(self) -> Figure:
         """The seconds of *ack* without those of *apply* and of bare TCP, as medians."""
         ack, apply, tcp = (figure.median for figure in (self.stage("ack"), self.apply, self.of(TCP)))
-        return Figure(()) if ack is None or apply is None or tcp is None else Figure((ack - apply - tcp,))
+        return Figure() if ack is None or apply is None or tcp is None else Figure((ack - apply - tcp,))
 
 
 Found = Mapping[tuple[str, float], Measured]
 """By route and megabytes."""
 
 
-def measure(plan: Plan, megabytes: float, network: Network | None) -> Measured:
+def measure(options: argparse.Namespace, megabytes: float, network: Network | None) -> Measured:
     """Measure all candidates in turns; only the processes of one live at a time."""
-    found = Measured(checksum=_checksum_seconds(megabytes, plan.turns))
+    found = Measured(checksum=_checksum_seconds(megabytes, options.turns))
     case = Case(megabytes, start="forkserver", network=network)
-    for _ in range(plan.starts):
-        for variant in plan.variants:
-            method = "reported" if variant == OURS else "update"
-            with trainers([(variant, case)], 120.0) as live:
-                (results,) = in_turns(live, method, plan.turns_for(megabytes), timeout=60.0, budget=20.0)
-            if variant == OURS:
-                found.reports += [report for _, report in results]
-                results = [seconds for seconds, _ in results]
-            figure = Figure(tuple(results), live[0].failure)
-            found.seconds[variant] = found.of(variant).with_more(figure)
+    turns = options.turns * (10 if megabytes <= 10 else 1)
+    for variant in options.starts * (
+        (COPY, TCP, SMALL_BUFFER, GLOO, rival(OURS), OURS) if options.beside else (OURS,)
+    ):
+        method = "reported" if variant == OURS else "update"
+        with trainers([(variant, case)], 120.0) as live:
+            (results,) = in_turns(live, method, turns, timeout=60.0, budget=20.0)
+        if variant == OURS:
+            found.reports += [report for _, report in results]
+            results = [seconds for seconds, _ in results]
+        figure = Figure(results, live[0].failure)
+        found.seconds[variant] = found.of(variant).with_more(figure)
     return found
 
 
@@ -128,12 +103,12 @@ def _checksum_seconds(megabytes: float, turns: int) -> Figure:
             total.add(piece)
         joint_hex([total])
         seconds.append(time.perf_counter() - start)
-    return Figure(tuple(seconds[1:]))
+    return Figure(seconds[1:])
 
 
 def times_table(found: Found, reason: str | None) -> Table:
     """Return the table of all candidates; ``reason`` says why there is no veth."""
-    rows: list[list[str | Cell]] = []
+    rows = []
     for (route, megabytes), one in found.items():
         ours, others = one.of(OURS), [one.of(name) for name in (TCP, SMALL_BUFFER, GLOO, rival(OURS), COPY)]
         ratios = [show_ratio(ours, other) for other in (others[0], others[3])]
@@ -146,26 +121,16 @@ def times_table(found: Found, reason: str | None) -> Table:
     )
     if reason is not None:
         note += f"\nVeth was not measured: {reason}."
-    head = [
-        "route",
-        "MB",
-        "ours",
-        "bare TCP",
-        "small buffer",
-        "bare gloo",
-        "torchrl",
-        "plain copy",
-        "ours/TCP",
-        "ours/torchrl",
-    ]
+    head = ["route", "MB", "ours", "bare TCP", "small buffer", "bare gloo", "torchrl", "plain copy"]
+    head += ["ours/TCP", "ours/torchrl"]
     return Table("To another host", note, head, rows, names=(0, 1))
 
 
 def stages_table(found: Found) -> Table:
     """Return the table that says where our time goes."""
-    rows: list[list[str | Cell]] = []
+    rows = []
     for (route, megabytes), one in found.items():
-        parts: list[str | Cell] = [one.stage(stage).cell(1e3) for stage in STAGES]
+        parts: list[object] = [one.stage(stage).cell(1e3) for stage in STAGES]
         parts += [one.apply.cell(1e3), *(x.show(1e3) for x in (one.of(TCP), one.rest, one.checksum))]
         rows.append([route, f"{megabytes:g}", one.of(OURS).cell(1e3), *parts])
     note = (
@@ -180,24 +145,21 @@ def stages_table(found: Found) -> Table:
     return Table("Where our time goes", note, head, rows, names=(0, 1))
 
 
-def _shaped(plan: Plan) -> tuple[Table, float | None]:
+def _shaped(megabytes: float, turns: int) -> tuple[Table, float | None]:
     """Measure one host and four, all behind shaped links."""
-    shaped = links.Plan(plan.shaped_megabytes, plan.shaped_megabytes, plan.turns + 1, _SHAPED)
     sent = {
         count: links.measure(
-            shaped, "dense", shaped.hosts_megabytes, count, shaped=("trainer", *links.HOSTS[:count])
+            "dense", megabytes, count, rate=_SHAPED, turns=turns, shaped=("trainer", *links.HOSTS[:count])
         ).seconds
         for count in (1, _FOUR)
     }
-    rows: list[list[str | Cell]] = [
-        [str(count), seconds.cell(1e3, 0), show_ratio(seconds, sent[1])] for count, seconds in sent.items()
-    ]
+    rows = [[count, seconds.cell(1e3, 0), show_ratio(seconds, sent[1])] for count, seconds in sent.items()]
     note = (
         "Milliseconds from send() until all workers have applied the update, median (min .. max). Each host\n"
         f"has one worker and a link of {_SHAPED}/s, as the trainer has."
     )
-    title = f"{plan.shaped_megabytes:g} MB to several hosts over shaped links"
-    reached = ratio(sent[_FOUR], sent[1]) if plan.shaped_megabytes == Plan.shaped_megabytes else None
+    title = f"{megabytes:g} MB to several hosts over shaped links"
+    reached = ratio(sent[_FOUR], sent[1]) if megabytes == _SHAPED_MEGABYTES else None
     return Table(title, note, ["hosts", "ours", "of one"], rows), reached
 
 
@@ -214,38 +176,30 @@ def _targets(found: Found, four: float | None) -> Iterator[Target]:
     yield target("four hosts over shaped links, of one", four)
 
 
-def add_options(known: argparse.ArgumentParser) -> None:
-    known.add_argument("--megabytes", type=sizes, metavar="MB,MB", help="default: 1,100,1000")
-    known.add_argument("--turns", type=int, help="of each start; default: 4, ten times that up to 10 MB")
-    known.add_argument("--starts", type=int, help="how often processes are started; default: 3")
-
-
-def _plan(options: argparse.Namespace) -> Plan:
-    quick = {"megabytes": (1.0,), "turns": 2, "starts": 1, "shaped_megabytes": 4.0}
-    given = chosen(options, ("megabytes", "turns", "starts"), quick)
-    return Plan(**given, beside=options.figures is None)
+def add_options(known: Options) -> None:
+    known.add("--megabytes", (1.0, 100.0, 1000.0), quick=(1.0,))
+    known.add("--turns", 4, "of each start, ten times that up to 10 MB", quick=2)
+    known.add("--starts", 3, "how often processes are started", quick=1)
 
 
 def facts(options: argparse.Namespace) -> list[str]:
-    return machine(["torch", "tensordict", *["torchrl"] * _plan(options).beside])
+    return machine(*["torchrl"] * options.beside)
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    plan, reason = _plan(options), why_not()
-    # PyTorch warns that a host has no name, and that processes of a group that end together have ended.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    preload = ["torch.distributed.rpc", "weight_update", *["torchrl.weight_update"] * plan.beside]
-    mp.set_forkserver_preload(preload)
+    reason = why_not()
+    preload(options.beside)
     found: dict[tuple[str, float], Measured] = {}
     for route in ("loopback", *["veth"] * (reason is None)):
         with Network(["trainer", "worker"]) if route == "veth" else contextlib.nullcontext() as network:
-            for megabytes in plan.megabytes:
+            for megabytes in options.megabytes:
                 say(f"{megabytes:g} MB over {route}")
-                found[route, megabytes] = measure(plan, megabytes, network)
+                found[route, megabytes] = measure(options, megabytes, network)
     yield times_table(found, reason)
     yield stages_table(found)
     four = None
     if reason is None:
-        table, four = _shaped(plan)
+        shaped_megabytes = 4.0 if options.quick else _SHAPED_MEGABYTES
+        table, four = _shaped(shaped_megabytes, options.turns + 1)
         yield table
     yield targets_table(_targets(found, four))

@@ -11,17 +11,19 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from benchmarks.network import Network, bits_of, why_not
-from benchmarks.processes import in_turns
-from benchmarks.report import Cell, Figure, Table, Unable, machine, ratio, say, show_ratio
-from benchmarks.targets import Target, target, targets_table
-from benchmarks.trainers import Case, trainers
-from benchmarks.updates import Place, change, connected, layered, require_same
+from benchmarks.options import Options
+from benchmarks.processes import Place, in_turns
+from benchmarks.report import Figure, Table, Unable, machine, ratio, say, show_ratio
+from benchmarks.targets import target, targets_table
+from benchmarks.trainers import trainers
+from benchmarks.updates import change, connected, layered, require_same
+from benchmarks.workers import Case
 from weight_update import BucketEncoding, DistributedWeightSyncScheme, PatchEncoding, WeightStrategy
 from weight_update.transports import TransportBackend
 
@@ -44,28 +46,9 @@ HOSTS = ("one", "two", "three", "four")
 _SO_MAX_PACING_RATE = 47  # of asm-generic/socket.h; bytes a second
 _FRACTION = 0.01
 _WARM = 1
-_TARGET = "patch, relative, zstd", 500.0, "1gbit"  # encoding, megabytes and rate
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The options of one run.
-
-    Attributes:
-        megabytes: size of the model that is sent to one host.
-        hosts_megabytes: size of the model that is sent to several hosts.
-        turns: number of turns of each measurement.
-        rate: rate of the sender's link, as ``tc`` writes it.
-        rates: rates of the table that compares several.
-        rates_turns: number of turns there.
-    """
-
-    megabytes: float
-    hosts_megabytes: float
-    turns: int
-    rate: str
-    rates: tuple[str, ...] = RATES
-    rates_turns: int = 3
+_BEST = "patch, relative, zstd"
+_TARGET = 500.0, "1gbit"  # megabytes and rate
+_MOST_MEGABYTES, _MOST_TURNS = 100.0, 3  # of the tables with several hosts, and with several rates
 
 
 @dataclass(frozen=True)
@@ -85,125 +68,102 @@ class Sent:
     megabytes: float
 
 
-def add_options(known: argparse.ArgumentParser) -> None:
-    known.add_argument("--megabytes", type=float, help="size of the model to one host; default: 500")
-    known.add_argument("--turns", type=int, help="how often each thing is timed; default: 5")
-    known.add_argument("--rate", type=_rate, default="1gbit", help="of the sender's link; default: 1gbit")
-    known.add_argument(
-        "--rates", type=_rates, default=RATES, metavar="RATE,RATE", help=f"default: {','.join(RATES)}"
-    )
-
-
 def _rate(text: str) -> str:
     bits_of(text)
     return text
 
 
-def _rates(text: str) -> tuple[str, ...]:
-    return tuple(map(_rate, text.split(",")))
+def add_options(known: Options) -> None:
+    known.add("--megabytes", 500.0, "size of the model to one host", quick=4.0)
+    known.add("--turns", 5, "how often each thing is timed", quick=2)
+    known.add("--rate", "1gbit", "of the sender's link", kind=_rate)
+    known.add("--rates", RATES, kind=_rate)
 
 
 def facts(options: argparse.Namespace) -> list[str]:
     if (reason := why_not()) is not None:
         raise Unable(f"no hosts to measure with: {reason}")
     return [
-        *machine(("torch", "tensordict")),
+        *machine(),
         f"The sender's link: {options.rate} each way (tc tbf, burst of 2 ms, at least 64 KiB)",
     ]
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    megabytes = options.megabytes or (4.0 if options.quick else 500.0)
-    turns = options.turns or (2 if options.quick else 5)
-    plan = Plan(megabytes, min(megabytes, 100.0), turns, options.rate, options.rates, min(turns, 3))
-    sent = {label: measure(plan, label, plan.megabytes, 1) for label in ENCODINGS}
-    yield _encodings_table(plan, sent)
-    yield _rates_table(plan, beside=options.figures is None)
-    yield _hosts_table(plan)
-    yield _connections_table(plan)
-    yield targets_table([_target(plan, sent)])
+    megabytes, turns, rate = options.megabytes, options.turns, options.rate
+    fewer = min(megabytes, _MOST_MEGABYTES)
+    sent = {label: measure(label, megabytes, 1, rate=rate, turns=turns) for label in ENCODINGS}
+    yield _encodings_table(sent, megabytes, rate, turns)
+    yield _rates_table(fewer, options.rates, min(turns, _MOST_TURNS), beside=options.beside)
+    yield _hosts_table(fewer, rate, turns)
+    yield _connections_table(fewer, rate, turns)
+    reached = ratio(sent[_BEST].seconds, sent["dense"].seconds) if (megabytes, rate) == _TARGET else None
+    yield targets_table([target("500 MB over 1gbit/s, {encoding}, of dense's time", reached, encoding=_BEST)])
 
 
-def _target(plan: Plan, sent: dict[str, Sent]) -> Target:
-    encoding, *case = _TARGET
-    reached = ratio(sent[encoding].seconds, sent["dense"].seconds)
-    template = "500 MB over 1gbit/s, {encoding}, of dense's time"
-    return target(template, reached if case == [plan.megabytes, plan.rate] else None, encoding=encoding)
-
-
-def _encodings_table(plan: Plan, sent: dict[str, Sent]) -> Table:
-    rows: list[list[str | Cell]] = []
+def _encodings_table(sent: dict[str, Sent], megabytes: float, rate: str, turns: int) -> Table:
+    rows = []
     for label, one in sent.items():
-        speedup = ratio(sent["dense"].seconds, one.seconds) or 0.0
-        rows.append(
-            [
-                label,
-                Figure((one.megabytes,)).cell(),
-                *(figure.cell(1e3, 0) for figure in (one.seconds, one.encode, one.apply)),
-                f"{speedup:.1f}",
-            ]
-        )
+        figures = [figure.cell(1e3, 0) for figure in (one.seconds, one.encode, one.apply)]
+        speedup = show_ratio(sent["dense"].seconds, one.seconds, 1)
+        rows.append([label, Figure([one.megabytes]).cell(), *figures, speedup])
     note = (
-        f"Milliseconds, median (min .. max) of {plan.turns} turns. {_FRACTION:.0%} of all elements\n"
+        f"Milliseconds, median (min .. max) of {turns} turns. {_FRACTION:.0%} of all elements\n"
         "change by 1 to 4 ulp in bfloat16. *speedup over dense*: *send() until applied* of dense,\n"
         "divided by that of the row."
     )
     head = ["encoding", "MB sent", "send() until applied", "encode", "apply", "speedup over dense"]
-    return Table(f"{plan.megabytes:.0f} MB to one host over {plan.rate}/s", note, head, rows)
+    return Table(f"{megabytes:.0f} MB to one host over {rate}/s", note, head, rows)
 
 
-def _rates_table(plan: Plan, *, beside: bool) -> Table:
-    rows: list[list[str | Cell]] = []
-    for rate in plan.rates:
-        one_rate = replace(plan, rate=rate, turns=plan.rates_turns)
-        labels = ("dense", BUCKETS, "patch, relative, zstd")
-        sent = {label: measure(one_rate, label, plan.hosts_megabytes, 1) for label in labels}
+def _rates_table(size: float, rates: Sequence[str], turns: int, *, beside: bool) -> Table:
+    rows = []
+    for rate in rates:
+        sent = {label: measure(label, size, 1, rate=rate, turns=turns) for label in ("dense", BUCKETS, _BEST)}
         found = {label: (one.megabytes, one.seconds) for label, one in sent.items()}
         if beside:
-            found["bare TCP"] = sent["dense"].megabytes, _bare_tcp(one_rate, sent["dense"].megabytes)
+            found["bare TCP"] = sent["dense"].megabytes, _bare_tcp(rate, turns, sent["dense"].megabytes)
         for label, (megabytes, seconds) in found.items():
-            least = Figure((megabytes * 8e6 / bits_of(rate),))
+            least = Figure([megabytes * 8e6 / bits_of(rate)])
             shown = seconds.show(1e3, 1) if label == "bare TCP" else seconds.cell(1e3, 1)
-            times = f"{ratio(seconds, least) or 0.0:.2f}"
+            times = show_ratio(seconds, least, 2)
             rows.append([rate, label, f"{megabytes:.2f}", least.show(1e3, 1), shown, times])
     note = (
-        f"Milliseconds, median (min .. max) of {plan.rates_turns} turns. {_FRACTION:.0%} of all elements\n"
+        f"Milliseconds, median (min .. max) of {turns} turns. {_FRACTION:.0%} of all elements\n"
         "change by 1 to 4 ulp. *link*: time of the bytes sent at this rate. The headers of packets are not\n"
         "counted; they are 4 % more. *bare TCP*: one socket, the bytes of dense. Where it takes much longer\n"
         "than the link, the machine cannot feed a link of that rate."
     )
     head = ["rate", "encoding", "MB sent", "link", "send() until applied", "of link"]
-    title = f"{plan.hosts_megabytes:.0f} MB to one host over links of several rates"
-    return Table(title, note, head, rows, names=(0, 1))
+    return Table(f"{size:.0f} MB to one host over links of several rates", note, head, rows, names=(0, 1))
 
 
-def _bare_tcp(plan: Plan, megabytes: float) -> Figure:
+def _bare_tcp(rate: str, turns: int, megabytes: float) -> Figure:
     """Return the seconds of so many bytes over one socket."""
-    say(f"bare TCP, {megabytes:g} MB over {plan.rate}")
+    say(f"bare TCP, {megabytes:g} MB over {rate}")
     with Network(["trainer", "worker"]) as network:
-        network.shape("trainer", plan.rate)
+        network.shape("trainer", rate)
         with trainers([("tcp", Case(megabytes, network=network))], 120.0) as live:
-            (seconds,) = in_turns(live, "update", plan.turns, warmup=_WARM, timeout=120.0, budget=120.0)
-        return Figure(tuple(seconds), live[0].failure)
+            (seconds,) = in_turns(live, "update", turns, warmup=_WARM, timeout=120.0, budget=120.0)
+        return Figure(seconds, live[0].failure)
 
 
-def _hosts_table(plan: Plan) -> Table:
-    rows: list[list[str | Cell]] = []
-    first: dict[str, Sent] = {}
-    for count in range(1, len(HOSTS) + 1):
-        row: list[str | Cell] = [str(count)]
-        for label in ("dense", "patch, relative, zstd"):
-            one = measure(plan, label, plan.hosts_megabytes, count)
-            first.setdefault(label, one)
-            times = ratio(one.seconds, first[label].seconds) or 0.0
-            row += [one.seconds.cell(1e3, 0), f"{times:.2f}"]
-        rows.append(row)
+def _hosts_table(megabytes: float, rate: str, turns: int) -> Table:
+    labels = ("dense", _BEST)
+    sent = [
+        [measure(label, megabytes, count, rate=rate, turns=turns).seconds for label in labels]
+        for count in range(1, len(HOSTS) + 1)
+    ]
+    rows = []
+    for count, (dense, patch) in enumerate(sent, 1):
+        ratios = [show_ratio(one, first, 2) for one, first in zip((dense, patch), sent[0], strict=True)]
+        rows.append([count, dense.cell(1e3, 0), ratios[0], patch.cell(1e3, 0), ratios[1]])
     note = (
         "Milliseconds, as above. Only the sender's link is slow. Each host has one worker.\n"
         "*dense/one host*, *patch/one host*: the time in the column before, divided by the time for one host."
     )
     head = ["hosts", "dense", "dense/one host", "patch", "patch/one host"]
-    return Table(f"{plan.hosts_megabytes:.0f} MB to several hosts behind one link", note, head, rows)
+    return Table(f"{megabytes:.0f} MB to several hosts behind one link", note, head, rows)
 
 
 class _Paced(DistributedWeightSyncScheme):
@@ -221,68 +181,63 @@ class _Paced(DistributedWeightSyncScheme):
         return links
 
 
-def _connections_table(plan: Plan) -> Table:
-    found = {
-        connections: measure(
-            plan,
-            "dense",
-            plan.hosts_megabytes,
-            1,
-            shaped=(),
-            kind=functools.partial(_Paced, plan.rate, connections=connections),
-        )
-        for connections in CONNECTIONS
-    }
-    rows: list[list[str | Cell]] = [
-        [str(connections), one.seconds.cell(1e3, 0), show_ratio(one.seconds, found[1].seconds)]
-        for connections, one in found.items()
+def _connections_table(megabytes: float, rate: str, turns: int) -> Table:
+    found = {}
+    for connections in CONNECTIONS:
+        kind = functools.partial(_Paced, rate, connections=connections)
+        found[connections] = measure(
+            "dense", megabytes, 1, rate=rate, turns=turns, shaped=(), kind=kind
+        ).seconds
+    rows = [
+        [connections, seconds.cell(1e3, 0), show_ratio(seconds, found[1])]
+        for connections, seconds in found.items()
     ]
     note = (
-        f"Milliseconds from send() until applied, median (min .. max) of {plan.turns} turns. The sender\n"
-        f"sends at most {plan.rate}/s over each connection (the socket option SO_MAX_PACING_RATE).\n"
+        f"Milliseconds from send() until applied, median (min .. max) of {turns} turns. The sender\n"
+        f"sends at most {rate}/s over each connection (the socket option SO_MAX_PACING_RATE).\n"
         "The link itself is not slow."
     )
-    title = f"{plan.hosts_megabytes:.0f} MB to one host over connections of {plan.rate}/s each"
+    title = f"{megabytes:.0f} MB to one host over connections of {rate}/s each"
     return Table(title, note, ["connections", "dense", "of one"], rows)
 
 
 def measure(
-    plan: Plan,
     label: str,
     megabytes: float,
     count: int,
     *,
+    rate: str,
+    turns: int,
     shaped: Sequence[str] = ("trainer",),
     kind: Callable[..., DistributedWeightSyncScheme] = DistributedWeightSyncScheme,
 ) -> Sent:
     """Time updates with one encoding to one worker on each of ``count`` hosts.
 
-    The links of the hosts ``shaped`` have the rate of the plan. ``kind`` is the class of the scheme, or a
-    function that creates it.
+    The links of the hosts ``shaped`` have ``rate``, as ``tc`` writes it. ``kind`` is the class of the scheme,
+    or a function that creates it.
 
     Raises:
         RuntimeError: a worker ended with other weights than the trainer.
     """
-    say(f"{label}, {megabytes:g} MB to {count} over {plan.rate}")
+    say(f"{label}, {megabytes:g} MB to {count} over {rate}")
     hosts = HOSTS[:count]
     weights, random = layered(megabytes), np.random.default_rng(0)
     with Network(["trainer", *hosts]) as network, network.inside("trainer"):
         for host in shaped:
-            network.shape(host, plan.rate)
+            network.shape(host, rate)
         os.environ["WEIGHT_UPDATE_HOST"] = "trainer"
         strategy = WeightStrategy("state_dict", **STRATEGIES[label])
         scheme = kind(strategy=strategy, address=network.address["trainer"])
-        places = [Place(host=host, enter=functools.partial(network.enter, host)) for host in hosts]
+        places = [Place(host, functools.partial(network.enter, host)) for host in hosts]
         with connected([scheme], weights, places) as receivers:
             seconds, reports = [], []
-            for _ in range(_WARM + plan.turns):
+            for _ in range(_WARM + turns):
                 change(weights, _FRACTION, "1..4 ulp", random)
                 start = time.perf_counter()
                 reports.append(scheme.send(weights=weights))
                 seconds.append(time.perf_counter() - start)
             require_same(receivers, weights, [label])
     kept = reports[_WARM:]
-    encode = tuple(report.seconds["encode"] for report in kept)
-    apply = tuple(max(report.apply_seconds.values()) for report in kept)
-    megabytes = kept[-1].wire_bytes / 1e6
-    return Sent(Figure(tuple(seconds[_WARM:])), Figure(encode), Figure(apply), megabytes)
+    encode = Figure([report.seconds["encode"] for report in kept])
+    apply = Figure([max(report.apply_seconds.values()) for report in kept])
+    return Sent(Figure(seconds[_WARM:]), encode, apply, kept[-1].wire_bytes / 1e6)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.processes import Failed, Process
-from benchmarks.report import Cell, Figure, Table, say
-from benchmarks.trainers import LABELS, Case, trainers
+from benchmarks.report import Figure, Table, say
+from benchmarks.trainers import LABELS, trainers
+from benchmarks.workers import Case
 
 _UPDATES = 5
 
@@ -22,17 +23,15 @@ class Memory:
         variant: our scheme or TorchRL's.
         model: size of the model.
         processes: number of processes, sender and workers.
-        total: of all of them; None if one failed.
+        total: of all of them.
         base: of one process that has imported torch and tensordict and does nothing.
-        failure: why there is no total.
     """
 
     variant: str
     model: float
     processes: int
-    total: int | None
+    total: Figure
     base: int
-    failure: str | None = None
 
     @property
     def allowed(self) -> float:
@@ -56,14 +55,13 @@ def measure_memory(
     for variant in variants:
         say(f"memory: {case.megabytes:g} MB, {case.workers} workers, {LABELS[variant]}")
         with trainers([(variant, case)], start_timeout) as (trainer,):
-            total, failure = None, None
             try:
                 for _ in range(_UPDATES):
                     trainer.ask("update", timeout=timeout)
-                total = sum(pss(pid) for pid in trainer.ask("pids", timeout=timeout))
+                total = Figure([sum(pss(pid) for pid in trainer.ask("pids", timeout=timeout))])
             except Failed as error:
-                failure = str(error)
-        yield Memory(variant, case.megabytes * 1e6, case.workers + 1, total, base, failure)
+                total = Figure(failure=str(error))
+        yield Memory(variant, case.megabytes * 1e6, case.workers + 1, total, base)
 
 
 class _Bare:
@@ -86,15 +84,15 @@ def _bare_process() -> int:
 
 def memory_table(found: list[Memory]) -> Table:
     """Return a table with one row for each variant."""
-    rows: list[list[str | Cell]] = []
+    rows = []
     for memory in found:
         beyond, within = "-", "-"
-        if memory.total is not None:
-            beyond = f"{(memory.total - memory.processes * memory.base) / memory.model:.2f}"
-            within = "yes" if memory.total <= memory.allowed else "no"
-        total = Figure(() if memory.total is None else (memory.total,), memory.failure).cell(1e-6, 0)
-        allowed = f"{memory.allowed / 1e6:.0f}"
-        rows.append([LABELS[memory.variant], str(memory.processes), total, beyond, within, allowed])
+        total = memory.total.median
+        if total is not None:
+            beyond = f"{(total - memory.processes * memory.base) / memory.model:.2f}"
+            within = "yes" if total <= memory.allowed else "no"
+        shown = [memory.total.cell(1e-6, 0), beyond, within, f"{memory.allowed / 1e6:.0f}"]
+        rows.append([LABELS[memory.variant], memory.processes, *shown])
     return Table(
         f"Memory of all processes, {found[0].model / 1e6:g} MB in 16 tensors",
         f"MB, PSS of sender and workers after {_UPDATES} updates. One process with torch and tensordict "

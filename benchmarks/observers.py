@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.report import Figure, Table, chosen, machine, ratio, say, show_ratio
+from benchmarks.options import Options
+from benchmarks.report import Figure, Table, machine, ratio, say, show_ratio
 from benchmarks.targets import target, targets_table
-from benchmarks.updates import Place, Weights, connected, require_same
+from benchmarks.updates import Weights, connected, require_same
 from weight_update import SharedMemWeightSyncScheme, SyncReport
 from weight_update.observers import (
     ChromeTraceObserver,
@@ -43,7 +45,8 @@ class Variant:
         scheme: the scheme.
         send: seconds of each ``send()``.
         observe: seconds of each call of the observer, in its thread.
-        failure: reason why there is no observer.
+        observer: the observer; None if there is none.
+        failure: reason why it could not be made.
     """
 
     def __init__(self, name: str, make: Callable[[], Observer] | None = None) -> None:
@@ -51,11 +54,11 @@ class Variant:
         self.send: list[float] = []
         self.observe: list[float] = []
         self.failure: str | None = None
-        self._observer: Observer | None = None
+        self.observer: Any = None
         self._called = threading.Event()
         if make is not None:
             try:
-                self._observer = make()
+                self.observer = make()
             except ImportError as error:
                 self.failure = str(error)
             else:
@@ -66,20 +69,14 @@ class Variant:
         start = time.perf_counter()
         self.scheme.send(weights=weights)
         self.send.append(time.perf_counter() - start)
-        if self._observer is not None:
+        if self.observer is not None:
             if not self._called.wait(_SECONDS):
                 raise RuntimeError(f"{self.name}: the observer was not called within {_SECONDS:g} s")
             self._called.clear()
 
-    def forget(self) -> None:
-        """Forget the updates so far, which warmed up."""
-        self.send.clear()
-        self.observe.clear()
-
     def _observe(self, event: Event) -> None:
-        assert self._observer is not None
         start = time.perf_counter()
-        self._observer(event)
+        self.observer(event)
         if isinstance(event, SyncReport) and event.version > 0:  # 0 is that of connect()
             self.observe.append(time.perf_counter() - start)
             self._called.set()
@@ -89,41 +86,41 @@ def _nothing(event: Event) -> None:
     """Do nothing."""
 
 
-def _logger(file: Path) -> logging.Logger:
+def _log(file: Path) -> Observer:
     logger = logging.Logger("weight_update")
     logger.addHandler(logging.FileHandler(file))
-    return logger
+    return LogObserver(logger)
+
+
+def _torchrl(folder: Path) -> Observer:
+    from torchrl.record.loggers.csv import CSVLogger
+
+    return TorchRLLoggerObserver(CSVLogger("run", log_dir=str(folder)))
 
 
 @contextlib.contextmanager
 def variants(folder: Path) -> Iterator[list[Variant]]:
     """Yield a scheme for each observer, and three without; close the observers afterwards."""
+    makers: dict[str, Callable[[], Any] | None] = {
+        NONE: None,
+        REMOVED: None,
+        AGAIN: None,
+        "a function that does nothing": lambda: _nothing,
+        "LogObserver, to a file": lambda: _log(folder / "log"),
+        "CsvObserver": lambda: CsvObserver(folder / "table.csv"),
+        "ChromeTraceObserver": lambda: ChromeTraceObserver(folder / "trace.json"),
+        "PrometheusObserver": PrometheusObserver,
+        "TensorBoardObserver": lambda: TensorBoardObserver(folder / "board"),
+        "TorchRLLoggerObserver, to CSV files": lambda: _torchrl(folder),
+    }
     with contextlib.ExitStack() as stack:
-
-        def torchrl() -> Observer:
-            from torchrl.record.loggers.csv import CSVLogger
-
-            return TorchRLLoggerObserver(CSVLogger("run", log_dir=str(folder)))
-
-        removed = Variant(REMOVED)
-        removed.scheme.add_observer(_nothing)()
-        yield [
-            Variant(NONE),
-            removed,
-            Variant(AGAIN),
-            Variant("a function that does nothing", lambda: _nothing),
-            Variant("LogObserver, to a file", lambda: LogObserver(_logger(folder / "log"))),
-            Variant("CsvObserver", lambda: stack.enter_context(CsvObserver(folder / "table.csv"))),
-            Variant(
-                "ChromeTraceObserver",
-                lambda: stack.enter_context(ChromeTraceObserver(folder / "trace.json")),
-            ),
-            Variant("PrometheusObserver", lambda: stack.enter_context(PrometheusObserver())),
-            Variant(
-                "TensorBoardObserver", lambda: stack.enter_context(TensorBoardObserver(folder / "board"))
-            ),
-            Variant("TorchRLLoggerObserver, to CSV files", torchrl),
-        ]
+        found = [Variant(name, make) for name, make in makers.items()]
+        for one in found:
+            if one.name == REMOVED:
+                one.scheme.add_observer(_nothing)()
+            if isinstance(one.observer, contextlib.AbstractContextManager):
+                stack.enter_context(one.observer)
+        yield found
 
 
 def measure(updates: int) -> list[Variant]:
@@ -133,35 +130,33 @@ def measure(updates: int) -> list[Variant]:
         f"{index}.weight": torch.randn(_ELEMENTS, generator=random).to(torch.bfloat16)
         for index in range(_TENSORS)
     }
+    warmup = max(1, updates // 10)
     with tempfile.TemporaryDirectory() as folder, variants(Path(folder)) as found:
         measured = [one for one in found if one.failure is None]
-        with connected([one.scheme for one in measured], live, [Place()]) as receivers:
-            for turn in range(-max(1, updates // 10), updates):
-                if turn == 0:
-                    for one in measured:
-                        one.forget()
+        with connected([one.scheme for one in measured], live) as receivers:
+            for turn in range(warmup + updates):
                 live["0.weight"].fill_(turn)
                 for index in torch.randperm(len(measured), generator=random).tolist():
                     measured[index].update(live)
             require_same(receivers, live, [one.name for one in measured])
+    for one in measured:
+        del one.send[:warmup], one.observe[:warmup]
     return found
 
 
-def add_options(known: argparse.ArgumentParser) -> None:
-    known.add_argument("--updates", type=int, metavar="N", help="of each scheme; default: 1000")
+def add_options(known: Options) -> None:
+    known.add("--updates", 1000, "of each scheme", quick=20)
 
 
 def facts(options: argparse.Namespace) -> list[str]:
-    del options
-    return machine(["torch", "tensordict"])
+    return machine()
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    updates = chosen(options, ["updates"], {"updates": 20}).get("updates", 1000)
-    say(f"{updates} updates of each scheme")
-    found = measure(updates)
-    sends = {one.name: Figure(tuple(one.send), one.failure) for one in found}
-    observes = {one.name: Figure(tuple(one.observe), "-") for one in found}
+    say(f"{options.updates} updates of each scheme")
+    found = measure(options.updates)
+    sends = {one.name: Figure(one.send, one.failure) for one in found}
+    observes = {one.name: Figure(one.observe, "-") for one in found}
     rows = [
         [name, send.cell(1e6, 0), show_ratio(send, sends[NONE]), observes[name].cell(1e6, 0)]
         for name, send in sends.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.options import Options
 from benchmarks.patch_bytes import (
     COMPRESSIONS,
     LAYOUTS,
@@ -21,7 +23,7 @@ from benchmarks.patch_bytes import (
     measure_bytes,
     tracker_of,
 )
-from benchmarks.report import Cell, Figure, Table, Times, machine, ratio, say
+from benchmarks.report import Figure, Table, Times, machine, ratio, say, show_ratio
 from benchmarks.targets import Target, target, targets_table
 from benchmarks.updates import (
     MOVES,
@@ -63,16 +65,15 @@ ENCODINGS = {
 Variant = tuple[str, str]
 """Layout and compression."""
 
-ALL: tuple[Variant, ...] = tuple((layout, label) for layout in LAYOUTS for label in COMPRESSIONS)
-FEW: tuple[Variant, ...] = (
-    ("flat", "none"),
-    ("flat, relative", "none"),
-    ("flat, relative", "zstd"),
-    ("flat, relative", "ans"),
-)
+ALL: list[Variant] = list(itertools.product(LAYOUTS, COMPRESSIONS))
+FEW: dict[Variant, tuple[str, str]] = {
+    ("flat", "none"): ("building", "applying"),
+    ("flat, relative", "none"): ("building relative values", "applying"),
+    ("flat, relative", "zstd"): ("building compressed", "applying compressed"),
+    ("flat, relative", "ans"): ("building compressed", "applying compressed"),
+}
+"""The names of their times in targets."""
 
-_BUILDING = ("building", "building relative values", *["building compressed"] * 2)  # of FEW, in targets
-_APPLYING = ("applying", "applying", *["applying compressed"] * 2)
 _LINKS = (1, 10, 25, 100)  # Gbit/s
 _PIECE = 2 << 20  # bytes that a thread compares at a time
 
@@ -199,7 +200,7 @@ def times_table(megabytes: float, found: Iterable[PatchTimes]) -> Table:
     return Table(f"Building and applying, {megabytes:.0f} MB", note, head, rows, names=(0, 1, 2))
 
 
-def _rows(times: PatchTimes) -> Iterator[list[str | Cell]]:
+def _rows(times: PatchTimes) -> Iterator[list[object]]:
     copy, plain = times.copy, times.figure("obvious")
     for what, figure in (
         ("one copy", copy),
@@ -208,17 +209,11 @@ def _rows(times: PatchTimes) -> Iterator[list[str | Cell]]:
     ):
         yield [times.update, what, "-", "-", "-", figure.show(1e3, 0), *["-"] * 5]
     for variant in times.nbytes:
-        build, apply = times.build(variant), times.figure(("apply", variant))
-        yield [
-            times.update,
-            *variant,
-            Figure((times.bytes_each(variant),)).cell(),
-            times.figure(("scan", variant)).cell(1e3, 0),
-            build.cell(1e3, 0),
-            apply.cell(1e3, 0),
-            *(f"{ratio(*pair) or 0.0:.2f}" for pair in ((build, copy), (plain, build), (apply, copy))),
-            _pays_below(times, variant),
-        ]
+        scan, apply = times.figure(("scan", variant)), times.figure(("apply", variant))
+        build, size = times.build(variant), Figure([times.bytes_each(variant)]).cell()
+        shown = [size, *(figure.cell(1e3, 0) for figure in (scan, build, apply))]
+        ratios = [show_ratio(*pair, 2) for pair in ((build, copy), (plain, build), (apply, copy))]
+        yield [times.update, *variant, *shown, *ratios, _pays_below(times, variant)]
 
 
 def _pays_below(times: PatchTimes, variant: Variant) -> str:
@@ -282,31 +277,28 @@ _SMALLEST: Variant = ("flat, relative", "ans")
 
 def _size_targets(by_chance: Sizes, trained: Iterable[Sizes]) -> Iterator[Target]:
     """Yield the targets for the bytes of changes by chance, and of policies in training."""
-    for template, sizes in (
-        ("{variant}: bytes of an element of {update}", by_chance),
-        *(("{variant}: bytes of an element of the {update}", one) for one in trained),
-    ):
+    smallest = ", ".join(_SMALLEST)
+    for article, sizes in (("", by_chance), *(("the ", one) for one in trained)):
         each = sizes.found[_SMALLEST] / max(sizes.changed, 1)
-        yield target(template, each, variant=", ".join(_SMALLEST), update=sizes.update)
+        template = f"{{variant}}: bytes of an element of {article}{{update}}"
+        yield target(template, each, variant=smallest, update=sizes.update)
 
 
 def _targets(times: PatchTimes, many: PatchTimes) -> Iterator[Target]:
-    applying = times.figure(("apply", _SMALLEST)).median or 0.0
-    yield target(
-        "seconds to apply a patch of 1 GB of weights: {variant}",
-        applying * 1e9 / times.dense_bytes,
-        variant=", ".join(_SMALLEST),
-    )
-    for variant in (FEW[0], FEW[1], ("flat", "zstd"), FEW[2]):
+    seconds = (times.figure(("apply", _SMALLEST)).median or 0.0) * 1e9 / times.dense_bytes
+    template = "seconds to apply a patch of 1 GB of weights: {variant}"
+    yield target(template, seconds, variant=", ".join(_SMALLEST))
+    first, relative, zstd, _ = FEW
+    for variant in (first, relative, ("flat", "zstd"), zstd):
         yield target(f"bytes of a changed element: {', '.join(variant)}", times.bytes_each(variant))
-    for variant, building, applying in zip(FEW, _BUILDING, _APPLYING, strict=True):
+    for variant, (building, applying) in FEW.items():
         build, apply = times.build(variant), times.figure(("apply", variant))
         pairs = [
             (f"{building}, of one copy: {{variant}}", build, times.copy),
             ("building, of the obvious way: {variant}", build, times.figure("obvious")),
             (f"{applying}, of one copy: {{variant}}", apply, times.copy),
         ]
-        if variant == FEW[0]:
+        if variant == first:
             pairs.append(("building, 20% changed, of one copy: {variant}", many.build(variant), many.copy))
         for template, one, other in pairs:
             # Judged by the fastest turns too: a busy machine slows a copy by several threads most.
@@ -314,19 +306,18 @@ def _targets(times: PatchTimes, many: PatchTimes) -> Iterator[Target]:
             yield target(template, ratio(one, other), fastest, variant=", ".join(variant))
 
 
-def add_options(known: argparse.ArgumentParser) -> None:
-    known.add_argument("--megabytes", type=float, help="size of the model that is timed; default: 500")
-    known.add_argument("--turns", type=int, help="how often each thing is timed; default: 7")
+def add_options(known: Options) -> None:
+    known.add("--megabytes", 500.0, "size of the model that is timed", quick=4.0)
+    known.add("--turns", 7, "how often each thing is timed", quick=2)
 
 
 def facts(options: argparse.Namespace) -> list[str]:
-    return machine(("torch", "tensordict"))
+    return machine()
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    quick = options.quick
-    megabytes, turns = options.megabytes or (4.0 if quick else 500.0), options.turns or (2 if quick else 7)
-    trained = list(_trained(quick))
+    megabytes, turns = options.megabytes, options.turns
+    trained = list(_trained(options.quick))
     yield bytes_table("Bytes: policies in training", trained)
     old = layered(min(megabytes, _MOST_MEGABYTES))
     random: dict[tuple[str, float], Sizes] = {}

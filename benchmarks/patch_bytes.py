@@ -1,36 +1,21 @@
-"""Bytes of patches, in every layout and compression, and of those that RLinf documents.
-
-RLinf's document gives the fields of its patches (ordinals, nnz_per_tensor, rows, cols, values), the 2-D view
-of every tensor, and the rule of delta encoding. Where it leaves things open we take what costs RLinf fewer
-bytes:
-
-- Coordinates "can often be downscaled to tighter dtypes such as uint8 or int32": one dtype for all rows of a
-  patch and one for all columns, uint8 if the largest fits, else int32, else int64; without delta encoding
-  too.
-- Rows start anew with each tensor, so that no increment is negative.
-- ordinals and nnz_per_tensor are int32; the version and what frames the message count for nothing.
-- nvcomp_lz4 compresses rows, cols and values, each by itself; our LZ4 on the CPU stands for it here, in
-  pieces of 1 MB where nvCOMP's are of 64 KB, which compress no better.
-"""
+"""Bytes of patches, in every layout and compression, and of those that RLinf documents."""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from benchmarks.report import Cell, Figure, Table
+from benchmarks.report import Figure, Table
+from benchmarks.rlinf import documented_bytes
 from benchmarks.updates import Update
 from weight_update import PatchEncoding
-from weight_update.compression import Compression, pack, resolve_compression
+from weight_update.compression import pack, resolve_compression
 from weight_update.encodings import Tracker
 from weight_update.encodings.patch.format import encode_patch
-from weight_update.wire.schema import BITS
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "flat": {"values": "raw"},
@@ -91,7 +76,7 @@ def measure_bytes(update: Update) -> Sizes:
             sizes.found[layout, label] = payload.numel()
         if label in ("none", "lz4"):  # RLinf has no other
             for rival, delta in _RIVALS.items():
-                sizes.found[rival, label] = documented_bytes(update, delta, compression)
+                sizes.found[rival, label] = documented_bytes(update.old, update.new, delta, compression)
     return sizes
 
 
@@ -113,45 +98,9 @@ def bytes_table(title: str, found: Iterable[Sizes]) -> Table:
     return Table(title, note, head, rows, names=(0, 2))
 
 
-def _sizes(sizes: Sizes, layout: str) -> list[str | Cell]:
+def _sizes(sizes: Sizes, layout: str) -> list[object]:
     each = [sizes.found.get((layout, label)) for label in COMPRESSIONS]
-    shown: list[str | Cell] = [f"{(each[0] or 0) / 1e6:.3f}"]
-    for nbytes in each:
-        figure = Figure(() if nbytes is None else (nbytes / max(sizes.changed, 1),), "-")
-        shown.append(figure.cell() if layout in LAYOUTS else figure.show())
-    return shown
-
-
-Array = np.ndarray
-_WIDTHS = (np.uint8, np.int32, np.int64)
-
-
-def documented_bytes(update: Update, delta: bool, compression: Compression) -> int:
-    """Return the bytes of RLinf's patch for all changed elements of ``update``."""
-    tensors = list(_coordinates(update, delta))
-    if not tensors:
-        return 0
-    rows, columns, values = (np.concatenate(parts) for parts in zip(*tensors, strict=True))
-    widths = [
-        next(width for width in _WIDTHS if int(x.max()) <= np.iinfo(width).max) for x in (rows, columns)
-    ]
-    arrays = (rows.astype(widths[0]), columns.astype(widths[1]), values)
-    packed = (pack(compression, torch.from_numpy(array.view(np.uint8)))[1] for array in arrays)
-    return 2 * 4 * len(tensors) + sum(piece.numel() for piece in packed)
-
-
-def _coordinates(update: Update, delta: bool) -> Iterator[tuple[Array, Array, Array]]:
-    """Yield rows, columns and the bytes of values of each tensor that changed."""
-    for name, old in update.old.items():
-        new = update.new[name].to(old.dtype)
-        bits = BITS[old.dtype.itemsize]
-        before, after = (value.reshape(-1).view(bits).numpy() for value in (old, new))
-        places = np.flatnonzero(before != after)
-        if not places.size:
-            continue
-        columns = math.prod(old.shape[1:]) if old.dim() > 1 else old.numel()
-        row, column = np.divmod(places, columns)
-        if delta:
-            same = np.diff(row, prepend=-1) == 0
-            row, column = np.diff(row, prepend=0), np.where(same, np.diff(column, prepend=0), column)
-        yield row, column, after[places].view(np.uint8)
+    changed = max(sizes.changed, 1)
+    figures = [Figure([] if nbytes is None else [nbytes / changed], "-") for nbytes in each]
+    shown = [figure.cell() if layout in LAYOUTS else figure.show() for figure in figures]
+    return [f"{(each[0] or 0) / 1e6:.3f}", *shown]

@@ -5,21 +5,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import os
 import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from benchmarks.network import Network, why_not
-from benchmarks.processes import Process
-from benchmarks.report import Cell, Figure, Table, machine, ratio, say, show_ratio
+from benchmarks.options import Options
+from benchmarks.processes import HERE, Place, Process
+from benchmarks.report import Figure, Table, machine, ratio, say, show_ratio
 from benchmarks.targets import Target, target, targets_table
-from benchmarks.updates import Place, Weights, connected, require_same
+from benchmarks.updates import Weights, connected, require_same
 from weight_update import (
     BucketEncoding,
     DistributedWeightSyncScheme,
@@ -37,38 +39,25 @@ WORKS = {"transfer-bound": 0.0, "balanced": 1.0, "conversion-bound": 3.0}
 _CACHED = 1 << 14  # elements that stay in the cache of a core
 
 
-@dataclass(frozen=True)
-class Work:
-    """The work that is done for each tensor.
-
-    Attributes:
-        sines: number of times that one core computes the sine of some numbers.
-        copies: whether to make a new tensor.
-    """
-
-    sines: int = 0
-    copies: bool = False
-
-
 class Conversion:
     """A conversion that takes time and does not change the weights.
 
     Attributes:
-        work: work for each tensor.
-        most: most bytes of converted tensors that were alive at once.
+        sines: number of times that one core computes the sine of some numbers, for each tensor.
+        copies: whether to make new tensors.
+        most: most bytes of new tensors that were alive at once.
     """
 
     def __init__(self) -> None:
-        self.work = Work()
-        self.most = 0
+        self.sines, self.copies, self.most = 0, False, 0
         self._alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     def __call__(self, items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         scratch = torch.zeros(_CACHED)
         for name, tensor in items:
-            for _ in range(self.work.sines):
+            for _ in range(self.sines):
                 scratch.sin_()
-            if self.work.copies:
+            if self.copies:
                 tensor = tensor.clone()
                 self._alive.add(tensor)
                 self.most = max(self.most, sum(one.nbytes for one in self._alive))
@@ -102,14 +91,13 @@ def both_cores() -> tuple[float, float]:
     """
     other, copy = Process(_Copy), _Copy()
     other.answer()
-    _seconds(lambda: _copy_in(other, copy.run))  # it has started, and all memory was touched
+    _copy_in(other, copy.run)  # it has started, and all memory was touched
     compute = functools.partial(_compute, round(_seconds(copy.run) / seconds_of_a_sine()))
-    ratios = []
-    for mine in (compute, copy.run):
-        turns = [_at_once(other, mine) for _ in range(5)]
-        ratios.append(statistics.median(turns))
+    computing, copying = (
+        statistics.median(_at_once(other, mine) for _ in range(5)) for mine in (compute, copy.run)
+    )
     other.close()
-    return ratios[0], ratios[1]
+    return computing, copying
 
 
 def _at_once(other: Process, mine: Callable[[], None]) -> float:
@@ -163,11 +151,6 @@ class Route:
     rate: str | None = None
     sockets: bool = False
 
-    @property
-    def shaped(self) -> bool:
-        """Whether there is a link whose rate is limited."""
-        return self.rate is not None
-
 
 ROUTES = (
     Route("shared memory"),
@@ -181,6 +164,7 @@ class Sender:
 
     Attributes:
         name: number of chunks in flight, as shown.
+        chunks: number of chunks that may be in flight; None for all.
         tensors: number of tensors.
         workers: its worker, alone in a list.
     """
@@ -189,78 +173,75 @@ class Sender:
         self, limit: int | None, scheme: WeightSyncScheme, convert: Conversion, weights: Weights
     ) -> None:
         self.name = {None: "whole", 1: "serial"}.get(limit, f"{limit} in flight")
+        self.chunks = limit
         self.tensors = len(weights)
-        self.scheme = scheme
         self.workers: list[Process] = []
-        self._convert, self._weights = convert, weights
+        self._scheme, self._convert, self._weights = scheme, convert, weights
 
-    def send(self, work: Work) -> SyncReport:
-        """Send one update."""
-        self._convert.work = work
-        return self.scheme.send()
+    def send(self, sines: int) -> SyncReport:
+        """Send one update; converting each tensor takes so many sines."""
+        self._convert.sines = sines
+        return self._scheme.send()
 
-    def require_same(self, work: Work) -> None:
+    def require_same(self) -> None:
         """Raise RuntimeError unless the worker has the weights of the trainer."""
         first = next(iter(self._weights.values()))
         first.add_(1)
-        self.send(work)
+        self._scheme.send()
         require_same(self.workers, self._weights, [self.name])
 
-    def peak_bytes(self) -> tuple[int, int, int]:
+    def memory(self, place: str) -> Memory:
         """Return the largest chunk, and the most that slots and converted tensors took during an update."""
-        self.send(Work(copies=True))
-        encoding, sender = self.scheme.strategy.encoding, self.scheme._sender
+        self._convert.copies = True
+        self.send(0)
+        encoding, sender = self._scheme.strategy.encoding, self._scheme._sender
         assert isinstance(encoding, BucketEncoding)
         assert sender is not None
         slots = sum(slot.buffer.tensor.nbytes for slot in sender._pool._slots)
-        return encoding.bucket_size + 64, slots, self._convert.most
+        return Memory(place, self.name, self.chunks, encoding.bucket_size + 64, slots, self._convert.most)
 
 
-def balance(work: Work, serial: Sender, share: float) -> Work:
-    """Return work that takes ``share`` times as long as the transfer of ``serial``."""
-    plain = replace(work, sines=0)
-    reports = [serial.send(plain) for _ in range(3)]
+def balance(serial: Sender, share: float) -> int:
+    """Return the sines that take ``share`` times as long as the transfer of ``serial``."""
+    reports = [serial.send(0) for _ in range(3)]
     spent = [report.seconds for report in reports[1:]]
     made = min(one["convert"] + one["encode"] for one in spent)
     moved = min(one["send"] + one["ack"] for one in spent)
     lacking = share * moved - made
-    return replace(work, sines=max(0, round(lacking / seconds_of_a_sine() / serial.tensors)))
+    return max(0, round(lacking / seconds_of_a_sine() / serial.tensors))
 
 
 @contextlib.contextmanager
 def _senders(route: Route, weights: Weights) -> Iterator[list[Sender]]:
     """Connect one sender for each of :data:`LIMITS`; they share the link."""
     with contextlib.ExitStack() as stack:
-        network = None
+        options: dict[str, Any] = {}
+        place = Place(host="worker") if route.sockets else HERE
         if route.rate is not None:
             network = stack.enter_context(Network(["trainer", "worker"]))
             stack.enter_context(network.inside("trainer"))
             network.shape("trainer", route.rate)
-        yield [stack.enter_context(_sender(route, network, limit, weights)) for limit in LIMITS]
+            options["address"] = network.address["trainer"]
+            place = Place("worker", functools.partial(network.enter, "worker"))
+        if route.sockets:
+            os.environ["WEIGHT_UPDATE_HOST"] = "trainer"
+        scheme = DistributedWeightSyncScheme if route.sockets else SharedMemWeightSyncScheme
+        make = functools.partial(scheme, **options)
+        yield [stack.enter_context(_sender(make, place, limit, weights)) for limit in LIMITS]
 
 
 @contextlib.contextmanager
-def _sender(route: Route, network: Network | None, limit: int | None, weights: Weights) -> Iterator[Sender]:
+def _sender(
+    make: Callable[..., WeightSyncScheme], place: Place, limit: int | None, weights: Weights
+) -> Iterator[Sender]:
     convert = Conversion()
     nbytes = sum(value.nbytes for value in weights.values())
-    size = -(-nbytes // _CHUNKS // 64) * 64 + 64
-    strategy = WeightStrategy(
-        "state_dict", encoding=BucketEncoding(bucket_size=size), convert=convert, max_in_flight=limit
-    )
-    scheme = _scheme(route, network, strategy)
+    buckets = BucketEncoding(bucket_size=-(-nbytes // _CHUNKS // 64) * 64 + 64)
+    strategy = WeightStrategy("state_dict", encoding=buckets, convert=convert, max_in_flight=limit)
+    scheme = make(strategy=strategy)
     sender = Sender(limit, scheme, convert, weights)
-    enter = None if network is None else functools.partial(network.enter, "worker")
-    worker = Place(host="worker" if route.sockets else None, enter=enter)
-    with connected([scheme], weights, [worker]) as sender.workers:
+    with connected([scheme], weights, [place]) as sender.workers:
         yield sender
-
-
-def _scheme(route: Route, network: Network | None, strategy: WeightStrategy) -> WeightSyncScheme:
-    if not route.sockets:
-        return SharedMemWeightSyncScheme(strategy=strategy)
-    os.environ["WEIGHT_UPDATE_HOST"] = "trainer"
-    options: dict[str, Any] = {} if network is None else {"address": network.address["trainer"]}
-    return DistributedWeightSyncScheme(strategy=strategy, **options)
 
 
 LIMITS: tuple[int | None, ...] = (1, 2, 4, None)
@@ -268,20 +249,18 @@ _CHUNKS = 24
 _WARM = 1
 
 
-def add_options(known: argparse.ArgumentParser) -> None:
-    known.add_argument(
-        "--megabytes", type=float, help="of bfloat16 weights; default: 480, a link gets an eighth"
-    )
-    known.add_argument("--turns", type=int, help="how often each thing is timed; default: 9")
+def add_options(known: Options) -> None:
+    known.add("--megabytes", 480.0, "of bfloat16 weights; a link gets an eighth", quick=24.0)
+    known.add("--turns", 9, "how often each thing is timed", quick=2)
 
 
 def facts(options: argparse.Namespace) -> list[str]:
     torch.set_num_threads(1)
-    if options.figures is not None:  # they are of no library
-        return machine(("torch", "tensordict"))
+    if not options.beside:
+        return machine()
     computing, copying = both_cores()
     return [
-        *machine(("torch", "tensordict")),
+        *machine(),
         "Time of two processes at once, divided by their time one after the other: "
         f"{computing:.2f} if one computes and one copies, "
         f"{copying:.2f} if both copy. On this machine, no pipeline can take a smaller share of the time of "
@@ -290,62 +269,55 @@ def facts(options: argparse.Namespace) -> list[str]:
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    all_megabytes = options.megabytes or (24.0 if options.quick else 480.0)
-    turns = options.turns or (2 if options.quick else 9)
     reason = why_not()
-    ratios, memory = dict[tuple[str, str], Mapping[str, float | None]](), list[Memory]()
+    figures, memory = dict[tuple[str, str], dict[str, Figure]](), list[Memory]()
     for route in ROUTES:
-        if route.shaped and reason is not None:
+        if route.rate is not None and reason is not None:
             say(f"without {route.name}: {reason}")
             continue
-        megabytes = all_megabytes / (8 if route.shaped else 1)
+        megabytes = options.megabytes / (1 if route.rate is None else 8)
         with _senders(route, make_weights(megabytes, 4 * _CHUNKS)) as senders:
-            table, found = _times(route, megabytes, senders, turns)
-            memory += _memory(route, senders)
-        ratios |= {(route.name, work): rates for work, rates in found.items()}
+            table, found = _times(route, megabytes, senders, options.turns)
+            if route.rate is None:
+                memory += [sender.memory(route.name) for sender in senders]
+        figures |= {(route.name, work): one for work, one in found.items()}
         yield table
     yield _memory_table(memory)
     note = (
         "The limit of the memory is the size of all chunks that may be in flight, and of one more chunk for "
         "converted tensors."
     )
-    yield targets_table(_targets(ratios, memory), note=note)
+    yield targets_table(_targets(figures, memory), note=note)
 
 
 def _times(
     route: Route, megabytes: float, senders: list[Sender], turns: int
-) -> tuple[Table, dict[str, Mapping[str, float | None]]]:
-    serial = senders[0]
-    work = Work()
-    rows: list[list[str | Cell]] = []
-    found = {}
+) -> tuple[Table, dict[str, dict[str, Figure]]]:
+    """Time all senders with each amount of work; return the table, and the figures by work and sender."""
+    serial, rows, found = senders[0], [], {}
     for name, share in WORKS.items():
-        work = balance(work, serial, share)
-        say(f"{route.name}, {name}: {work}")
+        sines = balance(serial, share)
+        say(f"{route.name}, {name}: {sines} sines for each tensor")
         seconds: dict[str, list[float]] = {sender.name: [] for sender in senders}
         parts: list[tuple[float, float]] = []
         for turn in range(_WARM + turns):
             for sender in senders:
                 start = time.perf_counter()
-                report = sender.send(work)
+                report = sender.send(sines)
                 if turn >= _WARM:
                     seconds[sender.name].append(time.perf_counter() - start)
                     if sender is serial:
                         spent = report.seconds
                         parts.append((spent["convert"] + spent["encode"], spent["send"] + spent["ack"]))
-        figures = {name: Figure(tuple(values)) for name, values in seconds.items()}
-        first = figures[serial.name]
-        found[name] = {label: ratio(one, first) for label, one in figures.items()}
-        made, moved = (Figure(tuple(values)) for values in zip(*parts, strict=True))
-        cells: list[str | Cell] = [name, made.show(1e3, 0), moved.show(1e3, 0)]
-        for label, figure in figures.items():
-            cells += [figure.cell(1e3, 0), *([] if label == serial.name else [show_ratio(figure, first)])]
-        rows.append(cells)
+        found[name] = {label: Figure(values) for label, values in seconds.items()}
+        first, *others = found[name].values()
+        shown = [Figure(values).show(1e3, 0) for values in zip(*parts, strict=True)]
+        ratios = [(one.cell(1e3, 0), show_ratio(one, first)) for one in others]
+        rows.append([name, *shown, first.cell(1e3, 0), *itertools.chain(*ratios)])
     for sender in senders:
-        sender.require_same(work)
-    head = ["work", "convert, encode", "transfer"]
-    for sender in senders:
-        head += [sender.name, *([] if sender is serial else ["of serial"])]
+        sender.require_same()
+    head = ["work", "convert, encode", "transfer", serial.name]
+    head += itertools.chain(*((sender.name, "of serial") for sender in senders[1:]))
     note = (
         f"Milliseconds from send() until applied, median (min .. max) of {turns} turns, interleaved.\n"
         f"Bfloat16, {_CHUNKS} chunks. *serial* converts and sends one chunk after the other; the columns "
@@ -362,21 +334,19 @@ class Memory:
 
     Attributes:
         place: name of the route.
-        limit: number of chunks in flight, as shown.
+        sender: number of chunks in flight, as shown.
+        chunks: number of chunks that may be in flight; None for all.
         chunk: bytes of the largest chunk.
         slots: bytes of the slots.
         converted: most bytes of converted tensors that were alive at once.
     """
 
     place: str
-    limit: str
+    sender: str
+    chunks: int | None
     chunk: int
     slots: int
     converted: int
-
-
-def _memory(route: Route, senders: list[Sender]) -> list[Memory]:
-    return [] if route.shaped else [Memory(route.name, one.name, *one.peak_bytes()) for one in senders]
 
 
 def _memory_table(found: list[Memory]) -> Table:
@@ -389,9 +359,9 @@ def _memory_table(found: list[Memory]) -> Table:
     rows = [
         [
             one.place,
-            one.limit,
+            one.sender,
             f"{one.chunk / 1e6:.2f}",
-            *(Figure((x,)).cell(1e-6) for x in (one.slots, one.converted)),
+            *(Figure([x]).cell(1e-6) for x in (one.slots, one.converted)),
         ]
         for one in found
     ]
@@ -399,15 +369,15 @@ def _memory_table(found: list[Memory]) -> Table:
     return Table("Memory of the sender while it sends", note, head, rows, names=(0, 1))
 
 
-def _targets(
-    ratios: Mapping[tuple[str, str], Mapping[str, float | None]], memory: list[Memory]
-) -> Iterator[Target]:
-    for (place, work), rates in ratios.items():
-        yield target(f"{work}, {{place}}: 2 in flight, of serial", rates["2 in flight"], place=place)
+def _targets(figures: Mapping[tuple[str, str], dict[str, Figure]], memory: list[Memory]) -> Iterator[Target]:
+    for (place, work), by_sender in figures.items():
+        reached = ratio(by_sender["2 in flight"], by_sender["serial"])
+        yield target(f"{work}, {{place}}: 2 in flight, of serial", reached, place=place)
     for one in memory:
-        if one.limit == "whole":
-            continue
-        chunks = 2 if one.limit == "serial" else int(one.limit.split()[0]) + 1
-        reached = (one.slots + one.converted) / (chunks * one.chunk)
-        template = "{limit}, {place}: memory beyond the weights, of {chunks} chunks"
-        yield target(template, reached, limit=one.limit, place=one.place, chunks=chunks)
+        if one.chunks is not None:
+            template, chunks = (
+                "{limit}, {place}: memory beyond the weights, of {chunks} chunks",
+                one.chunks + 1,
+            )
+            reached = (one.slots + one.converted) / (chunks * one.chunk)
+            yield target(template, reached, limit=one.sender, place=one.place, chunks=chunks)

@@ -9,6 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,6 +23,22 @@ class Failed(Exception):
     """A process failed or took too long; the message is short enough for a cell."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """The place of a process.
+
+    Attributes:
+        host: name of the host that the process takes for its own; None for this one.
+        enter: function that moves the process to that host; None if there is no such network.
+    """
+
+    host: str | None = None
+    enter: Callable[[], None] | None = None
+
+
+HERE = Place()
+
+
 class Process:
     """An object in a process of its own; its methods are called by their names.
 
@@ -32,6 +49,7 @@ class Process:
         args: arguments of ``make``.
         start: start method.
         leader: whether the process starts others; it then leads a session, so that one signal ends them all.
+        place: place of the process.
 
     Attributes:
         failure: reason why the process was ended; None if it was not.
@@ -39,11 +57,17 @@ class Process:
     """
 
     def __init__(
-        self, make: Callable[..., Any], *args: Any, start: str = "spawn", leader: bool = False
+        self,
+        make: Callable[..., Any],
+        *args: Any,
+        start: str = "spawn",
+        leader: bool = False,
+        place: Place = HERE,
     ) -> None:
         context: Any = mp.get_context(start)
         self._conn, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make, args, leader), daemon=not leader)
+        arguments = (theirs, make, args, leader, place)
+        self._process = context.Process(target=_serve, args=arguments, daemon=not leader)
         self._process.start()
         theirs.close()  # so that recv() ends when the process dies
         self.pid: int = self._process.pid
@@ -117,11 +141,17 @@ class Process:
             self._process.join()
 
 
-def _serve(conn: Connection, make: Callable[..., Any], args: tuple[Any, ...], leader: bool) -> None:
+def _serve(
+    conn: Connection, make: Callable[..., Any], args: tuple[Any, ...], leader: bool, place: Place
+) -> None:
     """Run the process: make the object, and answer each call with ``(True, result)``."""
     if leader:
         os.setsid()
     try:
+        if place.enter is not None:
+            place.enter()
+        if place.host is not None:
+            os.environ["WEIGHT_UPDATE_HOST"] = place.host
         served = make(*args)
         conn.send((True, None))
         while (call := _next_call(conn)) is not None:
@@ -143,6 +173,15 @@ def _next_call(conn: Connection) -> tuple[str, tuple[Any, ...]] | None:
     except EOFError:
         return None
     return call
+
+
+def close_all(processes: Sequence[Process], timeout: float = 20.0) -> None:
+    """End the processes at the same time, within ``timeout`` seconds."""
+    for process in processes:
+        process.end()
+    limit = time.monotonic() + timeout
+    for process in processes:
+        process.close(max(limit - time.monotonic(), 0.0))
 
 
 def in_turns(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -10,7 +9,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -33,7 +32,7 @@ class Figure:
         failure: reason why there are none.
     """
 
-    values: tuple[float, ...]
+    values: Sequence[float] = ()
     failure: str | None = None
 
     @property
@@ -45,9 +44,8 @@ class Figure:
         """Return ``median (min .. max)`` times ``scale``, or the reason why there is none."""
         if self.median is None:
             return self.failure or "not measured"
-        low, mid, high = (
-            f"{scale * x:.{digits}f}" for x in (min(self.values), self.median, max(self.values))
-        )
+        shown = (min(self.values), self.median, max(self.values))
+        low, mid, high = (f"{scale * value:.{digits}f}" for value in shown)
         return f"{mid} ({low} .. {high})" if len(self.values) > 1 else mid
 
     def cell(self, scale: float = 1.0, digits: int = 2, *, more_is_better: bool = False) -> Cell:
@@ -56,11 +54,11 @@ class Figure:
 
     def with_more(self, other: Figure) -> Figure:
         """Return a figure with the measurements of both."""
-        return Figure(self.values + other.values, self.failure or other.failure)
+        return Figure([*self.values, *other.values], self.failure or other.failure)
 
     def times(self, factor: float) -> Figure:
         """Return a figure with all values multiplied by ``factor``."""
-        return Figure(tuple(factor * value for value in self.values), self.failure)
+        return Figure([factor * value for value in self.values], self.failure)
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,8 @@ class Times:
 
     def figure(self, *stages: Any) -> Figure:
         """Return the time of the stages together, in all turns but the first."""
-        return Figure(tuple(map(sum, zip(*(self.seconds[stage][1:] for stage in stages), strict=True))))
+        turns = zip(*(self.seconds[stage][1:] for stage in stages), strict=True)
+        return Figure([sum(seconds) for seconds in turns])
 
 
 def ratio(one: Figure | None, other: Figure | None) -> float | None:
@@ -118,10 +117,10 @@ def ratio(one: Figure | None, other: Figure | None) -> float | None:
     return one.median / other.median
 
 
-def show_ratio(one: Figure | None, other: Figure | None) -> str:
+def show_ratio(one: Figure | None, other: Figure | None, digits: int = 3) -> str:
     """Return :func:`ratio` as a cell."""
     value = ratio(one, other)
-    return "-" if value is None else f"{value:.3f}"
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class Table:
         title: one line.
         note: explanation of the figures.
         head: names of the columns.
-        rows: cells of each row.
+        rows: cells of each row, shown as ``str`` shows them; ``--against`` compares each :class:`Cell`.
         names: columns that together name a row.
         verdicts: name of each target, and whether the run met it: ``yes``, ``no`` or ``not measured``.
     """
@@ -140,13 +139,13 @@ class Table:
     title: str
     note: str
     head: Sequence[str]
-    rows: Sequence[Sequence[str | Cell]]
+    rows: Sequence[Sequence[object]]
     names: Sequence[int] = (0,)
     verdicts: Sequence[tuple[str, str]] = ()
 
 
-def machine(names: Sequence[str] = ("torch", "tensordict", "torchrl"), threads: int = 1) -> list[str]:
-    """Return date, machine, versions of ``names``, and the threads of a worker; one fact a line."""
+def machine(*packages: str, threads: int = 1) -> list[str]:
+    """Return date, machine, versions of torch, tensordict and ``packages``, and threads; one fact a line."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     own = torch.get_num_threads()
     return [
@@ -154,46 +153,9 @@ def machine(names: Sequence[str] = ("torch", "tensordict", "torchrl"), threads: 
         f"Machine: {len(os.sched_getaffinity(0))} cores, {memory / 1e9:.1f} GB of memory, "
         f"{platform.system()} {platform.release()} {platform.machine()}",
         f"Python {platform.python_version()}, "
-        + ", ".join(f"{name} {version(name)}" for name in names)
+        + ", ".join(f"{name} {version(name)}" for name in ("torch", "tensordict", *packages))
         + f", {own} thread{'s' * (own != 1)} in the sender, {threads} in each worker",
     ]
-
-
-def parser(name: str, description: str | None, quick: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of every benchmark.
-
-    Args:
-        name: of the benchmark.
-        description: text whose first line is shown.
-        quick: help for ``--quick``.
-    """
-    first = (description or "").partition("\n")[0]
-    options = argparse.ArgumentParser(f"python -m benchmarks {name}", description=first, allow_abbrev=False)
-    options.add_argument("--quick", action="store_true", help=quick)
-    options.add_argument("--rst", type=Path, metavar="FILE", help="also write the tables to this file")
-    options.add_argument("--against", metavar="REF", help="compare this checkout with another commit")
-    options.add_argument(
-        "--rounds", type=int, default=5, metavar="N", help="with --against: runs on each checkout; default: 5"
-    )
-    # For --against: leave out other libraries, and write what was measured as JSON.
-    options.add_argument("--figures", type=Path, help=argparse.SUPPRESS)
-    return options
-
-
-def chosen(options: argparse.Namespace, names: Sequence[str], quick: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the options ``names`` that were given, and with ``--quick`` those of ``quick``."""
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return {**(quick if options.quick else {}), **given}
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Parse an option such as ``1,2,4``."""
-    return tuple(int(part) for part in text.split(","))
-
-
-def sizes(text: str) -> tuple[float, ...]:
-    """Parse an option such as ``0.5,100``."""
-    return tuple(float(part) for part in text.split(","))
 
 
 def say(line: str) -> None:
@@ -233,9 +195,14 @@ def _summary(verdicts: Sequence[tuple[str, str]]) -> int:
     counts = Counter(met for _, met in verdicts)
     if verdicts:
         print(f"Targets: {counts['yes']} met, {counts['no']} missed, {counts['not measured']} not measured.")
-    if missed := [name for name, met in verdicts if met == "no"]:
-        print("Missed targets:", *missed, sep="\n  ", flush=True)
-    return 1 if missed else 0
+    return report_missed("Missed targets:", [name for name, met in verdicts if met == "no"])
+
+
+def report_missed(title: str, names: Sequence[str]) -> int:
+    """Print the names if there are any, and return the exit status: 1 then, else 0."""
+    if names:
+        print(title, *names, sep="\n  ", flush=True)
+    return 1 if names else 0
 
 
 def _figures_of(table: Table) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +21,9 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 
-from benchmarks.processes import Process
-from benchmarks.report import Cell, Figure, Table, chosen, machine, numbers, say, sizes
+from benchmarks.options import Options
+from benchmarks.processes import Place, Process, close_all
+from benchmarks.report import Cell, Figure, Table, machine, say
 from benchmarks.workers import Model, fill, mark
 from weight_update import ExplorerClient, RunningStatus, Synchronizer, SyncMethod, TrainerClient
 
@@ -173,16 +174,19 @@ def styles_table(seconds: float) -> Table:
 
 def _row(loops: list[Loop]) -> list[Cell]:
     explorers = [f"explorer {idx}" for idx in range(len(_EXPLORER_STEPS))]
-    columns = [
-        ([mean(loop.ages) for loop in loops], 1),
-        ([max(loop.ages) for loop in loops], 0),
-        ([100 * loop.shares["trainer", "starves"] for loop in loops], 0),
-        ([100 * loop.shares["trainer", "synchronizes"] for loop in loops], 0),
-        ([100 * mean(loop.shares[who, "synchronizes"] for who in explorers) for loop in loops], 0),
-        ([100 * mean(loop.shares[who, "waits for room"] for who in explorers) for loop in loops], 0),
+
+    def share(what: str, *threads: str) -> Cell:
+        return Figure([mean(loop.shares[who, what] for who in threads) for loop in loops]).cell(100, 0)
+
+    return [
+        Figure([loop.steps / loop.seconds for loop in loops]).cell(digits=1, more_is_better=True),
+        Figure([mean(loop.ages) for loop in loops]).cell(digits=1),
+        Figure([max(loop.ages) for loop in loops]).cell(digits=0),
+        share("starves", "trainer"),
+        share("synchronizes", "trainer"),
+        share("synchronizes", *explorers),
+        share("waits for room", *explorers),
     ]
-    speed = Figure(tuple(loop.steps / loop.seconds for loop in loops)).cell(digits=1, more_is_better=True)
-    return [speed, *(Figure(tuple(values)).cell(1.0, digits) for values, digits in columns)]
 
 
 WAYS = {
@@ -191,36 +195,11 @@ WAYS = {
     "MEMORY": (SyncMethod.MEMORY, False),
     "CHECKPOINT": (SyncMethod.CHECKPOINT, False),
 }
-_HOST = "WEIGHT_UPDATE_HOST"
+TIMES = ("delivered", "trainer", "nobody waits", "later")
+"""Columns of the table of methods, whose note explains them."""
+
 _TENSORS = 16
 _PATIENCE = 100.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The options of one run.
-
-    Attributes:
-        sizes: sizes of the model, in MB.
-        explorers: numbers of explorers.
-        turns: turns of each method at the largest sizes; four times as many up to 10 MB.
-        seconds: duration of each style in each turn.
-    """
-
-    sizes: tuple[float, ...] = (1.0, 100.0)
-    explorers: tuple[int, ...] = (1, 2, 4)
-    turns: int = 9
-    seconds: float = 3.0
-
-
-@dataclass
-class Times:
-    """The seconds of one method; the note of the table explains them."""
-
-    delivered: list[float] = field(default_factory=list)
-    trainer: list[float] = field(default_factory=list)
-    alone: list[float] = field(default_factory=list)
-    later: list[float] = field(default_factory=list)
 
 
 class Processes:
@@ -231,19 +210,24 @@ class Processes:
         megabytes: size of the model.
         explorers: number of explorers.
         directory: directory for the files of CHECKPOINT.
+
+    Attributes:
+        seconds: measurements for each of :data:`TIMES`.
     """
 
     def __init__(self, label: str, megabytes: float, explorers: int, directory: str) -> None:
-        self.label, self.times = label, Times()
+        self.label = label
+        self.seconds: dict[str, list[float]] = {what: [] for what in TIMES}
         self.method, apart = WAYS[label]
         mp.get_context("forkserver").set_forkserver_preload([__name__])
         self._host = Process(_Host, self.method, directory, start="forkserver")
         self._host.answer(_PATIENCE)
         address, token = self._host.ask("address", timeout=_PATIENCE)
-        self._explorers = [
-            Process(_Explorer, address, token, idx, megabytes, apart, start="forkserver")
-            for idx in range(explorers)
-        ]
+        self._explorers = []
+        for idx in range(explorers):
+            place = Place(host=f"explorer {idx}" if apart else None)
+            arguments = (_Explorer, address, token, idx, megabytes)
+            self._explorers.append(Process(*arguments, start="forkserver", place=place))
         self._weights = fill(Model(megabytes, _TENSORS))
         self._client = TrainerClient(address, self._weights, token=token, timeout=_PATIENCE)
         self._trainer = self._client.blocking
@@ -269,18 +253,18 @@ class Processes:
         self._await_explorers(RunningStatus.REQUIRE_SYNC)
         start = time.monotonic()
         self._give()
-        self.times.trainer.append(time.monotonic() - start)
-        self.times.delivered.append(max(end for _, end in self._answers()) - start)
+        self.seconds["trainer"].append(time.monotonic() - start)
+        self.seconds["delivered"].append(max(end for _, end in self._answers()) - start)
 
     def serve_later(self) -> None:
         """Publish while nobody waits; then let all explorers ask at once."""
         self._next_step()
         start = time.monotonic()
         self._give()
-        self.times.alone.append(time.monotonic() - start)
+        self.seconds["nobody waits"].append(time.monotonic() - start)
         for process in self._explorers:
             process.send("synchronize")
-        self.times.later.append(max(end - begin for begin, end in self._answers()))
+        self.seconds["later"].append(max(end - begin for begin, end in self._answers()))
 
     def _next_step(self) -> None:
         self._trainer.step += 1
@@ -304,10 +288,7 @@ class Processes:
     def close(self) -> None:
         """End all of it."""
         self._client.close()
-        for process in (*self._explorers, self._host):
-            process.end()
-        for process in (*self._explorers, self._host):
-            process.close()
+        close_all([*self._explorers, self._host])
 
 
 class _Host:
@@ -329,10 +310,8 @@ class _Host:
 class _Explorer:
     """An explorer that synchronizes when told to."""
 
-    def __init__(self, address: str, token: str, idx: int, megabytes: float, apart: bool) -> None:
+    def __init__(self, address: str, token: str, idx: int, megabytes: float) -> None:
         torch.set_num_threads(1)
-        if apart:
-            os.environ[_HOST] = f"explorer {idx}"
         self._model = Model(megabytes, _TENSORS)
         self._client = ExplorerClient(address, self._model, id=idx, token=token, timeout=_PATIENCE)
 
@@ -348,15 +327,15 @@ class _Explorer:
         self._client.close()
 
 
-def measure(plan: Plan, megabytes: float, explorers: int) -> dict[str, Times]:
-    """Measure all methods in turns; the first turn warms up.
+def measure(turns: int, megabytes: float, explorers: int) -> list[Processes]:
+    """Measure all methods in turns, four times as many up to 10 MB; the first turn warms up.
 
     Raises:
         RuntimeError: a synchronization failed, or an explorer ended with other weights than the trainer.
         Failed: a process died or does not answer.
     """
     say(f"{megabytes:g} MB to {explorers}")
-    turns = plan.turns * (4 if megabytes <= 10 else 1)
+    turns *= 4 if megabytes <= 10 else 1
     with tempfile.TemporaryDirectory() as directory, ExitStack() as ending:
         ways = []
         for label in WAYS:
@@ -368,19 +347,18 @@ def measure(plan: Plan, megabytes: float, explorers: int) -> dict[str, Times]:
                 if way.method is not SyncMethod.NCCL:
                     way.serve_later()
                 if turn == 0:
-                    way.times = Times()
-    return {way.label: way.times for way in ways}
+                    way.seconds = {what: [] for what in TIMES}
+    return ways
 
 
-def methods_table(plan: Plan) -> Table:
+def methods_table(sizes: Sequence[float], explorers: Sequence[int], turns: int) -> Table:
     """Return a table of the latencies of the methods."""
-    rows: list[list[str | Cell]] = []
-    for megabytes in plan.sizes:
-        for explorers in plan.explorers:
-            for label, times in measure(plan, megabytes, explorers).items():
-                columns = (times.delivered, times.trainer, times.alone, times.later)
-                shown = [Figure(tuple(one), "-").cell(1e3, 1) for one in columns]
-                rows.append([label, f"{megabytes:g}", str(explorers), *shown])
+    rows = [
+        [way.label, f"{megabytes:g}", count, *(Figure(way.seconds[what], "-").cell(1e3, 1) for what in TIMES)]
+        for megabytes in sizes
+        for count in explorers
+        for way in measure(turns, megabytes, count)
+    ]
     note = (
         "Milliseconds, median (min .. max). In *delivered* and *trainer*, explorers already wait.\n"
         "*delivered*: time from the trainer's call of ``sync_weight()`` until the last explorer's call has\n"
@@ -392,7 +370,7 @@ def methods_table(plan: Plan) -> Table:
         "different host names, so the weights cross sockets. "
         f"File system: {_file_system(tempfile.gettempdir())}."
     )
-    head = ["method", "MB", "explorers", "delivered", "trainer", "nobody waits", "later"]
+    head = ["method", "MB", "explorers", *TIMES]
     return Table("Methods: how long a synchronization takes", note, head, rows, names=(0, 1, 2))
 
 
@@ -404,19 +382,17 @@ def _file_system(directory: str) -> str:
     return max(above)[1]
 
 
-def add_options(known: argparse.ArgumentParser) -> None:
-    known.add_argument("--sizes", type=sizes, metavar="MB,MB", help="default: 1,100")
-    known.add_argument("--explorers", type=numbers, metavar="N,N", help="default: 1,2,4")
-    known.add_argument("--turns", type=int, help="default: 9; four times that up to 10 MB")
-    known.add_argument("--seconds", type=float, help="that each style runs in each of 3 turns; default: 3")
+def add_options(known: Options) -> None:
+    known.add("--sizes", (1.0, 100.0), "MB", quick=(1.0,))
+    known.add("--explorers", (1, 2, 4), "numbers of explorers", quick=(1,))
+    known.add("--turns", 9, "four times that up to 10 MB", quick=2)
+    known.add("--seconds", 3.0, "that each style runs in each of 3 turns", quick=0.5)
 
 
 def facts(options: argparse.Namespace) -> list[str]:
-    return machine(("torch", "tensordict"))
+    return machine()
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    quick = {"sizes": (1.0,), "explorers": (1,), "turns": 2, "seconds": 0.5}
-    plan = Plan(**chosen(options, ("sizes", "explorers", "turns", "seconds"), quick))
-    yield methods_table(plan)
-    yield styles_table(plan.seconds)
+    yield methods_table(options.sizes, options.explorers, options.turns)
+    yield styles_table(options.seconds)

@@ -8,7 +8,6 @@ that an update can cost (``"floor"``), or bytes without a library (``"tcp"``, ``
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import resource
 import time
@@ -20,10 +19,21 @@ import torch
 import torch.multiprocessing as mp
 from tensordict import TensorDictBase
 
-from benchmarks.bare import BARE, LOOPBACK, Bare, BareRay, Floor
-from benchmarks.network import INTERFACE, Network
+from benchmarks.bare import BARE, Bare, BareRay, Copy, Floor
+from benchmarks.network import INTERFACE
 from benchmarks.processes import Failed, Process
-from benchmarks.workers import Actors, ForkedWorkers, Model, Passes, SpawnedWorker, Workers, World, fill, mark
+from benchmarks.workers import (
+    Actors,
+    Case,
+    ForkedWorkers,
+    Model,
+    Passes,
+    SpawnedWorker,
+    Workers,
+    World,
+    fill,
+    mark,
+)
 
 if TYPE_CHECKING:  # processes of TorchRL do without it
     from weight_update import SyncReport
@@ -84,42 +94,6 @@ _MARGIN = 0.02  # seconds of undisturbed forward passes that are recorded before
 
 
 @dataclass(frozen=True)
-class Case:
-    """The model and the workers of one trainer.
-
-    Attributes:
-        megabytes: size of the model.
-        tensors: number of its tensors.
-        workers: number of receiving processes.
-        descriptors: limit of open files of each process; None leaves it as it is.
-        start: start method of the trainer: ``"spawn"``, or ``"forkserver"``, which imports only once.
-        ray: address of the running Ray, for schemes that use it.
-        network: hosts ``"trainer"`` and ``"worker"``, where the processes run; None for this machine.
-        layered: whether the model is a transformer, and a sender of ours is given the module itself; that of
-            TorchRL is given a TensorDict of it that was made before.
-    """
-
-    megabytes: float
-    tensors: int = 16
-    workers: int = 1
-    descriptors: int | None = None
-    start: str = "spawn"
-    ray: str | None = None
-    network: Network | None = None
-    layered: bool = False
-
-    @property
-    def address(self) -> str:
-        """Address of the trainer."""
-        return LOOPBACK if self.network is None else self.network.address["trainer"]
-
-    @property
-    def enter(self) -> Callable[[], None] | None:
-        """Function that moves a worker to its host; None if there is no such network."""
-        return None if self.network is None else functools.partial(self.network.enter, "worker")
-
-
-@dataclass(frozen=True)
 class Stall:
     """The delay that one update caused in a worker that computes without pause, in seconds.
 
@@ -134,25 +108,6 @@ class Stall:
     longest: float
     switch: float | None
     reported: float | None
-
-
-class _Copier:
-    """One copy by all threads into existing memory, the least that an update can cost."""
-
-    def __init__(self, case: Case) -> None:
-        weights = fill(Model(case.megabytes, case.tensors))
-        self._source = list(weights.values(True, True))
-        self._target = [torch.zeros_like(value).fill_(1.0) for value in self._source]
-
-    def update(self) -> float:
-        start = time.perf_counter()
-        torch._foreach_copy_(self._target, self._source)
-        return time.perf_counter() - start
-
-    def pids(self) -> tuple[int, ...]:
-        return (os.getpid(),)
-
-    def close(self) -> None: ...
 
 
 class _Sender:
@@ -202,28 +157,25 @@ class _RemoteSender(_Sender):
 
     def __init__(self, variant: str, case: Case) -> None:
         workers = self._start(variant, case)
-        self.policy = Model(case.megabytes, case.tensors)
+        vars(self).update(workers.context)
+        self.policy = Model(*case.model)
         self.num_workers = case.workers
         weights = fill(self.policy)
         apart = case.network is not None and not variant.startswith("torchrl-")
         scheme = make_scheme(variant, **({"address": case.address} if apart else {}))
-        scheme.init_on_sender(model_id="policy", context=self, num_workers=case.workers, **workers.arguments)
+        arguments = {} if case.ray is None else workers.context
+        scheme.init_on_sender(model_id="policy", context=self, num_workers=case.workers, **arguments)
         super().__init__(scheme, workers, weights)
 
-    def _start(self, variant: str, case: Case) -> Workers | Actors:
-        model, kind = (case.megabytes, case.tensors), variant.removeprefix("torchrl-")
+    @staticmethod
+    def _start(variant: str, case: Case) -> Workers | Actors:
+        kind = variant.removeprefix("torchrl-")
         if case.ray is not None:
-            actors = Actors(case.workers, model, case.ray, apart=variant.endswith("-apart"))
-            self.remote_collectors = actors.arguments["remote_collectors"]
-            return actors
+            return Actors(case, apart=variant.endswith("-apart"))
         if kind == "rpc":
-            world = World(case.workers, model, first=0)
-            self.collector_infos, self.collector_rrefs = world.collector_infos, world.collector_rrefs
-            self.collector_class = world.collector_class
-            return world
+            return World(case)
         first = 1 if variant == "torchrl-distributed" else 0
-        apart = kind == "distributed-sockets"
-        return ForkedWorkers(case.workers, model, first, apart, address=case.address, enter=case.enter)
+        return ForkedWorkers(case, first, apart=kind == "distributed-sockets")
 
 
 class _LocalSender(_Sender):
@@ -233,7 +185,7 @@ class _LocalSender(_Sender):
 
     def __init__(self, variant: str, case: Case) -> None:
         context: Any = mp.get_context("spawn")
-        policy = Model(case.megabytes, case.tensors, case.layered)
+        policy = Model(*case.model)
         weights = fill(policy)
         scheme = make_scheme(variant)
         # TorchRL makes what it is given here its shared memory: give it weights of their own.
@@ -242,9 +194,9 @@ class _LocalSender(_Sender):
         scheme.init_on_sender(
             model_id="policy", weights=first, devices=devices, num_workers=case.workers, ctx=context
         )
-        self._recording, model = context.RawValue("i", 0), (case.megabytes, case.tensors, case.layered)
-        workers = [Process(SpawnedWorker, scheme, idx, model, self._recording) for idx in range(case.workers)]
-        super().__init__(scheme, Workers(workers), weights)
+        self._recording = context.RawValue("i", 0)
+        arguments = [(SpawnedWorker, scheme, idx, case.model, self._recording) for idx in range(case.workers)]
+        super().__init__(scheme, Workers([Process(*one) for one in arguments]), weights)
         if case.layered and not variant.startswith("torchrl-"):
             self._source = policy
 
@@ -298,6 +250,9 @@ def _stall(passes: Passes, begin: float, end: float, reported: float | None) -> 
     return Stall(usual, longest, switch, reported)
 
 
+_ALONE = {COPY: Copy, FLOOR: Floor, RAY_ALONE: BareRay}
+
+
 def _make(variant: str, case: Case) -> Any:
     """Return the sender of a variant; called in its process."""
     if case.descriptors is not None:
@@ -305,16 +260,19 @@ def _make(variant: str, case: Case) -> Any:
     if case.network is not None:
         case.network.settle("trainer")
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-    if variant == COPY:
-        return _Copier(case)
-    if variant == FLOOR:
-        return Floor(case.workers, lambda: list(fill(Model(case.megabytes, case.tensors)).values(True, True)))
+    if variant in _ALONE:
+        return _ALONE[variant](case)
     if variant in BARE:
-        return Bare(variant, round(case.megabytes * 1e6), case.address, case.enter)
-    if variant == RAY_ALONE:
-        assert case.ray is not None
-        return BareRay(round(case.megabytes * 1e6), case.workers, case.ray)
+        return Bare(variant, case)
     return _LocalSender(variant, case) if variant in LABELS else _RemoteSender(variant, case)
+
+
+def preload(torchrl: bool, *more: str) -> None:
+    """Let trainers that are started with ``"forkserver"`` have these modules imported already."""
+    # PyTorch warns that a host has no name, and that processes of a group that end together have ended.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    modules = ["torch.distributed.rpc", "weight_update", *["torchrl.weight_update"] * torchrl, *more]
+    mp.set_forkserver_preload(modules)
 
 
 class Trainer(Process):

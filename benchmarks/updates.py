@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.processes import Process
-from benchmarks.report import Cell, Figure, Table, ratio
+from benchmarks.processes import HERE, Place, Process, close_all
+from benchmarks.report import Figure, Table, show_ratio
 from weight_update import SyncReport, WeightSyncScheme
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema
@@ -268,21 +267,6 @@ Sent = tuple[float, SyncReport]
 """Seconds from the call of ``send()`` to its return, and the report."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of a receiver.
-
-    Attributes:
-        device: device of its model.
-        host: name of the host that it takes for its own; None for this one.
-        enter: function that moves the process to that host; None if there is no such network.
-    """
-
-    device: str = "cpu"
-    host: str | None = None
-    enter: Callable[[], None] | None = None
-
-
 def measure_schemes(
     schemes: Mapping[Key, WeightSyncScheme],
     live: Weights,
@@ -304,7 +288,7 @@ def measure_schemes(
         Failed: the receivers' process died.
     """
     found: dict[Key, list[Sent]] = {key: [] for key in schemes}
-    with connected(list(schemes.values()), live, [Place(device)]) as receivers:
+    with connected(list(schemes.values()), live, device=device) as receivers:
         for turn in range(_WARM + turns):
             advance(turn)
             for key, scheme in schemes.items():
@@ -319,15 +303,19 @@ def measure_schemes(
 
 @contextlib.contextmanager
 def connected(
-    schemes: Sequence[WeightSyncScheme], weights: Weights, places: Sequence[Place]
+    schemes: Sequence[WeightSyncScheme],
+    weights: Weights,
+    places: Sequence[Place] = (HERE,),
+    device: str = "cpu",
 ) -> Iterator[list[Process]]:
     """Start a process at each place that receives by every scheme, and yield the processes."""
-    context = mp.get_context("spawn")
+    context, devices = mp.get_context("spawn"), [torch.device(device)] * len(places)
     for scheme in schemes:
-        devices = [torch.device(place.device) for place in places]
         scheme.init_on_sender(weights=weights, devices=devices, num_workers=len(places), ctx=context)
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
-    processes = [Process(_Receivers, schemes, shapes, place, idx) for idx, place in enumerate(places)]
+    processes = [
+        Process(_Receivers, schemes, shapes, device, idx, place=place) for idx, place in enumerate(places)
+    ]
     try:
         for scheme in schemes:
             scheme.connect()
@@ -335,10 +323,7 @@ def connected(
             process.answer()
         yield processes
     finally:
-        for process in processes:
-            process.end()  # it says goodbye while the senders are still there
-        for process in processes:
-            process.close()
+        close_all(processes)  # they say goodbye while the senders are still there
         for scheme in schemes:
             scheme.shutdown()
 
@@ -347,19 +332,14 @@ class _Receivers:
     """The receivers of one place, one for each scheme."""
 
     def __init__(
-        self, schemes: Sequence[WeightSyncScheme], shapes: dict[str, tuple[int, ...]], place: Place, idx: int
+        self, schemes: Sequence[WeightSyncScheme], shapes: dict[str, tuple[int, ...]], device: str, idx: int
     ) -> None:
-        if place.enter is not None:
-            place.enter()
-        if place.host is not None:
-            os.environ["WEIGHT_UPDATE_HOST"] = place.host
-        if place.device == "cpu":
+        if device == "cpu":
             torch.set_num_threads(1)
         self._schemes = schemes
-        self._models = []
-        for scheme in schemes:
-            self._models.append(_empty_model(shapes).to(place.device))
-            scheme.init_on_receiver(model=self._models[-1], worker_idx=idx)
+        self._models = [_empty_model(shapes).to(device) for _ in schemes]
+        for scheme, model in zip(schemes, self._models, strict=True):
+            scheme.init_on_receiver(model=model, worker_idx=idx)
             scheme.connect()
 
     def digests(self) -> list[dict[str, str]]:
@@ -399,18 +379,18 @@ def require_same(receivers: Sequence[Process], weights: Weights, labels: Sequenc
 def stages(sent: Sequence[Sent]) -> tuple[Figure, Figure, Figure, Figure]:
     """Return the seconds of ``send()``, and of its encoding, acknowledgement and stall."""
     reports = [report for _, report in sent]
-    encode, ack = (Figure(tuple(r.seconds.get(name, 0.0) for r in reports)) for name in ("encode", "ack"))
-    stall = Figure(tuple(report.stall_seconds[0] for report in reports))
-    return Figure(tuple(seconds for seconds, _ in sent)), encode, ack, stall
+    encode, ack = (Figure([r.seconds.get(name, 0.0) for r in reports]) for name in ("encode", "ack"))
+    stall = Figure([report.stall_seconds[0] for report in reports])
+    return Figure([seconds for seconds, _ in sent]), encode, ack, stall
 
 
 def sent_table(megabytes: float, note: str, found: Mapping[Key, Sequence[Sent]]) -> Table:
     """Return a table with one row for each scheme and encoding, of which one is ``"dense"``."""
-    rows: list[list[str | Cell]] = []
+    rows = []
     for (scheme, label), sent in found.items():
         figures = stages(sent)
         nbytes = Figure((sent[-1][1].wire_bytes,)).cell(1e-6)
-        of_dense = f"{ratio(figures[0], stages(found[scheme, 'dense'])[0]) or 0.0:.2f}"
+        of_dense = show_ratio(figures[0], stages(found[scheme, "dense"])[0], 2)
         rows.append([scheme, label, nbytes, *(figure.cell(1e3, 1) for figure in figures), of_dense])
     head = ["scheme", "encoding", "MB sent", "send()", "encode", "ack", "stall", "of dense"]
     return Table(f"send() until applied, {megabytes:.0f} MB", note, head, rows, names=(0, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import socket
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from benchmarks.bare import LOOPBACK
-from benchmarks.processes import Process
+from benchmarks.network import Network
+from benchmarks.processes import Place, Process, close_all
 
+LOOPBACK = "127.0.0.1"
 _WIDTH = 16  # of the one layer that computes: 16 x 16 float32 is 1 KB, so that 5,000 tensors are 5 MB
 _LAYER = 12  # tensors of a layer of a transformer: weights and biases in turns, 12 KB in all
 _LAYERS = 8  # times that it is applied, for a forward pass of about 50 microseconds
@@ -79,20 +81,64 @@ def mark(weights: TensorDictBase, number: float) -> None:
     last.flatten()[0] = number
 
 
+@dataclass(frozen=True)
+class Case:
+    """The model and the workers of one trainer.
+
+    Attributes:
+        megabytes: size of the model.
+        tensors: number of its tensors.
+        workers: number of receiving processes.
+        descriptors: limit of open files of each process; None leaves it as it is.
+        start: start method of the trainer: ``"spawn"``, or ``"forkserver"``, which imports only once.
+        ray: address of the running Ray, for schemes that use it.
+        network: hosts ``"trainer"`` and ``"worker"``, where the processes run; None for this machine.
+        layered: whether the model is a transformer, and a sender of ours is given the module itself; that of
+            TorchRL is given a TensorDict of it that was made before.
+    """
+
+    megabytes: float
+    tensors: int = 16
+    workers: int = 1
+    descriptors: int | None = None
+    start: str = "spawn"
+    ray: str | None = None
+    network: Network | None = None
+    layered: bool = False
+
+    @property
+    def size(self) -> str:
+        """Size of the model, for the progress of a run."""
+        return f"{self.megabytes:g} MB in {self.tensors} tensors"
+
+    @property
+    def model(self) -> tuple[float, int, bool]:
+        """Arguments of :class:`Model`."""
+        return self.megabytes, self.tensors, self.layered
+
+    @property
+    def address(self) -> str:
+        """Address of the trainer."""
+        return LOOPBACK if self.network is None else self.network.address["trainer"]
+
+    @property
+    def enter(self) -> Callable[[], None] | None:
+        """Function that moves a worker to its host; None if there is no such network."""
+        return None if self.network is None else functools.partial(self.network.enter, "worker")
+
+
 class Worker:
     """A worker; like a collector, it gives its scheme the policy and takes calls of the sender.
 
     Args:
         idx: index from 0.
-        megabytes: size of the model.
-        tensors: number of its tensors.
-        layered: see :class:`Model`.
+        model: arguments of :class:`Model`.
     """
 
-    def __init__(self, idx: int, megabytes: float, tensors: int, layered: bool = False) -> None:
+    def __init__(self, idx: int, model: tuple[float, int, bool]) -> None:
         torch.set_num_threads(1)
         self.worker_idx = idx
-        self.policy = Model(megabytes, tensors, layered)
+        self.policy = Model(*model)
         self._scheme: Any = None
 
     def join(self, scheme: Any, number: int, **where: Any) -> int:
@@ -144,7 +190,7 @@ class SpawnedWorker(Worker):
     """
 
     def __init__(self, scheme: Any, idx: int, model: tuple[float, int, bool], recording: Any) -> None:
-        super().__init__(idx, *model)
+        super().__init__(idx, model)
         self._recording = recording
         self.join(scheme, idx, model=self.policy)
 
@@ -178,27 +224,9 @@ def _this_worker() -> Worker:
     return _here[0]
 
 
-def _forked_worker(
-    idx: int,
-    model: tuple[float, int],
-    host: str | None,
-    world: int | None,
-    enter: Callable[[], None] | None,
-) -> Worker:
-    """Return a worker that gets its scheme later.
-
-    Args:
-        idx: index from 0.
-        model: megabytes and tensors of the model.
-        host: name of the host that the worker takes for its own; None for this one.
-        world: number of processes of the world to enter; None for no world.
-        enter: function that moves the process to its host; None if there is no such network.
-    """
-    if enter is not None:
-        enter()
-    if host is not None:
-        os.environ["WEIGHT_UPDATE_HOST"] = host
-    _here.append(Worker(idx, *model))
+def _forked_worker(idx: int, model: tuple[float, int, bool], world: int | None) -> Worker:
+    """Return a worker that gets its scheme later; with ``world``, it enters a world of so many processes."""
+    _here.append(Worker(idx, model))
     if world is not None:
         enter_world(idx + 1, world)
     return _here[0]
@@ -225,11 +253,11 @@ class Workers:
     """Workers that are processes of this machine.
 
     Attributes:
-        arguments: further arguments for ``init_on_sender``.
+        context: attributes that a scheme looks for in its context, the sender.
     """
 
     def __init__(self, processes: Sequence[Process]) -> None:
-        self.arguments: dict[str, Any] = {}
+        self.context: dict[str, Any] = {}
         self._processes = processes
 
     def connect(self, scheme: Any) -> tuple[int, ...]:
@@ -258,42 +286,27 @@ class Workers:
             process.end()
 
     def close(self) -> None:
-        self.end()
-        limit = time.monotonic() + _LEAVING
-        for process in self._processes:
-            process.close(max(limit - time.monotonic(), 0.0))
+        close_all(self._processes, _LEAVING)
 
 
 class ForkedWorkers(Workers):
     """Workers that are forked; start them before any thread.
 
     Args:
-        count: number of workers.
-        model: megabytes and tensors of the model.
+        case: model and number of workers, and their host.
         first: number of the first worker: its rank with TorchRL's scheme, its index with ours.
         apart: whether each worker counts as a host of its own.
         world: number of processes of the world to enter; None for no world.
-        address: address of this process.
-        enter: function that moves a worker to its host; None if there is no such network.
     """
 
-    def __init__(
-        self,
-        count: int,
-        model: tuple[float, int],
-        first: int,
-        apart: bool,
-        world: int | None = None,
-        address: str = LOOPBACK,
-        enter: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, case: Case, first: int = 0, apart: bool = False, world: int | None = None) -> None:
         self._first = first
-        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": _free_port(), "RPC_PORT": _free_port()}
-        hosts = [f"host{idx}" if apart else None for idx in range(count)]
+        os.environ |= {"MASTER_ADDR": case.address, "MASTER_PORT": _free_port(), "RPC_PORT": _free_port()}
+        places = [Place(f"host{idx}" if apart else None, case.enter) for idx in range(case.workers)]
         super().__init__(
             [
-                Process(_forked_worker, idx, model, hosts[idx], world, enter, start="fork")
-                for idx in range(count)
+                Process(_forked_worker, idx, case.model, world, start="fork", place=place)
+                for idx, place in enumerate(places)
             ]
         )
 
@@ -310,15 +323,15 @@ class ForkedWorkers(Workers):
 class World(ForkedWorkers):
     """Processes of one RPC world and one default process group, with the sender as rank 0."""
 
-    collector_class = Worker
-
-    def __init__(self, count: int, model: tuple[float, int], first: int) -> None:
+    def __init__(self, case: Case) -> None:
         from torch.distributed import rpc
 
-        super().__init__(count, model, first, apart=False, world=count + 1)
-        enter_world(0, count + 1)
-        self.collector_infos = [rpc.get_worker_info(f"worker{rank}") for rank in range(1, count + 1)]
-        self.collector_rrefs = [rpc.remote(info, _this_worker) for info in self.collector_infos]
+        size = case.workers + 1
+        super().__init__(case, world=size)
+        enter_world(0, size)
+        infos = [rpc.get_worker_info(f"worker{rank}") for rank in range(1, size)]
+        rrefs = [rpc.remote(info, _this_worker) for info in infos]
+        self.context = {"collector_class": Worker, "collector_infos": infos, "collector_rrefs": rrefs}
 
     def _hand_out(self, scheme: Any) -> None:
         # TorchRL's scheme cannot be pickled any more when it knows the workers.
@@ -326,25 +339,20 @@ class World(ForkedWorkers):
 
 
 class Actors:
-    """Workers that are Ray actors.
+    """Workers that are Ray actors; if ``apart``, each counts as a host of its own."""
 
-    Args:
-        count: number of workers.
-        model: megabytes and tensors of the model.
-        address: address of the running Ray.
-        apart: whether each worker counts as a host of its own.
-    """
-
-    def __init__(self, count: int, model: tuple[float, int], address: str, apart: bool) -> None:
+    def __init__(self, case: Case, apart: bool) -> None:
         import ray
 
-        ray.init(address=address, log_to_driver=False, logging_level="error")
+        ray.init(address=case.ray, log_to_driver=False, logging_level="error")
         self._ray = ray
-        hosts = [{"WEIGHT_UPDATE_HOST": f"host{idx}"} if apart else {} for idx in range(count)]
-        options = [{"num_cpus": 0, "runtime_env": {"env_vars": host}} for host in hosts]
-        make = ray.remote(Worker)
-        self._actors = [make.options(**options[idx]).remote(idx, *model) for idx in range(count)]
-        self.arguments = {"remote_collectors": self._actors}
+        make = ray.remote(Worker).options
+        hosts = [{"WEIGHT_UPDATE_HOST": f"host{idx}"} if apart else {} for idx in range(case.workers)]
+        self._actors = [
+            make(num_cpus=0, runtime_env={"env_vars": host}).remote(idx, case.model)
+            for idx, host in enumerate(hosts)
+        ]
+        self.context = {"remote_collectors": self._actors}
 
     def connect(self, scheme: Any) -> tuple[int, ...]:
         """Connect all workers with the initialized sender, and return their process ids."""

@@ -18,11 +18,11 @@ from benchmarks import against, gpu, links
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.against import Comparison, order_of
 from benchmarks.network import why_not
-from benchmarks.patch_bytes import documented_bytes
+from benchmarks.options import Options
 from benchmarks.processes import Failed, Process, in_turns
 from benchmarks.report import Figure, Table, Unable, publish
+from benchmarks.rlinf import documented_bytes
 from benchmarks.targets import target, targets_table
-from benchmarks.updates import Update
 from weight_update.compression import NoCompression, ans
 from weight_update.encodings import dense
 
@@ -213,8 +213,7 @@ needs_hosts = pytest.mark.skipif(why_not() is not None, reason=f"no network name
 @needs_hosts
 @pytest.mark.slow  # it measures time
 def test_an_update_is_timed_over_a_slow_link():
-    slow, fast = (links.Plan(1.0, 1.0, 1, rate) for rate in ("20mbit", "1gbit"))
-    sent = [links.measure(plan, "dense", 1.0, 1) for plan in (slow, fast)]
+    sent = [links.measure("dense", 1.0, 1, rate=rate, turns=1) for rate in ("20mbit", "1gbit")]
     assert sent[0].seconds.median > 0.4  # 1.6 MB at 2.5 MB/s
     assert sent[1].seconds.median < sent[0].seconds.median / 2
 
@@ -344,8 +343,8 @@ def _documented(shape, *places):
     new = old.clone()
     for place in places:
         new[place] = 1.0
-    update = Update("", {"w": old}, {"w": new.float()})
-    return [documented_bytes(update, delta, NoCompression()) for delta in (True, False)]
+    changed = {"w": new.float()}
+    return [documented_bytes({"w": old}, changed, delta, NoCompression()) for delta in (True, False)]
 
 
 def test_rlinf_bytes_by_hand():
@@ -372,6 +371,25 @@ def test_options_of_every_benchmark(name):
     pytest.importorskip("zstandard")
     with pytest.raises(SystemExit, match=r"^0$"):
         main([name, "--help"])
+
+
+def test_options_have_a_value_by_default_and_one_with_quick():
+    known = Options("x", None, "a little")
+    known.add("--sizes", (1.0, 100.0), quick=(1.0,))
+    known.add("--turns", 9)
+    known.add_choice("--only", "only", ("a", "b", "c"), quick=("c",))
+    for arguments, expected in (
+        ([], ((1.0, 100.0), 9, ("a", "b", "c"))),
+        (["--quick"], ((1.0,), 9, ("c",))),
+        (["--quick", "--sizes", "0.5,2", "--turns", "3"], ((0.5, 2.0), 3, ("c",))),
+        (["--only", "b", "--only", "a"], ((1.0, 100.0), 9, ["b", "a"])),
+    ):
+        found = known.parse(arguments)
+        assert (found.sizes, found.turns, found.only) == expected
+        assert found.beside
+    assert not known.parse(["--figures", "x.json"]).beside
+    with pytest.raises(SystemExit, match=r"^2$"):
+        known.parse(["--sizes", "many"])
 
 
 def test_a_wrong_verdict_is_found():
@@ -405,14 +423,20 @@ def test_without_a_gpu_its_benchmark_says_so():
     assert done.stdout == ""
 
 
+def _gpu_options(*arguments):
+    known = Options("gpu", gpu.__doc__, gpu.QUICK)
+    gpu.add_options(known)
+    return known.parse(arguments)
+
+
 def test_what_the_benchmark_of_a_gpu_measures():
-    whole = gpu.plan(None, False, ("none", "nvcomp_lz4"))
+    whole = gpu.plan(_gpu_options().megabytes, False, ("none", "nvcomp_lz4"))
     assert (whole.megabytes, whole.fractions) == (500.0, (0.0001, 0.01, 0.05, 0.2))
     assert len(set(whole.variants)) == 2 * (2 + 2)
     assert {one.transport_device for one in whole.variants if one.compression != "none"} == {"cuda"}
-    quick = gpu.plan(None, True, ("none",))
+    quick = gpu.plan(_gpu_options("--quick").megabytes, True, ("none",))
     assert (quick.megabytes, quick.fractions, len(quick.variants)) == (20.0, (0.01,), 4)
-    assert gpu.plan(7.0, True, ("none",)).megabytes == 7.0
+    assert _gpu_options("--quick", "--megabytes", "7").megabytes == 7.0
 
 
 @pytest.mark.slow
