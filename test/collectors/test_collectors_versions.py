@@ -87,6 +87,23 @@ def test_replay_buffer_holds_versions(extend_buffer, made):
     assert stored["policy_version"].max() > 1
 
 
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_a_replay_buffer_that_was_filled_without_versions(cls, made):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(200), batch_size=10, shared=True)
+    buffer.extend(Env().rollout(5).reshape(-1))
+    options = {"frames_per_batch": 20, "total_frames": 40, "replay_buffer": buffer, "extend_buffer": True}
+    with pytest.raises(RuntimeError, match=r"without the required \('next', 'policy_version'\) field"):
+        cls([Env], make_policy(), track_policy_version=True, **options, **OPTIONS)
+    collector = made(cls, [Env], fill(make_policy(), 3), **options, **OPTIONS)
+    for _ in collector:
+        pass
+    stored = buffer[:]
+    assert len(stored) >= 5 + 40
+    assert (stored["action"][5:] == 3).all()
+    assert stored.get("policy_version", None) is None
+    assert collector.update_policy_weights_(make_policy()).version == collector.policy_version == 1
+
+
 def test_policy_factory_and_user_named_versions(made):
     collector = made(
         MultiSyncCollector,
