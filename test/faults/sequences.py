@@ -1,7 +1,7 @@
 """Random sequences of the operations of a scheme: ``python test/faults/sequences.py SCHEME SEED ...``.
 
-The seed chooses the operations. The program prints each of them, and fails if a promise was broken. It takes one seed
-of ``rpc``: a process cannot enter a second RPC world.
+The seed chooses the operations. The program prints each of them, and fails if a promise was broken. It takes
+one seed of ``rpc``: a process cannot enter a second RPC world.
 """
 
 from __future__ import annotations
