@@ -38,8 +38,8 @@ def train(options: argparse.Namespace, workers: int) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            report = scheme.send()  # returns when all workers compute with the new weights
-        print(f"trainer: {report}", flush=True)
+            scheme.send()  # returns when all workers compute with the new weights
+        print(f"trainer: {scheme.last_report}", flush=True)
         print(f"trainer: the workers have {scheme.worker_versions}", flush=True)
 
 

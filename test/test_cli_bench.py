@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import multiprocessing
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from weight_update.cli.measuring.rounds import ENCODINGS, Case, Plan, Results, _
 from weight_update.cli.measuring.workers import ProcessWorker
 from weight_update.errors import WorkerError
 from weight_update.report import SyncReport
+from weight_update.testing.processes import wait_until
 
 
 def bench(*arguments: str | Path, **options: Any) -> tuple[int, dict[str, Any], str]:
@@ -188,6 +193,18 @@ if __name__ == "__main__":
     assert done.returncode == 1
     assert not found["good"]
     assert all(re.search(r"worker [01]: the other end is gone", row["problem"]) for row in found["updates"])
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_workers_start_shows_no_traceback() -> None:
+    words = [sys.executable, "-m", "weight_update", "bench", "--size", "1", "--scheme", "shared"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as benching:
+        children = Path(f"/proc/{benching.pid}/task/{benching.pid}/children")
+        wait_until(lambda: len(children.read_text().split()) == 3, 120.0)  # two workers and a tracker
+        os.killpg(benching.pid, signal.SIGINT)
+        assert benching.stderr is not None
+        assert benching.stderr.read() == "\nAborted!\n"
+        assert benching.wait(60) == 1
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from fractions import Fraction
 
 import pytest
 import torch
@@ -179,3 +180,19 @@ def test_quantized_bases_are_refused() -> None:
     }
     with pytest.raises(ConversionError, match=r"x: a base of torch\.int8"):
         convert(merge_lora(1.0), weights.items())
+
+
+@pytest.mark.parametrize("scaling", [float("nan"), {"default": float("inf")}])
+def test_a_scaling_that_would_destroy_the_weights_is_refused(scaling: object) -> None:
+    with pytest.raises(ValueError, match="scaling= is alpha / r"):
+        merge_lora(scaling)  # type: ignore[arg-type]
+
+
+def test_a_fraction_is_a_scaling() -> None:
+    weights = {
+        "x.base_layer.weight": numbers(4, 4),
+        "x.lora_A.d.weight": numbers(2, 4),
+        "x.lora_B.d.weight": numbers(4, 2),
+    }
+    halved = convert(merge_lora(Fraction(1, 2)), weights.items())  # type: ignore[arg-type]
+    assert torch.equal(halved["x.weight"], convert(merge_lora(0.5), weights.items())["x.weight"])

@@ -60,6 +60,10 @@ def test_gate_up(rows: int, tail: list[int], dtype: torch.dtype) -> None:
     same(dict(zip("gu", split_gate_up(fused), strict=True)), {"g": gate, "u": up})
 
 
+def test_gate_and_up_without_rows() -> None:
+    assert [list(part.shape) for part in split_gate_up(torch.zeros(0, 3))] == [[0, 3], [0, 3]]
+
+
 def test_the_fused_model_computes_the_same() -> None:
     x = numbers(5, HIDDEN, dtype=torch.float64)
     q, k, v = (numbers(rows, HIDDEN, dtype=torch.float64) for rows in (HEADS * 3, GROUPS * 3, GROUPS * 3 + 0))

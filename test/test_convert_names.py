@@ -93,3 +93,5 @@ def test_wrong_arguments() -> None:
         cast(torch.int8)
     with pytest.raises(ValueError, match="only= takes a list of prefixes"):
         cast(torch.bfloat16, only="body")
+    with pytest.raises(ValueError, match="rename takes a dict"):
+        rename(("wq", "wk"))  # type: ignore[arg-type] - one pair; each text would be taken for a pair

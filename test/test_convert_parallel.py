@@ -93,6 +93,12 @@ def test_shapes_that_do_not_divide() -> None:
         Sharded(1).join([torch.zeros(3)])
     with pytest.raises(ValueError, match=r"3 ranks do not divide dimension 0 of \[8, 2\]"):
         Sharded(0).split(torch.zeros(8, 2), 3)
+    with pytest.raises(ValueError, match="does not divide"):
+        Sharded(-3).join([torch.zeros(4, 2)])
+
+
+def test_every_rank_gets_a_shard_of_a_weight_without_rows() -> None:
+    assert [list(shard.shape) for shard in Sharded(0).split(torch.zeros(0, 4), 3)] == [[0, 4]] * 3
 
 
 Task = Callable[[int, int], Any]

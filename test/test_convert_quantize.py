@@ -196,3 +196,20 @@ def test_scales_of_other_blocks_are_refused() -> None:
     assert dequantize(weight, scale, block=(128, 128)).shape == (256, 128)
     with pytest.raises(ConversionError, match=r"\[4, 2\] scales, not \[2, 1\]"):
         dequantize(weight, scale, block=(64, 64))
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 1, 1)])
+def test_scales_that_would_be_spread_over_columns_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConversionError, match=r"\[4, 4\] in blocks of None has \[4, 1\] scales"):
+        dequantize(torch.zeros(4, 4, dtype=torch.int8), torch.ones(shape))
+
+
+def test_a_block_larger_than_the_weight_costs_no_more_memory() -> None:
+    weight, block = torch.randn(3, 5), (10**9, 10**9)
+    quantized, scale = (value for _, value in quantize_fp8_blocks(block)(iter([("x.weight", weight)])))
+    _, whole = (value for _, value in quantize_fp8()(iter([("x.weight", weight)])))
+    assert scale.tolist() == [whole.tolist()]
+    back = dequantize(quantized, scale, block=block)
+    torch.testing.assert_close(back, weight, atol=0.1, rtol=0.1)
+    with pytest.raises(ValueError, match="block= is rows and columns"):
+        dequantize(quantized, scale, block=(0, 1))

@@ -113,13 +113,13 @@ def test_standalone(scheme: str, quick_spawn: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["dense", "patch"])
-def test_distributed(encoding: str) -> None:
+@pytest.mark.parametrize(("encoding", "updates"), [("dense", 20), ("patch", 20), ("dense", 0)])
+def test_distributed(encoding: str, updates: int) -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "3", str(ROOT / "examples/distributed.py")]
-    done = run_python(*command, "--updates", "20", "--encoding", encoding)
+    done = run_python(*command, "--updates", str(updates), "--encoding", encoding)
     assert done.returncode == 0, done.stderr
-    assert "trainer: the workers have {0: 20, 1: 20}" in done.stdout
-    assert sorted(re.findall(r"worker (\d): version 20", done.stdout)) == ["0", "1"]
+    assert f"trainer: the workers have {{0: {updates}, 1: {updates}}}" in done.stdout
+    assert sorted(re.findall(rf"worker (\d): version {updates} ", done.stdout)) == ["0", "1"]
     assert "Traceback" not in done.stderr
     assert "[W" not in done.stderr, "no warnings from the C++ side at the end"
 

@@ -232,6 +232,30 @@ def test_an_observer_that_raises(
     assert "cannot count version 1" in caplog.text
 
 
+def test_an_observer_that_raises_each_time_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sender_observers._log, "_periods", {})
+    observers = Observers()
+
+    class Broken:
+        def __call__(self, event: Any) -> None:
+            raise ArithmeticError(f"cannot count {event}")
+
+    def refuse(event: Any) -> None:
+        raise LookupError(f"cannot find {event}")
+
+    observers.add(Broken())
+    observers.add(refuse)
+    for worker in range(5):
+        observers.tell(WorkerEvent("joined", worker))
+    observers.close()
+    texts = [record.getMessage().rpartition(".")[2] for record in caplog.records]
+    assert texts == ["Broken", "refuse"]
+    assert "cannot count worker 0" in caplog.text
+    assert "cannot find worker 0" in caplog.text
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trace_of_two_workers(kind: type[WeightSyncScheme], running: Any, tmp_path: Path) -> None:
     scheme, told, began = kind(), Told(), time.time()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import logging
+import os
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +115,27 @@ def test_csv_refuses_other_columns(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mine\.csv has other columns.*step.*choose another path"):
         CsvObserver(path)
     assert path.read_text() == "step,loss\n1,2\n"
+
+
+def test_csv_ends_a_row_that_a_full_disk_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "updates.csv"
+    with CsvObserver(path) as observer:
+        observer(report_of(1))
+    path.write_bytes(path.read_bytes()[:-7])
+    for version in (2, 3):
+        with CsvObserver(path) as observer:
+            observer(report_of(version))
+    assert [row["version"] for row in rows_of(path)] == ["1", "2", "3"]
+    assert [row["failures"] for row in rows_of(path)][1:] == ["0", "0"]
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\0abc", b"x" * 200_000], ids=["binary", "one long line"])
+def test_csv_refuses_files_that_are_no_csv(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "mine"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"mine has other columns.*choose another path"):
+        CsvObserver(path)
+    assert path.read_bytes() == content
 
 
 # -- trace -----------------------------------------------------------------------------------------
@@ -279,6 +302,32 @@ def test_files_are_closed(tmp_path: Path, make: Callable[[Path], ChromeTraceObse
     observer.close()
     with pytest.raises(ValueError, match="closed file"):
         observer(report_of(1))
+
+
+@pytest.mark.parametrize("make", [ChromeTraceObserver, CsvObserver])
+def test_a_pipe_is_refused_at_once(
+    tmp_path: Path, make: Callable[[Path], ChromeTraceObserver | CsvObserver]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refused: list[str] = []
+
+    def start() -> None:
+        with pytest.raises(OSError, match="pipe") as error:
+            make(tmp_path / "pipe")
+        refused.append(str(error.value))
+
+    starting = threading.Thread(target=start, daemon=True)
+    starting.start()
+    starting.join(10.0)
+    (text,) = refused
+    assert "give path= a file" in text
+
+
+def test_csv_does_not_read_a_device_that_never_ends() -> None:
+    starting = threading.Thread(target=lambda: CsvObserver("/dev/zero").close(), daemon=True)
+    starting.start()
+    starting.join(10.0)
+    assert not starting.is_alive()
 
 
 # -- TorchRL ---------------------------------------------------------------------------------------

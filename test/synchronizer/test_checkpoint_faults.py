@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import signal
 import tempfile
 import threading
@@ -196,6 +197,18 @@ def test_a_full_disk(small_mount: Path) -> None:
     assert check_versions(small_mount, {0}) == 0
     store.publish(1, weights(1), step=1)
     assert check_versions(small_mount, {1}) == 1
+
+
+def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(NotEnoughSpaceError, match=r"2\.0 MB .*files may not be that large.*ulimit -f"):
+            store.publish(1, {"big": torch.zeros(500_000)}, step=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert visible(tmp_path) == []
 
 
 def test_a_disk_that_fills_up_exactly(small_mount: Path) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from checkpoint_parts import in_child, visible
 from sync_parts import Waiting, connected, exchange, model_at, synchronizer, wait_until
 from torch import nn
 
@@ -33,6 +36,7 @@ from weight_update.synchronizer import CheckpointStore, memory
 from weight_update.synchronizer.direct import DirectService
 from weight_update.synchronizer.plan import SyncPlan
 from weight_update.synchronizer.ray_actor import RayHost
+from weight_update.synchronizer.sessions import VersionFile
 from weight_update.synchronizer.transfer import Publisher, key_of
 
 EVERY = list(SyncMethod)
@@ -311,6 +315,18 @@ def test_a_version_file_with_rubbish_is_ignored(
     with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
         assert where.service.status()["version"] is None
     assert "cannot be read and is ignored" in caplog.text
+
+
+def test_a_killed_synchronizer_leaves_no_part_of_its_version_file(tmp_path: Path) -> None:
+    def write_and_die() -> None:
+        with patch.object(Path, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+            VersionFile(tmp_path).keep(1, 10)
+
+    (tmp_path / "synchronizer.log.1").touch()
+    assert in_child(write_and_die) == -signal.SIGKILL
+    assert len(visible(tmp_path)) == 2
+    assert VersionFile(tmp_path).read() is None
+    assert visible(tmp_path) == ["synchronizer.log.1"]
 
 
 def test_an_explorer_that_says_hello_again_keeps_its_id() -> None:

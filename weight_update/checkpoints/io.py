@@ -65,18 +65,19 @@ def write_beside(part: Path, path: Path, data: Sequence[memoryview]) -> str:
 
 @contextlib.contextmanager
 def naming_free_space(directory: Path, needed: int) -> Iterator[None]:
-    """Raise NotEnoughSpaceError, with the bytes ``needed``, if the disk or a quota is full."""
+    """Raise NotEnoughSpaceError, with the bytes ``needed``, if the disk is full or a limit is reached."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        reasons = {errno.ENOSPC: "", errno.EDQUOT: " and a quota is used up"}
+        reasons[errno.EFBIG] = ", but files may not be that large (ulimit -f, or the file system)"
+        if error.errno not in reasons:
             raise
         stats = os.statvfs(directory)
         free = stats.f_bavail * stats.f_frsize
-        quota = " and a quota is used up" if error.errno == errno.EDQUOT else ""
         message = (
             f"a checkpoint of {needed / 1e6:.1f} MB ({needed} bytes) is needed, "
-            f"{free / 1e6:.1f} MB ({free} bytes) are free{quota}; "
+            f"{free / 1e6:.1f} MB ({free} bytes) are free{reasons[error.errno]}; "
             "free some space, keep fewer versions, or use another directory"
         )
         raise NotEnoughSpaceError(error.errno, message, str(directory)) from None

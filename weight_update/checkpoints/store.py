@@ -88,8 +88,8 @@ class CheckpointStore:
 
         Raises:
             LifecycleError: another store object has published since this one did.
-            NotEnoughSpaceError: the disk is full. As after every error, the version does not exist, its bytes
-                are free again and older versions stay.
+            NotEnoughSpaceError: the disk is full, or files may not be that large. As after every error, the
+                version does not exist, its bytes are free again and older versions stay.
             OSError: the files could not be written.
             UnsupportedSourceError: ``weights`` is no dict; a tensor is sparse, quantized, of an unknown dtype
                 or on the meta device; or extra state is of other types than None, bool, int, float, str,

@@ -16,6 +16,8 @@ def main() -> None:
     """Run the command that ``sys.argv`` names, and end the process with its exit status."""
     try:
         from weight_update.cli.commands import weight_update
+    except KeyboardInterrupt:
+        sys.exit("Aborted!")  # as the commands say it
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if package not in _PACKAGES:

@@ -60,10 +60,12 @@ def stream(items: Iterable[Item], rule: Rule, finish: Callable[[], Iterable[Item
 def compiled_pairs(pairs: Any, fits: Callable[[Any], bool]) -> list[tuple[re.Pattern[str], Any]] | None:
     """Compile the patterns in pairs of pattern and value; None if these are no pairs or a value is unfit."""
     try:
+        pairs = list(pairs)
         compiled = [(re.compile(pattern), value) for pattern, value in pairs]
     except (TypeError, ValueError):
         return None
-    return compiled if all(fits(value) for _, value in compiled) else None
+    texts = any(isinstance(pair, str) for pair in pairs)  # two letters look like a pair
+    return compiled if not texts and all(fits(value) for _, value in compiled) else None
 
 
 def check_only(only: Only | None) -> None:

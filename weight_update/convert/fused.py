@@ -67,7 +67,7 @@ def split_gate_up(fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if fused.dim() == 0 or fused.shape[0] % 2:
         raise ValueError(f"gate and up do not divide the shape {list(fused.shape)}")
-    gate, up = torch.split(fused, fused.shape[0] // 2)
+    gate, up = torch.tensor_split(fused, 2)
     return gate, up
 
 

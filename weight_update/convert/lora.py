@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -41,8 +43,8 @@ def merge_lora(
     adapter of ``scaling`` belongs to no weight, if shapes do not fit, and for variants that it cannot merge:
     DoRA, biases of ``lora_B``, and convolutions.
     """
-    factors = scaling.values() if isinstance(scaling, Mapping) else [scaling]
-    if not all(isinstance(factor, numbers.Real) for factor in factors):
+    factors: Iterable[Any] = scaling.values() if isinstance(scaling, Mapping) else [scaling]
+    if not all(isinstance(factor, numbers.Real) and math.isfinite(factor) for factor in factors):
         raise ValueError(f"scaling= is alpha / r, or a dict of that by adapter, not {scaling!r}")
     return functools.partial(_merge, scaling, fan_in_fan_out, prefix)
 
@@ -136,7 +138,7 @@ class _Merger:
                     f"is fan_in_fan_out={self._fan_in_fan_out} right?"
                 )
             scales = self._scaling
-            total.add_(delta, alpha=scales[adapter] if isinstance(scales, Mapping) else scales)
+            total.add_(delta, alpha=float(scales[adapter] if isinstance(scales, Mapping) else scales))
         return total.to(base.dtype)
 
     def _delta(self, where: str, factors: Mapping[str, torch.Tensor], wide: torch.dtype) -> torch.Tensor:

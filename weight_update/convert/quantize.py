@@ -66,9 +66,7 @@ def quantize_fp8_blocks(block: tuple[int, int] = (128, 128), only: Only | None =
     Raises:
         ValueError: ``block`` is not two positive numbers.
     """
-    sizes = isinstance(block, tuple) and all(isinstance(size, int) and size > 0 for size in block)
-    if not sizes or len(block) != 2:
-        raise ValueError(f"block= is rows and columns, each at least 1, such as (128, 128), not {block!r}")
+    _check_block(block)
     return _converter(functools.partial(_fp8_blocks, block), "_scale_inv", only)
 
 
@@ -88,18 +86,30 @@ def dequantize(
         dtype: dtype of the result; the product is computed in float32.
 
     Raises:
-        ConversionError: there are not as many scales as blocks.
+        ConversionError: there are not as many scales as blocks; or, without ``block``, neither one scale nor
+            one for each row, of shape ``(rows, 1)``.
+        ValueError: ``block`` is not two positive numbers.
     """
+    if block is None:
+        fits, expected = scale.numel() == 1, [*weight.shape[:-1], 1]
+    else:
+        _check_block(block)
+        fits, expected = False, [-(-size // step) for size, step in zip(weight.shape, block, strict=True)]
+    if not fits and list(scale.shape) != expected:
+        raise ConversionError(
+            f"a weight of {list(weight.shape)} in blocks of {block} has {expected} scales, not "
+            f"{list(scale.shape)}; give the block= that it was quantized with"
+        )
     if block is not None:
-        expected = [-(-weight.shape[0] // block[0]), -(-weight.shape[1] // block[1])]
-        if list(scale.shape) != expected:
-            raise ConversionError(
-                f"a weight of {list(weight.shape)} in blocks of {block} has {expected} scales, not "
-                f"{list(scale.shape)}; give the block= that it was quantized with"
-            )
-        scale = scale.repeat_interleave(block[0], 0)[: weight.shape[0]]
-        scale = scale.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+        for dim, size in enumerate(weight.shape):
+            scale = scale.repeat_interleave(min(block[dim], size), dim).narrow(dim, 0, size)
     return (weight.float() * scale).to(dtype)
+
+
+def _check_block(block: tuple[int, int]) -> None:
+    sizes = isinstance(block, tuple) and all(isinstance(size, int) and size > 0 for size in block)
+    if not sizes or len(block) != 2:
+        raise ValueError(f"block= is rows and columns, each at least 1, such as (128, 128), not {block!r}")
 
 
 def _converter(quantize: _Quantize, suffix: str, only: Only | None) -> Converter:
@@ -150,7 +160,8 @@ def _fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fp8_blocks(block: tuple[int, int], weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    (rows, columns), (high, wide) = weight.shape, block
+    rows, columns = weight.shape
+    high, wide = min(block[0], rows), min(block[1], columns)  # without padding that only costs memory
     padded = functional.pad(weight, (0, -columns % wide, 0, -rows % high))
     # (down, high, across, wide)
     tiles = torch.unflatten(torch.unflatten(padded, 1, (-1, wide)), 0, (-1, high))

@@ -52,11 +52,11 @@ class Sharded:
         parts = self._cut(whole)
         if any(part.shape[self.dim] % ranks for part in parts):
             raise ValueError(f"{ranks} ranks do not divide dimension {self.dim} of {list(whole.shape)}")
-        shares = [torch.split(part, part.shape[self.dim] // ranks, self.dim) for part in parts]
+        shares = [torch.tensor_split(part, ranks, self.dim) for part in parts]
         return [torch.cat(shard, self.dim) for shard in zip(*shares, strict=True)]
 
     def _cut(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if tensor.dim() <= self.dim or tensor.shape[self.dim] % sum(self.parts):
+        if not -tensor.dim() <= self.dim < tensor.dim() or tensor.shape[self.dim] % sum(self.parts):
             raise ValueError(f"{self} does not divide the shape {list(tensor.shape)}")
         unit = tensor.shape[self.dim] // sum(self.parts)
         return torch.split(tensor, [size * unit for size in self.parts], self.dim)

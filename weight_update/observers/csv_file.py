@@ -16,6 +16,7 @@ COLUMNS = (
     *STAGES,
     *("slowest_apply", "longest_stall", "workers", "failures"),
 )
+_LONGEST_HEADER = 1000  # characters of a first line that are read
 
 
 class CsvObserver(AbstractContextManager["CsvObserver"]):
@@ -35,17 +36,23 @@ class CsvObserver(AbstractContextManager["CsvObserver"]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = open_file(path, "a+", newline="", encoding="utf-8")
-        with undo_on_error(self._file.close):
-            self._file.seek(0)
-            header = next(csv.reader(self._file), None)
-            if header not in (None, list(COLUMNS)):
-                raise ValueError(
-                    f"{path} has other columns: {header}; remove the file, or choose another path"
-                )
+        self._file = open_file(path, "a+", newline="", encoding="utf-8", errors="replace")
         self._rows = csv.writer(self._file)
-        if header is None:
-            self._write(*COLUMNS)
+        with undo_on_error(self._file.close):
+            if size := os.fstat(self._file.fileno()).st_size:
+                self._check_header()
+                if os.pread(self._file.fileno(), 1, size - 1) != b"\n":  # a full disk cut the last row off
+                    self._rows.writerow(())
+            else:
+                self._write(*COLUMNS)
+
+    def _check_header(self) -> None:
+        self._file.seek(0)
+        header = next(csv.reader([self._file.readline(_LONGEST_HEADER)]))
+        if header != list(COLUMNS):
+            raise ValueError(
+                f"{self._file.name} has other columns: {header}; remove the file, or choose another path"
+            )
 
     def __call__(self, news: Event) -> None:
         """Append a row for an update."""

@@ -7,16 +7,23 @@ from typing import IO, Any
 
 
 def open_file(path: str | os.PathLike[str], mode: str, **options: Any) -> IO[Any]:
-    """Open the file of the argument ``path`` as ``open()`` does.
+    """Open the file of the argument ``path`` as ``open()`` does, without waiting for the reader of a pipe.
 
     Raises:
-        OSError: the file cannot be opened; the message names the fix.
+        OSError: the file cannot be opened, or is a pipe; the message names the fix.
     """
+    where = os.fspath(path)
     try:
-        return open(path, mode, **options)
+        file = open(where, mode, opener=_open_at_once, **options)  # noqa: SIM115 - the observer closes it
+        file.tell()  # pipes and terminals fail
     except OSError as error:
         raise OSError(
             error.errno,
-            f"cannot write path={os.fspath(path)!r} ({error.strerror}); give path= a file in a directory "
-            "that exists and that this process may write to",
+            f"cannot write path={where!r} ({error.strerror or error}); give path= a file in a "
+            "directory that exists and that this process may write to, not a pipe",
         ) from None
+    return file
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)

@@ -61,7 +61,8 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"cannot serve metrics at {addr}:{port} ({error.strerror}); port=0 takes a free port",
+                f"cannot serve metrics at {addr}:{port} ({error.strerror}); port=0 takes a free port, "
+                "and addr= is an address of this machine",
             ) from error
         self._server.RequestHandlerClass = _with_timeout(self._server.RequestHandlerClass)
         self.port: int = int(self._server.server_port)

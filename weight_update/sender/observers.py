@@ -17,7 +17,7 @@ from weight_update.report import Event, Observer, PolicyLag, SyncReport, WorkerE
 from weight_update.threads import start_thread
 from weight_update.transports.rate_limit import RateLimitedLog
 
-_log = RateLimitedLog(logging.getLogger(__name__))
+_log = RateLimitedLog(logging.getLogger(__name__), burst=1)  # an observer may fail at each event
 _END_SECONDS = 5.0
 _MOST_WAITING = 10_000  # updates and events, while a function blocks
 
@@ -142,4 +142,6 @@ class Observers:
             try:
                 function(event)
             except BaseException:  # noqa: BLE001 - observers never break updates; sys.exit() would end the thread
-                _log.warning("an observer raised an error", exc_info=True)
+                called = getattr(function, "func", function)
+                name = getattr(called, "__qualname__", type(called).__qualname__)
+                _log.warning(f"an observer raised an error: {name}", exc_info=True)

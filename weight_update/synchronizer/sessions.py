@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from weight_update.checkpoints.io import read_regular
+from weight_update.checkpoints.io import PART, read_regular
 from weight_update.errors import LifecycleError
 from weight_update.report import WorkerEvent
 from weight_update.sender.observers import Observers
@@ -337,6 +338,9 @@ class VersionFile:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._path = Path(directory) / "synchronizer.json"
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for left in self._path.parent.glob(f"{self._path.name}.*{PART}"):  # of a process killed in _write()
+            with contextlib.suppress(OSError):
+                left.unlink()
         self._writing = threading.Lock()
         self._kept = -1  # version in the file, or on its way there
 
@@ -364,7 +368,7 @@ class VersionFile:
 
     def _write(self, version: int, step: int) -> None:
         """Replace the file; a full disk is logged, and the run goes on without."""
-        beside = self._path.with_suffix(f".{os.getpid()}")
+        beside = self._path.with_suffix(f".json.{os.getpid()}{PART}")
         try:
             beside.unlink(missing_ok=True)
             with beside.open("x") as file:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -81,6 +83,22 @@ class Worker:
         raise NotImplementedError
 
 
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Defer Ctrl-C to the end of the block. Processes that are started in the block ignore it."""
+    resource_tracker.ensure_running()  # it changes the mask when it starts
+    noted: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # of the processes, too
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if noted:
+            signal.raise_signal(signal.SIGINT)
+
+
 class ProcessWorker(Worker):
     """A worker in a spawned process."""
 
@@ -91,7 +109,8 @@ class ProcessWorker(Worker):
         self._posted = self._answered = 0  # numbers of calls; 0 is the start
         args = (theirs, index, schemes, source)
         self._process = context.Process(target=_serve, args=args, daemon=True)
-        self._process.start()
+        with _interrupts_deferred():  # the parent ends its workers
+            self._process.start()
         theirs.close()  # so that the end of the process is noticed
 
     def post(self, command: str, *args: Any) -> None:
