@@ -1,15 +1,21 @@
-"""The collector of one process for language models."""
+"""The collector of one process for language models.
+
+The other public names that TorchRL has in a module of this name are here, too.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torchrl.collectors.llm
+from torchrl.collectors.llm import RayLLMCollector, vLLMUpdater, vLLMUpdaterV2
 from torchrl.envs import AsyncEnvPool
 
 from collectors.single import Collector
 from collectors.versions import FrameVersion, writes_version
 from weight_update import WeightSyncScheme
+
+__all__ = ["LLMCollector", "RayLLMCollector", "vLLMUpdater", "vLLMUpdaterV2"]
 
 
 class _WithSchemes(Collector):

@@ -15,6 +15,7 @@ from torchrl.modules import RandomPolicy
 
 import collectors
 import collectors.distributed
+import collectors.llm
 from collectors import (
     Collector,
     DistributedCollector,
@@ -121,6 +122,7 @@ def test_the_warning_names_the_replacement(name):
 
 
 def test_the_import_paths_of_torchrl():
+    from torchrl.collectors import llm
     from torchrl.collectors import weight_update as theirs
 
     ours = collectors.weight_update
@@ -132,6 +134,7 @@ def test_the_import_paths_of_torchrl():
     assert collectors.distributed.RPCWeightUpdater is RPCWeightUpdater
     assert collectors.distributed.DistributedWeightUpdater is DistributedWeightUpdater
     assert set(torchrl.collectors.distributed.__all__) <= set(collectors.distributed.__all__)
+    assert set(llm.__all__) <= set(collectors.llm.__all__)
 
 
 @SILENT
