@@ -74,6 +74,11 @@ def test_log_takes_logger_and_level(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_log_takes_no_name_of_a_level() -> None:
+    with pytest.raises(TypeError, match=r"level= is a number such as logging.INFO, not 'INFO'"):
+        LogObserver(level="INFO")  # type: ignore[arg-type]
+
+
 # -- CSV -------------------------------------------------------------------------------------------
 
 

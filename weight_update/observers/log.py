@@ -16,9 +16,14 @@ class LogObserver:
     Args:
         logger: destination; None takes the logger ``"weight_update"``.
         level: level of updates, and of workers that join, leave or are sent all weights.
+
+    Raises:
+        TypeError: ``level`` is not a number.
     """
 
     def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
+        if not isinstance(level, int):
+            raise TypeError(f"level= is a number such as logging.INFO, not {level!r}")
         self._logger, self._level = logger or logging.getLogger("weight_update"), level
 
     def __call__(self, news: Event) -> None:
