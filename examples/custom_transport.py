@@ -223,7 +223,7 @@ class PipeScheme(WeightSyncScheme):
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         links = super().open_sender(workers, ctx)
-        listener = PipeListener(self.token, links, self.newcomers())
+        listener = PipeListener(self.token, links, self.late_joiner_links())
         self.listener, self.address = listener, listener.address  # the address travels with the scheme
         return links
 

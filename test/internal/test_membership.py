@@ -172,7 +172,7 @@ def test_a_late_joiner_admitted_during_shutdown(monkeypatch: pytest.MonkeyPatch)
     """Its connection is closed like all others; no worker is admitted afterwards."""
     scheme = SharedMemWeightSyncScheme()
     scheme.init_on_sender(model=mlp(1), num_workers=1)
-    admit, sender = scheme.newcomers(), scheme._sender
+    admit, sender = scheme.late_joiner_links(), scheme._sender
     assert isinstance(sender, Sender)
     late: list[SharedMemTransport] = []
     monkeypatch.setattr(sender, "_recall", lambda: late.append(admit(5)))

@@ -38,7 +38,7 @@ _ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
 
 End = Literal["sender", "receiver"]
 Admit = Callable[[int], Any]
-"""Function of a worker index that returns the link for a late joiner; see ``WeightSyncScheme.newcomers``."""
+"""Function of an index that returns a late joiner's link; see ``WeightSyncScheme.late_joiner_links``."""
 
 
 class WeightSyncScheme(SchemeUpdates):
@@ -154,9 +154,9 @@ class WeightSyncScheme(SchemeUpdates):
         """Return the sender's end of the link to each worker. The default calls :meth:`create_transport`.
 
         Override it where links share something, such as a :class:`~weight_update.JoinListener`: assign the
-        listener to :attr:`listener`. It asks :meth:`newcomers` for links of workers beyond ``workers``. Store
-        the address that workers need to find the sender in an attribute of the scheme, which is pickled with
-        it.
+        listener to :attr:`listener`. It gets links of workers beyond ``workers`` from
+        :meth:`late_joiner_links`. Store the address that workers need to find the sender in an attribute of
+        the scheme, which is pickled with it.
 
         Args:
             workers: indices of the workers.
@@ -194,7 +194,7 @@ class WeightSyncScheme(SchemeUpdates):
             )
         return made
 
-    def newcomers(self) -> Admit:
+    def late_joiner_links(self) -> Admit:
         """Return the function that a listener asks for the link of a worker that joins late.
 
         The function takes the worker's index, and raises :class:`~weight_update.JoinRefusedError` if that

@@ -70,7 +70,7 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
     """
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
-        self.listener = _listeners[self.token] = _Listener(workers, self.newcomers())
+        self.listener = _listeners[self.token] = _Listener(workers, self.late_joiner_links())
         return super().open_sender(workers, ctx)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:

@@ -122,7 +122,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
             return super().open_sender(workers, ctx)
         links: dict[int, Any] = {idx: self._transport_of(idx, "sender") for idx in workers}
         host = self.host_name() or this_host()
-        self.listener = RayListener(self._rendezvous, host, self.token, links, self.newcomers())
+        self.listener = RayListener(self._rendezvous, host, self.token, links, self.late_joiner_links())
         return links
 
     def announce(self, where: Whereabouts) -> None:

@@ -122,7 +122,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         self.port = store.port
         host = self.host_name() or this_host()
         with undo_on_error(store.close):
-            listener = DistributedListener(store, host, self.token, links, self.newcomers())
+            listener = DistributedListener(store, host, self.token, links, self.late_joiner_links())
         with undo_on_error(listener.close):
             self.announce(Whereabouts(self.address, self.port, self.token))
         self.listener = listener

@@ -84,7 +84,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
         if self.slot_device is not None:
             self.slot_device = str(cuda_device(self.slot_device))  # other threads have other current devices
         links: dict[int, Any] = super().open_sender(workers, ctx)
-        listener = SharedMemListener(self.token, links, self.newcomers())
+        listener = SharedMemListener(self.token, links, self.late_joiner_links())
         self.listener, self.address = listener, listener.address
         return links
 

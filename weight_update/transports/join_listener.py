@@ -32,7 +32,8 @@ class JoinListener(ABC, Generic[_L]):
         token: secret that workers must know.
         links: the sender's end for each worker index.
         late_joiners: returns the link for a worker index without one, or raises
-            :class:`~weight_update.JoinRefusedError`; see :meth:`~weight_update.WeightSyncScheme.newcomers`.
+            :class:`~weight_update.JoinRefusedError`; see
+            :meth:`~weight_update.WeightSyncScheme.late_joiner_links`.
 
     Attributes:
         refusals: reasons of the last refused join requests.
