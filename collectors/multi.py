@@ -27,7 +27,15 @@ from collectors.requests import Request, find_model, real, require_one_each, req
 from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta
 from collectors.updating import WithWorkers
-from collectors.versions import KEY, FrameVersion, VersionSource, policy_scheme, stamp, writes_version
+from collectors.versions import (
+    KEY,
+    FrameVersion,
+    VersionSource,
+    policy_scheme,
+    stamp,
+    tracking,
+    writes_version,
+)
 from collectors.weight_update import SchemeUpdater, make_updater
 from weight_update import (
     SharedMemWeightSyncScheme,
@@ -56,8 +64,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         sync: whether to make a :class:`MultiSyncCollector` or a :class:`MultiAsyncCollector`.
         collector_class: collector class of each worker; None for our :class:`~collectors.Collector`.
         track_policy_version: see :class:`~collectors.Collector`. The version on a frame is the one that
-            ``update_policy_weights_`` reported. None for True, or for False if ``replay_buffer`` already has
-            frames without a version of int64.
+            ``update_policy_weights_`` reported.
         weight_sync_schemes: schemes by model id; None for a :class:`~weight_update.SharedMemWeightSyncScheme`
             if the policy is a module. They are shut down with the collector.
         weight_updater: legacy updater, instead of schemes. One of ``collectors`` sends by a
@@ -102,7 +109,6 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             require_workers(create_env_fn, number)
         require_one_each("policy_factory", factory, create_env_fn, number)
         self._relayed: Any = None
-        self._must_track = track_policy_version is not None
         updater = make_updater(weight_updater, weight_sync_schemes, policy)
         by_scheme = isinstance(updater, SchemeUpdater)
         has_weights = isinstance(policy, nn.Module) or (by_scheme and factory)
@@ -124,7 +130,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             create_env_fn,
             policy,
             collector_class=collector_class or Collector,
-            track_policy_version=track_policy_version,
+            track_policy_version=tracking(track_policy_version, options.get("replay_buffer")),
             weight_sync_schemes=weight_sync_schemes,
             weight_updater=None if by_scheme else updater,
             **options,
@@ -174,18 +180,10 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             self._versions.restore(int(version))
 
     def _setup_multi_policy_version_tracking(self, track_policy_version: Any) -> None:
-        if track_policy_version is True or track_policy_version is None:
+        if track_policy_version is True:
             self.policy_version_tracker = None if writes_version(self.policy) else FrameVersion()
         else:
             super()._setup_multi_policy_version_tracking(track_policy_version)
-
-    def _validate_policy_version_replay_schema(self) -> None:
-        try:
-            super()._validate_policy_version_replay_schema()
-        except RuntimeError:  # frames in the buffer have no version, or one of another type
-            if self._must_track:
-                raise
-            self.policy_version_tracker = None
 
     def _add_collector_outputs_to_fake_td(self, fake_td: TensorDictBase) -> TensorDictBase:
         fake: TensorDictBase = super()._add_collector_outputs_to_fake_td(fake_td)

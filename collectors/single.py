@@ -29,6 +29,7 @@ from collectors.versions import (
     policy_scheme,
     stamp,
     stamp_outcomes,
+    tracking,
     unstamp_outcomes,
     writes_version,
 )
@@ -54,7 +55,8 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             it runs the given module itself.
         track_policy_version: whether to write the version into ``"policy_version"`` and ``("next",
             "policy_version")``, as int64 of the shape of the batch. A policy that writes that key itself is
-            left alone.
+            left alone. None means True, or False if ``replay_buffer`` already has frames without a version
+            of int64.
         weight_sync_schemes: schemes by model id. A scheme that is not initialized gets its receiver in this
             process, whatever its transport. An initialized scheme belongs to its owner and is only connected.
         weight_updater: legacy updater, instead of schemes. One of ``collectors`` sends by a
@@ -67,7 +69,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         create_env_fn: Any,
         policy: Any = None,
         *,
-        track_policy_version: Any = True,
+        track_policy_version: Any = None,
         weight_sync_schemes: dict[str, WeightSyncScheme] | None = None,
         weight_updater: Any = None,
         **options: Any,
@@ -94,7 +96,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         super().__init__(
             create_env_fn,
             policy,
-            track_policy_version=track_policy_version,
+            track_policy_version=tracking(track_policy_version, options.get("replay_buffer")),
             weight_sync_schemes=weight_sync_schemes,
             weight_updater=None if by_scheme else updater,
             **options,

@@ -83,7 +83,6 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "_running_free",
         "_setup_multi_policy_version_tracking",
         "_traj_pool",
-        "_validate_policy_version_replay_schema",
         "_weight_sync_schemes",
         "pipes",
         "policy_version_tracker",

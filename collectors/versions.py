@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensor_collection
+from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.llm.transforms import PolicyVersion
 
@@ -36,6 +37,21 @@ class FrameVersion(PolicyVersion):
         else:
             next_tensordict.set(KEY, version.clone())
         return next_tensordict
+
+
+def tracking(chosen: Any, buffer: Any) -> Any:
+    """Return ``track_policy_version``: the one chosen, or whether a replay buffer can store versions.
+
+    A buffer cannot if it has frames already, and these have no version of int64.
+    """
+    if chosen is not None:
+        return chosen
+    storage: Any = buffer.storage if isinstance(buffer, ReplayBuffer) else None
+    if not getattr(storage, "initialized", False):
+        return True
+    frames = storage.get(slice(0, 1))
+    version = frames.get(("next", KEY), None) if is_tensor_collection(frames) else None
+    return isinstance(version, torch.Tensor) and version.dtype == torch.int64
 
 
 class VersionSource:

@@ -174,7 +174,7 @@ def test_the_signature_lists_the_options_of_torchrl():
     assert {"create_env_fn", "policy", "backend", "num_collectors", "frames_per_batch", "device"} <= set(
         named
     )
-    assert named["track_policy_version"].default is True
+    assert named["track_policy_version"].default is None
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,22 @@ def test_replay_buffer_holds_versions(extend_buffer, made):
     assert stored["policy_version"].max() > 1
 
 
+@pytest.mark.parametrize("emptied", [False, True])
+def test_a_collector_and_a_replay_buffer_that_was_filled_without_versions(made, emptied):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(200), batch_size=10)
+    options = {"frames_per_batch": 20, "total_frames": 40, "replay_buffer": buffer, "extend_buffer": True}
+    for _ in made(Collector, Env, make_policy(), track_policy_version=False, **options, **OPTIONS):
+        pass
+    if emptied:
+        buffer.empty()
+    for _ in made(Collector, Env, fill(make_policy(), 3), **options, **OPTIONS):
+        pass
+    stored = buffer[:]
+    assert len(stored) == (40 if emptied else 80)
+    assert (stored["action"][-40:] == 3).all()
+    assert stored.get("policy_version", None) is None
+
+
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
 def test_a_replay_buffer_that_was_filled_without_versions(cls, made):
     buffer = ReplayBuffer(storage=LazyTensorStorage(200), batch_size=10, shared=True)
