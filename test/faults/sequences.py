@@ -225,6 +225,8 @@ class Episode:
         self.of_version[report.version] = self.stamp
         require(missed <= failures.keys(), f"send() did not name {missed}; it named {list(failures)}")
         for one in chosen:
+            if one.forgotten and one.idx not in report.apply_seconds:
+                continue
             if one.state == "up" and one.idx not in {killed, *failures}:
                 require(self.look_at(one) == self.stamp, f"worker {one.idx} does not have {self.stamp}")
                 one.excused = False
@@ -254,10 +256,10 @@ class Episode:
     # -- operations ------------------------------------------------------------------------------------
 
     def do_send(self) -> None:
-        awake = [idx for idx, one in self.members.items() if one.state != "stopped"]
+        awake = [idx for idx, one in self.members.items() if one.state != "stopped" and not one.forgotten]
         if self.dice.random() < 0.5 and awake:
             self.send(self.dice.sample(awake, self.dice.randrange(1, len(awake) + 1)))
-        elif len(awake) == len(self.members) or self.dice.random() < 0.3:  # it takes long
+        elif not self.those("stopped") or self.dice.random() < 0.3:  # it takes long
             self.send()
 
     def do_later(self) -> None:

@@ -117,6 +117,11 @@ class Member:
         self.idx, self.worker, self.row, self.pid = idx, worker, -1, 0
         self.state, self.excused, self.dead = "joining", True, False
 
+    @property
+    def forgotten(self) -> bool:
+        """Whether the sender may have forgotten it: it forgets a late joiner whose link has failed."""
+        return self.idx == LATE_JOINER and self.excused
+
 
 # -- in a worker ---------------------------------------------------------------------------------------
 
