@@ -375,9 +375,7 @@ def _targets(figures: Mapping[tuple[str, str], dict[str, Figure]], memory: list[
         yield target(f"{work}, {{place}}: 2 in flight, of serial", reached, place=place)
     for one in memory:
         if one.chunks is not None:
-            template, chunks = (
-                "{limit}, {place}: memory beyond the weights, of {chunks} chunks",
-                one.chunks + 1,
-            )
+            chunks = one.chunks + 1
+            template = "{limit}, {place}: memory beyond the weights, of {chunks} chunks"
             reached = (one.slots + one.converted) / (chunks * one.chunk)
             yield target(template, reached, limit=one.sender, place=one.place, chunks=chunks)

@@ -267,11 +267,16 @@ def _make(variant: str, case: Case) -> Any:
     return _LocalSender(variant, case) if variant in LABELS else _RemoteSender(variant, case)
 
 
-def preload(torchrl: bool, *more: str) -> None:
-    """Let trainers that are started with ``"forkserver"`` have these modules imported already."""
+def preload(beside: bool, *more: str) -> None:
+    """Have the forkserver import the modules of trainers once, and silence warnings of PyTorch's C++ code.
+
+    Args:
+        beside: whether TorchRL's schemes are measured, too.
+        more: further modules.
+    """
     # PyTorch warns that a host has no name, and that processes of a group that end together have ended.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    modules = ["torch.distributed.rpc", "weight_update", *["torchrl.weight_update"] * torchrl, *more]
+    modules = ["torch.distributed.rpc", "weight_update", *["torchrl.weight_update"] * beside, *more]
     mp.set_forkserver_preload(modules)
 
 

@@ -12,7 +12,7 @@ from torchrl.collectors.llm import RayLLMCollector, vLLMUpdater, vLLMUpdaterV2
 from torchrl.envs import AsyncEnvPool
 
 from collectors.single import Collector
-from collectors.versions import FrameVersion, tracking, writes_version
+from collectors.versions import FrameVersion, choose_tracking, writes_version
 from weight_update import WeightSyncScheme
 
 __all__ = ["LLMCollector", "RayLLMCollector", "vLLMUpdater", "vLLMUpdaterV2"]
@@ -63,7 +63,7 @@ class LLMCollector(torchrl.collectors.llm.LLMCollector, _WithSchemes):
         weight_updater: Any = None,
         **options: Any,
     ) -> None:
-        track_policy_version = tracking(track_policy_version, options.get("replay_buffer"))
+        track_policy_version = choose_tracking(track_policy_version, options.get("replay_buffer"))
         if track_policy_version is True:
             untracked = writes_version(policy) or isinstance(env, AsyncEnvPool)
             track_policy_version = False if untracked else FrameVersion()

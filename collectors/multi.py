@@ -31,9 +31,9 @@ from collectors.versions import (
     KEY,
     FrameVersion,
     VersionSource,
+    choose_tracking,
     policy_scheme,
     stamp,
-    tracking,
     writes_version,
 )
 from collectors.weight_update import SchemeUpdater, make_updater
@@ -130,7 +130,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             create_env_fn,
             policy,
             collector_class=collector_class or Collector,
-            track_policy_version=tracking(track_policy_version, options.get("replay_buffer")),
+            track_policy_version=choose_tracking(track_policy_version, options.get("replay_buffer")),
             weight_sync_schemes=weight_sync_schemes,
             weight_updater=None if by_scheme else updater,
             **options,

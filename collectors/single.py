@@ -25,11 +25,11 @@ from collectors.versions import (
     KEY,
     FrameVersion,
     VersionSource,
+    choose_tracking,
     in_policy,
     policy_scheme,
     stamp,
     stamp_outcomes,
-    tracking,
     unstamp_outcomes,
     writes_version,
 )
@@ -96,7 +96,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         super().__init__(
             create_env_fn,
             policy,
-            track_policy_version=tracking(track_policy_version, options.get("replay_buffer")),
+            track_policy_version=choose_tracking(track_policy_version, options.get("replay_buffer")),
             weight_sync_schemes=weight_sync_schemes,
             weight_updater=None if by_scheme else updater,
             **options,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
-from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.llm.transforms import PolicyVersion
 
@@ -39,14 +38,15 @@ class FrameVersion(PolicyVersion):
         return next_tensordict
 
 
-def tracking(chosen: Any, buffer: Any) -> Any:
-    """Return ``track_policy_version``: the one chosen, or whether a replay buffer can store versions.
+def choose_tracking(chosen: Any, replay_buffer: Any) -> Any:
+    """Return ``chosen``, or if it is None, whether ``replay_buffer`` can store versions.
 
-    A buffer cannot if it has frames already, and these have no version of int64.
+    It cannot if it was filled with frames that have no int64 version. A buffer in a Ray actor is not
+    examined.
     """
     if chosen is not None:
         return chosen
-    storage: Any = buffer.storage if isinstance(buffer, ReplayBuffer) else None
+    storage: Any = getattr(replay_buffer, "_storage", None)  # absent: in an actor, or not initialized yet
     if not getattr(storage, "initialized", False):
         return True
     frames = storage.get(slice(0, 1))

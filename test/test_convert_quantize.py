@@ -196,11 +196,15 @@ def test_scales_of_other_blocks_are_refused() -> None:
     assert dequantize(weight, scale, block=(128, 128)).shape == (256, 128)
     with pytest.raises(ConversionError, match=r"\[4, 2\] scales, not \[2, 1\]"):
         dequantize(weight, scale, block=(64, 64))
+    with pytest.raises(ConversionError, match=r"\[1, 256, 128\] is not a matrix"):
+        dequantize(weight[None], scale, block=(128, 128))
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 1, 1)])
 def test_scales_that_would_be_spread_over_columns_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ConversionError, match=r"\[4, 4\] in blocks of None has \[4, 1\] scales"):
+    with pytest.raises(
+        ConversionError, match=r"\[4, 4\] has one scale, or scales of the shape \[4, 1\], not"
+    ):
         dequantize(torch.zeros(4, 4, dtype=torch.int8), torch.ones(shape))
 
 

@@ -92,7 +92,10 @@ class NotEnoughMemoryError(WeightSyncError, MemoryError):
 
 
 class NotEnoughSpaceError(WeightSyncError, OSError):
-    """The disk is too full for a checkpoint; the message says how many bytes are needed and free."""
+    """The disk, a quota or a limit of file sizes has no room for a checkpoint.
+
+    The message says how many bytes are needed and free.
+    """
 
 
 class CorruptCheckpointError(WeightSyncError, ValueError):

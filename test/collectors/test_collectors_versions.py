@@ -22,6 +22,7 @@ from torchrl.envs import SerialEnv
 from torchrl.envs.llm.transforms import PolicyVersion
 
 from collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from collectors.versions import choose_tracking
 from weight_update import MemoryWeightSyncScheme, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
 
@@ -85,6 +86,13 @@ def test_replay_buffer_holds_versions(extend_buffer, made):
     stored = buffer[:]
     require_exact(stored)
     assert stored["policy_version"].max() > 1
+
+
+def test_a_replay_buffer_that_is_not_here_is_not_examined():
+    assert choose_tracking(None, ReplayBuffer.__new__(ReplayBuffer)) is True  # RayReplayBuffer has no storage
+    later = ReplayBuffer(storage=lambda: LazyTensorStorage(200), batch_size=10, delayed_init=True)
+    assert choose_tracking(None, later) is True
+    assert not later.initialized
 
 
 @pytest.mark.parametrize("emptied", [False, True])

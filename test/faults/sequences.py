@@ -102,12 +102,14 @@ class Episode:
         names = ["send", "send", "later", "later", "interrupt", "interrupt"]
         names += ["busy", "receive"] if up else []
         names += ["wait"] if self.handles else []
-        names += ["kill", "stop", "depart", "replace", "refuse"] if up > 1 else []
+        names += ["kill", "stop", "depart", "refuse"] if up > 1 else []
         names += ["go_on", "go_on"] if self.those("stopped") else []
         names += ["return", "return"] if self.those("gone") else []
         names += ["raise", "raise"] if self.members_called() else []
         names += ["cut"] if self.driver.network is not None else []
-        return names + (["late"] if self.kind != "multiprocess" else [])
+        if self.kind != "multiprocess":  # it has no late joiners, and no second process while the first lives
+            names += ["late", *["replace"] * (up > 1)]
+        return names
 
     def those(self, state: str) -> list[Member]:
         return [one for one in self.members.values() if one.idx < LATE_JOINER and one.state == state]
@@ -362,8 +364,6 @@ class Episode:
 
     def do_replace(self) -> None:
         """Let another process take the place of one that lives, or is stopped."""
-        if self.kind == "multiprocess":  # it refuses another process as long as the old one lives
-            return
         old = self.pick(self.those("up"))
         if self.dice.random() < 0.3:
             freeze(old.pid)
@@ -377,12 +377,12 @@ class Episode:
 
     def do_late(self) -> None:
         """Let a late joiner join, or leave, or die."""
-        guest = self.members.get(LATE_JOINER)
-        if guest is None:
+        late_joiner = self.members.get(LATE_JOINER)
+        if late_joiner is None:
             self.join(LATE_JOINER)
         else:
-            self.dice.choice([self.leave, self.kill])(guest)
-            self.end(guest)
+            self.dice.choice([self.leave, self.kill])(late_joiner)
+            self.end(late_joiner)
 
     def do_cut(self) -> None:
         """Cut the network of a host for a moment."""

@@ -210,9 +210,8 @@ class Faults:
         assert network is not None
         if one.back_at < time.monotonic():
             one.down_at = time.monotonic()
-        seconds = self._begin(
-            one
-        )  # after a cable was out for 0.2 s, TCP waits 1.2 s: a short fault loses packets
+        # A short fault loses packets: after a cable was out for 0.2 s, TCP waits 1.2 s.
+        seconds = self._begin(one)
         losing = one.fault == "link_down" or self._dice.random() < 0.5
         down, up = (network.lose, network.find) if losing else (network.pull, network.plug)
         down(host)

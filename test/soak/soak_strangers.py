@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from torch.distributed import TCPStore
 
-from weight_update import DistributedWeightSyncScheme
+from weight_update import RemoteWeightSyncScheme
 
 _SECONDS = 3.0
 
@@ -48,7 +48,7 @@ def disturb(pid: int, scheme: Any, dice: random.Random) -> None:
                     stranger.settimeout(1.0)
                     stranger.connect(address)
                     stranger.sendall(_rubbish(dice))
-        if isinstance(scheme, DistributedWeightSyncScheme):
+        if isinstance(scheme, RemoteWeightSyncScheme) and scheme.port:  # 0: Ray's object store has none
             spoil_store(scheme.address, scheme.port, dice)
         time.sleep(dice.random() * _SECONDS)
 

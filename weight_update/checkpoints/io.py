@@ -69,16 +69,20 @@ def naming_free_space(directory: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reasons = {errno.ENOSPC: "", errno.EDQUOT: " and a quota is used up"}
-        reasons[errno.EFBIG] = ", but files may not be that large (ulimit -f, or the file system)"
+        remedy = "free some space, keep fewer versions, or use another directory"
+        reasons = {
+            errno.ENOSPC: ("the disk is full", remedy),
+            errno.EDQUOT: ("a quota is used up", remedy),
+            errno.EFBIG: ("files may not be that large", "raise ulimit -f, or use another file system"),
+        }
         if error.errno not in reasons:
             raise
+        reason, remedy = reasons[error.errno]
         stats = os.statvfs(directory)
         free = stats.f_bavail * stats.f_frsize
         message = (
-            f"a checkpoint of {needed / 1e6:.1f} MB ({needed} bytes) is needed, "
-            f"{free / 1e6:.1f} MB ({free} bytes) are free{reasons[error.errno]}; "
-            "free some space, keep fewer versions, or use another directory"
+            f"a checkpoint needs {needed / 1e6:.1f} MB ({needed} bytes), and {reason}; "
+            f"{free / 1e6:.1f} MB ({free} bytes) are free; {remedy}"
         )
         raise NotEnoughSpaceError(error.errno, message, str(directory)) from None
 

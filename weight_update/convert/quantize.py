@@ -86,28 +86,34 @@ def dequantize(
         dtype: dtype of the result; the product is computed in float32.
 
     Raises:
-        ConversionError: there are not as many scales as blocks; or, without ``block``, neither one scale nor
-            one for each row, of shape ``(rows, 1)``.
+        ConversionError: there are not as many scales as blocks, or the weight is not a matrix; or, without
+            ``block``, there is neither one scale nor one for each row, of shape ``(rows, 1)``.
         ValueError: ``block`` is not two positive numbers.
     """
     if block is None:
-        fits, expected = scale.numel() == 1, [*weight.shape[:-1], 1]
-    else:
-        _check_block(block)
-        fits, expected = False, [-(-size // step) for size, step in zip(weight.shape, block, strict=True)]
-    if not fits and list(scale.shape) != expected:
+        expected = [*weight.shape[:-1], 1]
+        if scale.numel() != 1 and list(scale.shape) != expected:
+            raise ConversionError(
+                f"a weight of {list(weight.shape)} has one scale, or scales of the shape {expected}, not "
+                f"{list(scale.shape)}; reshape them, or give the block= that it was quantized with"
+            )
+        return (weight.float() * scale).to(dtype)
+    _check_block(block)
+    if weight.dim() != 2:
+        raise ConversionError(f"a weight of {list(weight.shape)} is not a matrix, so it has no blocks")
+    expected = [-(-size // step) for size, step in zip(weight.shape, block, strict=True)]
+    if list(scale.shape) != expected:
         raise ConversionError(
             f"a weight of {list(weight.shape)} in blocks of {block} has {expected} scales, not "
             f"{list(scale.shape)}; give the block= that it was quantized with"
         )
-    if block is not None:
-        for dim, size in enumerate(weight.shape):
-            scale = scale.repeat_interleave(min(block[dim], size), dim).narrow(dim, 0, size)
+    for dim, size in enumerate(weight.shape):
+        scale = scale.repeat_interleave(min(block[dim], size), dim).narrow(dim, 0, size)
     return (weight.float() * scale).to(dtype)
 
 
 def _check_block(block: tuple[int, int]) -> None:
-    sizes = isinstance(block, tuple) and all(isinstance(size, int) and size > 0 for size in block)
+    sizes = isinstance(block, list | tuple) and all(isinstance(size, int) and size > 0 for size in block)
     if not sizes or len(block) != 2:
         raise ValueError(f"block= is rows and columns, each at least 1, such as (128, 128), not {block!r}")
 

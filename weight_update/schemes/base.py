@@ -154,9 +154,9 @@ class WeightSyncScheme(SchemeUpdates):
         """Return the sender's end of the link to each worker. The default calls :meth:`create_transport`.
 
         Override it where links share something, such as a :class:`~weight_update.JoinListener`: assign the
-        listener to :attr:`listener`. It gets links of workers beyond ``workers`` from
-        :meth:`late_joiner_links`. Store the address that workers need to find the sender in an attribute of
-        the scheme, which is pickled with it.
+        listener to :attr:`listener`. Give it the result of :meth:`late_joiner_links`, a function that returns
+        the link for a worker that is not in ``workers``. Store the address that workers need to find the
+        sender in an attribute of the scheme, which is pickled with it.
 
         Args:
             workers: indices of the workers.

@@ -45,11 +45,11 @@ class Observers:
         sources: ``add_observer`` of each scheme whose updates and events are passed to the functions, too.
 
     Attributes:
-        functions: the functions.
+        functions: a ``partial`` of each function, so that one function can be added twice.
     """
 
     def __init__(self, *sources: Callable[[Observer], Callable[[], None]]) -> None:
-        self.functions: tuple[Observer, ...] = ()
+        self.functions: tuple[partial[None], ...] = ()
         self._sources, self._removes = sources, ExitStack()
         self._items: queue.SimpleQueue[Event | PendingUpdate | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
@@ -74,7 +74,7 @@ class Observers:
                     for source in self._sources:
                         stack.callback(source(self.tell))
                     self._removes = stack.pop_all()
-            added = partial(function)  # the same function may be added twice
+            added = partial(function)
             self.functions = (*self.functions, added)
             if self._thread is None:
                 self._thread = start_thread("weight_update-observers", self._run)
@@ -142,6 +142,6 @@ class Observers:
             try:
                 function(event)
             except BaseException:  # noqa: BLE001 - observers never break updates; sys.exit() would end the thread
-                called = getattr(function, "func", function)
+                called = function.func
                 name = getattr(called, "__qualname__", type(called).__qualname__)
                 _log.warning(f"an observer raised an error: {name}", exc_info=True)

@@ -368,7 +368,7 @@ class VersionFile:
 
     def _write(self, version: int, step: int) -> None:
         """Replace the file; a full disk is logged, and the run goes on without."""
-        beside = self._path.with_suffix(f".json.{os.getpid()}{PART}")
+        beside = self._path.with_name(f"{self._path.name}.{os.getpid()}{PART}")
         try:
             beside.unlink(missing_ok=True)
             with beside.open("x") as file:

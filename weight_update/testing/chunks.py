@@ -61,10 +61,9 @@ def update_of(end: TransportBackend, size: int, seed: int = 0) -> WeightChunk:
 _kept: deque[object] = deque(maxlen=10)
 
 
-def number(version: int, spoil: Callable[[bytes], bytes] | None = None) -> WeightChunk:
+def number(version: int, spoil: Callable[[bytes], bytes] = bytes) -> WeightChunk:
     """Return a chunk without a payload; ``spoil`` changes its frame."""
-    arguments = Kind.COMMIT, {"version": version}
-    return WeightChunk(*arguments) if spoil is None else Spoilt(*arguments, spoil=spoil)
+    return Spoilt(Kind.COMMIT, {"version": version}, spoil=spoil)
 
 
 def send_numbers(end: TransportBackend, timeout: float) -> None:

@@ -60,7 +60,7 @@ class EncodingContract:
                 scramble(model, version)
             else:
                 model.scalar.data.fill_(version)
-            channel.must_carry(named, f"in update {version}")
+            channel.must_carry(named, f"update {version}")
 
     def test_update_that_was_not_committed(self) -> None:
         """The update after a failed one is right for a receiver that has neither."""
@@ -70,7 +70,7 @@ class EncodingContract:
         named["a"].copy_(random_bits((50,), torch.float32, 1))
         channel.encode(named)  # lost on its way
         named["a"][:3].fill_(7)
-        channel.must_carry(named, "after an update that was lost")
+        channel.must_carry(named, "the update after a lost one")
 
     def test_memory_is_exactly_lent(self) -> None:
         """Payloads lie in what ``lend`` gave, and tensors are not kept alive or changed."""
@@ -198,7 +198,7 @@ class EncodingContract:
         """It travels to workers with the scheme."""
         copy = pickle.loads(pickle.dumps(self.make_encoding()))
         named = dict(mlp(3).named_parameters())
-        Channel(copy, named).must_carry(named, "by a copy of the encoding")
+        Channel(copy, named).must_carry(named, "by a pickled copy of the encoding")
 
 
 class Channel:
@@ -260,10 +260,10 @@ class Channel:
         """Return the weights that the receiver has."""
         return dict(zip(self.schema.names, self.schema.views(self.flat), strict=True))
 
-    def must_carry(self, named: Named, when: str = "") -> None:
-        """Send ``named``; fail the test if other weights arrive."""
+    def must_carry(self, named: Named, what: str = "an update") -> None:
+        """Send ``named``; fail the test unless the same weights arrive."""
         got = self.send(named)
-        assert fingerprint(got) == fingerprint(named), f"other weights were decoded than were encoded {when}"
+        assert fingerprint(got) == fingerprint(named), f"decoded weights differ from the encoded ones: {what}"
 
     def send(self, named: Named) -> Named:
         """Encode, decode and settle."""
