@@ -191,7 +191,7 @@ class Sender:
         require_same(self.workers, self._weights, [self.name])
 
     def memory(self, place: str) -> Memory:
-        """Return the largest chunk, and the most that slots and converted tensors took during an update."""
+        """Send one update that converts into new tensors; return the memory that it took."""
         self._convert.copies = True
         self.send(0)
         encoding, sender = self._scheme.strategy.encoding, self._scheme._sender

@@ -188,11 +188,11 @@ class World:
 # -- in the workers ------------------------------------------------------------------------------------
 
 
-class Called:
-    """The object that a sender calls, in the place of a collector."""
+class CalledObject:
+    """The object that a sender calls instead of a collector."""
 
     def __init__(self) -> None:
-        self.schemes: dict[str, RPCWeightSyncScheme] = {}
+        self.schemes: dict[str, Any] = {}
         self.models: dict[str, Any] = {}
         self.calls: list[dict[str, Any]] = []
         self.trouble: str | None = None
@@ -206,10 +206,10 @@ class Called:
         self.calls.append({key: None if one is None else fingerprint(one) for key, one in got.items()})
 
 
-_called = Called()
+_called = CalledObject()
 
 
-def called_object() -> Called:
+def called_object() -> CalledObject:
     return _called
 
 

@@ -175,20 +175,20 @@ def data(request: pytest.FixtureRequest) -> str:
     return "object_store"
 
 
-class Troupe:
+class RaySchemes:
     """Senders and actors of one test."""
 
     def __init__(self) -> None:
         self._schemes: list[RayWeightSyncScheme] = []
         self._workers: list[RayWorker] = []
-        self._players: list[Any] = []
+        self._joining: list[Any] = []
 
     def scheme(self, **options: Any) -> RayWeightSyncScheme:
         self._schemes.append(RayWeightSyncScheme(**{"timeout": 20.0, "connect_timeout": WAIT, **options}))
         return self._schemes[-1]
 
-    def hire(self, scheme: RayWeightSyncScheme, idx: int, model: Any = None) -> RayWorker:
-        """An actor that was initialized."""
+    def start_worker(self, scheme: RayWeightSyncScheme, idx: int, model: Any = None) -> RayWorker:
+        """Return an initialized actor."""
         self._workers.append(RayWorker(scheme, idx))
         self._workers[-1].call("init", mlp(100 + idx) if model is None else model)
         return self._workers[-1]
@@ -198,7 +198,7 @@ class Troupe:
     ) -> tuple[RayWeightSyncScheme, list[RayWorker]]:
         """Return a connected sender and its actors, which existed before ``init_on_sender``."""
         scheme = self.scheme(**options)
-        workers = [self.hire(scheme, idx, model) for idx, model in enumerate(models or (None, None))]
+        workers = [self.start_worker(scheme, idx, model) for idx, model in enumerate(models or (None, None))]
         for worker in workers:
             worker.post("connect")
         scheme.init_on_sender(model=source, remote_collectors=[worker.actor for worker in workers])
@@ -207,15 +207,15 @@ class Troupe:
             worker.answer()
         return scheme, workers
 
-    def player(self, scheme: RayWeightSyncScheme, idx: int, restarts: int = 0) -> Any:
-        """An actor that joins in its constructor."""
+    def joining_actor(self, scheme: RayWeightSyncScheme, idx: int, restarts: int = 0) -> Any:
+        """Return an actor that joins in its constructor."""
         actor = ray.remote(JoiningActor).options(num_cpus=0, max_restarts=restarts)
-        self._players.append(actor.remote(scheme, idx))
-        return self._players[-1]
+        self._joining.append(actor.remote(scheme, idx))
+        return self._joining[-1]
 
     def close(self) -> None:
-        for player in self._players:
-            ray.kill(player)
+        for actor in self._joining:
+            ray.kill(actor)
         for worker in self._workers:
             worker.stop()
         for scheme in self._schemes:
@@ -223,10 +223,10 @@ class Troupe:
 
 
 @pytest.fixture
-def troupe() -> Iterator[Troupe]:
-    troupe = Troupe()
-    yield troupe
-    troupe.close()
+def schemes() -> Iterator[RaySchemes]:
+    schemes = RaySchemes()
+    yield schemes
+    schemes.close()
 
 
 def send_until_error(scheme: RayWeightSyncScheme) -> None:
@@ -244,51 +244,51 @@ def gone(name: str) -> bool:
     return False
 
 
-def is_available(player: Any) -> bool:
+def is_available(actor: Any) -> bool:
     """Return whether Ray takes calls for an actor; it takes none while the actor is restarted."""
     try:
-        return bool(ray.get(player.pid.remote(), timeout=WAIT))
+        return bool(ray.get(actor.pid.remote(), timeout=WAIT))
     except ray.exceptions.ActorUnavailableError:
         return False
 
 
 @pytest.mark.slow
 @ROUTES
-def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> None:
+def test_busy_killed_restarted_and_dead_actors(data: str, schemes: RaySchemes) -> None:
     source = mlp(1)
-    scheme = troupe.scheme(data=data)
-    players = [troupe.player(scheme, idx, restarts=1) for idx in range(2)]
-    scheme.init_on_sender(model=source, remote_collectors=players)
+    scheme = schemes.scheme(data=data)
+    actors = [schemes.joining_actor(scheme, idx, restarts=1) for idx in range(2)]
+    scheme.init_on_sender(model=source, remote_collectors=actors)
     scheme.connect()
 
     def all_have_it(chosen: list[Any]) -> bool:
-        states = ray.get([player.state.remote() for player in chosen], timeout=WAIT)
+        states = ray.get([actor.state.remote() for actor in chosen], timeout=WAIT)
         return states == [(scheme.version, fingerprint(source))] * len(chosen)
 
-    assert all_have_it(players)
-    call = players[0].busy.remote(3.0)
+    assert all_have_it(actors)
+    call = actors[0].busy.remote(3.0)
     scramble(source, 2)
     assert scheme.send().version == 1
     assert ray.wait([call], timeout=0)[0] == []
-    os.kill(ray.get(players[1].pid.remote()), signal.SIGKILL)
+    os.kill(ray.get(actors[1].pid.remote()), signal.SIGKILL)
     scramble(source, 3)
     with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(JoiningActor, ") as caught:
         send_until_error(scheme)
     assert {idx: type(error) for idx, error in caught.value.failures.items()} == {1: LinkClosedError}
-    assert all_have_it(players[:1])
+    assert all_have_it(actors[:1])
     assert eventually(lambda: scheme.worker_versions[1] is not None, WAIT)  # Ray made it anew
-    assert eventually(lambda: is_available(players[1]), WAIT)  # Ray told this process later
-    assert all_have_it(players)
-    ray.kill(players[1])
+    assert eventually(lambda: is_available(actors[1]), WAIT)  # Ray told this process later
+    assert all_have_it(actors)
+    ray.kill(actors[1])
     with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(JoiningActor.* killed by `ray.kill`"):
         send_until_error(scheme)
-    assert all_have_it(players[:1])
+    assert all_have_it(actors[:1])
     assert scheme.worker_versions == {0: scheme.version, 1: None}
-    successor = troupe.hire(scheme, 1)
+    successor = schemes.start_worker(scheme, 1)
     scheme.actors[1] = successor.actor
     successor.call("connect")
     scheme.send()
-    assert all_have_it(players[:1])
+    assert all_have_it(actors[:1])
     assert successor.call("fingerprint") == fingerprint(source)
     successor.runner.kill()
     with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(BodyActor.* killed by `ray.kill`"):
@@ -296,9 +296,9 @@ def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> Non
 
 
 @pytest.mark.slow
-def test_connect_does_not_wait_for_the_dead(troupe: Troupe) -> None:
-    scheme = troupe.scheme(data="object_store")
-    workers = [troupe.hire(scheme, idx) for idx in range(2)]
+def test_connect_does_not_wait_for_the_dead(schemes: RaySchemes) -> None:
+    scheme = schemes.scheme(data="object_store")
+    workers = [schemes.start_worker(scheme, idx) for idx in range(2)]
     workers[0].post("connect")
     workers[1].runner.kill()
     scheme.init_on_sender(model=mlp(1), remote_collectors=[worker.actor for worker in workers])
@@ -313,8 +313,8 @@ def test_connect_does_not_wait_for_the_dead(troupe: Troupe) -> None:
 
 @pytest.mark.slow
 @ROUTES
-def test_a_stopped_actor_is_late_and_catches_up(data: str, troupe: Troupe) -> None:
-    scheme, workers = troupe.launch(mlp(1), data=data, timeout=1.0)
+def test_a_stopped_actor_is_late_and_catches_up(data: str, schemes: RaySchemes) -> None:
+    scheme, workers = schemes.launch(mlp(1), data=data, timeout=1.0)
     pid = workers[0].call("run", pid_of)
     freeze(pid)
     try:
@@ -329,13 +329,13 @@ def test_a_stopped_actor_is_late_and_catches_up(data: str, troupe: Troupe) -> No
 
 @pytest.mark.slow
 @ROUTES
-def test_strangers_and_the_end(data: str, troupe: Troupe) -> None:
-    scheme, (worker,) = troupe.launch(mlp(1), mlp(2), data=data)
-    other = troupe.scheme(data=data)
+def test_strangers_and_the_end(data: str, schemes: RaySchemes) -> None:
+    scheme, (worker,) = schemes.launch(mlp(1), mlp(2), data=data)
+    other = schemes.scheme(data=data)
     other.name, other.port = scheme.name, scheme.port  # but not its token
     with pytest.raises(TransportError, match="token"):
-        troupe.hire(other, 0).call("connect", timeout=20.0)
-    early = troupe.hire(troupe.scheme(data=data), 0)
+        schemes.start_worker(other, 0).call("connect", timeout=20.0)
+    early = schemes.start_worker(schemes.scheme(data=data), 0)
     start = time.monotonic()
     with pytest.raises(SyncTimeoutError, match="no sender"):
         early.call("connect", timeout=0.5)
@@ -359,10 +359,10 @@ ENCODINGS = {
 
 @pytest.mark.parametrize("encoding", quick_for(ENCODINGS, "patch"))
 @pytest.mark.parametrize("data", ["torch", slow("object_store"), slow("between hosts")], indirect=True)
-def test_same_bits_for_every_encoding(data: str, encoding: str, troupe: Troupe) -> None:
+def test_same_bits_for_every_encoding(data: str, encoding: str, schemes: RaySchemes) -> None:
     source = wide()
     strategy = WeightStrategy("state_dict", encoding=ENCODINGS[encoding])
-    scheme, (worker,) = troupe.launch(source, wide(), data=data, strategy=strategy)
+    scheme, (worker,) = schemes.launch(source, wide(), data=data, strategy=strategy)
     for step, columns in enumerate((7, 7, 1000, 7), start=1):
         with torch.no_grad():
             source.weight[:, :columns].add_(step)
@@ -375,10 +375,10 @@ def test_same_bits_for_every_encoding(data: str, encoding: str, troupe: Troupe) 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("apart")
-def test_the_object_store_is_freed(troupe: Troupe) -> None:
+def test_the_object_store_is_freed(schemes: RaySchemes) -> None:
     """50 updates of 20 MB to two workers: one object for each, released before the next is put."""
     source = wide()
-    scheme, workers = troupe.launch(source, wide(), wide(), data="object_store")
+    scheme, workers = schemes.launch(source, wide(), wide(), data="object_store")
     most = 0
     for step in range(50):
         with torch.no_grad():
@@ -399,10 +399,10 @@ def store_bytes() -> float:
     return total["object_store_memory"] - free["object_store_memory"]
 
 
-def test_workers_on_the_senders_host_read_its_memory(troupe: Troupe) -> None:
+def test_workers_on_the_senders_host_read_its_memory(schemes: RaySchemes) -> None:
     """Workers on one host need no object in Ray's store, and no memory of their own."""
     source = wide()
-    scheme, workers = troupe.launch(source, wide(), wide(), data="object_store")
+    scheme, workers = schemes.launch(source, wide(), wide(), data="object_store")
     for step in range(3):
         source.weight.data.fill_(step)
         scheme.send()
@@ -413,19 +413,19 @@ def test_workers_on_the_senders_host_read_its_memory(troupe: Troupe) -> None:
         assert worker.call("run", slots_of) == 1
 
 
-def test_both_sides_need_one_kind_of_data(troupe: Troupe) -> None:
-    scheme = troupe.scheme(data="object_store")
+def test_both_sides_need_one_kind_of_data(schemes: RaySchemes) -> None:
+    scheme = schemes.scheme(data="object_store")
     scheme.init_on_sender(model=mlp(1), num_workers=1)
-    other = troupe.scheme(name=scheme.name, token=scheme.token)
+    other = schemes.scheme(name=scheme.name, token=scheme.token)
     with pytest.raises(LifecycleError, match="the sender's scheme has data='object_store'"):
-        troupe.hire(other, 0).call("connect", timeout=WAIT)
+        schemes.start_worker(other, 0).call("connect", timeout=WAIT)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("apart")
-def test_a_payload_that_the_store_lost_comes_again(troupe: Troupe) -> None:
+def test_a_payload_that_the_store_lost_comes_again(schemes: RaySchemes) -> None:
     source = wide()
-    scheme, (worker,) = troupe.launch(source, wide(), data="object_store")
+    scheme, (worker,) = schemes.launch(source, wide(), data="object_store")
     put, lost = scheme._object_store.put, []
 
     def lose(chunk: Any) -> Any:
@@ -458,12 +458,12 @@ def test_a_full_store_is_an_error_that_says_what_to_do(monkeypatch: pytest.Monke
 
 @pytest.mark.slow  # test_kills.py has trainers that die, with other schemes
 @pytest.mark.parametrize("environment", [{}, {"WEIGHT_UPDATE_HOST": "elsewhere"}], ids=["here", "elsewhere"])
-def test_workers_learn_that_their_trainer_died(environment: dict[str, str], troupe: Troupe) -> None:
+def test_workers_learn_that_their_trainer_died(environment: dict[str, str], schemes: RaySchemes) -> None:
     """The trainer is an actor, too."""
-    scheme = troupe.scheme(data="object_store")
+    scheme = schemes.scheme(data="object_store")
     options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
     trainer = ray.remote(Trainer).options(**options).remote(scheme)
-    worker = troupe.hire(scheme, 0)
+    worker = schemes.start_worker(scheme, 0)
     worker.post("connect")
     ray.get(trainer.connect.remote(), timeout=WAIT)
     worker.answer()
@@ -480,8 +480,8 @@ def test_arguments() -> None:
         scheme.init_on_sender(model=mlp(1), num_workers=2, remote_collectors=["an actor"])
 
 
-def test_two_senders_of_one_name(troupe: Troupe) -> None:
-    with troupe.scheme() as first, troupe.scheme() as second:
+def test_two_senders_of_one_name(schemes: RaySchemes) -> None:
+    with schemes.scheme() as first, schemes.scheme() as second:
         first.init_on_sender(model=mlp(1), num_workers=1)
         second.name = first.name
         with pytest.raises(LifecycleError, match=f"another sender of scheme '{first.name}' .* another name="):
@@ -504,20 +504,20 @@ def test_remote_collectors_that_are_no_list_of_actors() -> None:
             scheme.init_on_sender(model=mlp(1), remote_collectors=given)
 
 
-def test_no_thread_waits_in_ray_at_the_end(troupe: Troupe) -> None:
+def test_no_thread_waits_in_ray_at_the_end(schemes: RaySchemes) -> None:
     before = set(threading.enumerate())
 
     def ours() -> list[str]:
         return [one.name for one in set(threading.enumerate()) - before if one.name.startswith("weight_up")]
 
-    scheme, _ = troupe.launch(mlp(1), mlp(2), data="object_store")
+    scheme, _ = schemes.launch(mlp(1), mlp(2), data="object_store")
     assert ours()
     scheme.shutdown()
     assert eventually(lambda: not ours(), WAIT)
 
 
-def test_the_end_of_a_sender_is_no_refusal(troupe: Troupe, caplog: pytest.LogCaptureFixture) -> None:
-    scheme, _ = troupe.launch(mlp(1), mlp(2), data="object_store")
+def test_the_end_of_a_sender_is_no_refusal(schemes: RaySchemes, caplog: pytest.LogCaptureFixture) -> None:
+    scheme, _ = schemes.launch(mlp(1), mlp(2), data="object_store")
     scheme.shutdown()
     assert caplog.messages == []
 

@@ -129,7 +129,7 @@ class Member:
 def begin(body: Body, scheme: Any, make: Callable[[], Any]) -> None:
     body.scheme = scheme or body.scheme
     body.init(make())
-    rpc_parts._called.schemes["policy"] = body.scheme  # type: ignore[assignment]
+    rpc_parts.called_object().schemes["policy"] = body.scheme
 
 
 def look(body: Body) -> tuple[int | None, int, str]:
