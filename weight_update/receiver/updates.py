@@ -207,14 +207,16 @@ class UpdateHandler:
 
     def _finish(self, update: StagedUpdate) -> None:
         """Tell everyone concerned that an update is in force."""
-        with self.news:
-            self.news.notify_all()
-        if (observer := self._options.observer) is not None:
-            observer.applied(update.named)
-        self.leftovers, update.used_up = update.used_up, []  # first: the sender may be gone
-        seconds = {"apply_seconds": time.perf_counter() - update.arrived, "stall_seconds": update.stall}
-        self._answer(Kind.APPLIED, {"version": update.version, **seconds})
-        self.answering = False
+        try:
+            if (observer := self._options.observer) is not None:
+                observer.applied(update.named)
+            self.leftovers, update.used_up = update.used_up, []  # first: the sender may be gone
+            seconds = {"apply_seconds": time.perf_counter() - update.arrived, "stall_seconds": update.stall}
+            self._answer(Kind.APPLIED, {"version": update.version, **seconds})
+            self.answering = False
+        finally:
+            with self.news:  # last: a thread that wakes up takes the interpreter from the answer
+                self.news.notify_all()
         update.storage.settle()
 
     # -- memory ------------------------------------------------------------------------------------
