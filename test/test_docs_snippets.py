@@ -31,7 +31,7 @@ def snippets(page: str) -> list[str]:
         slow("pipeline.rst", 1),
         slow("engines.rst", 1),
         slow("engine_transformers.rst", 1),
-        slow("synchronizer.rst", 2),
+        slow("synchronizer.rst", 1),
         ("transports.rst", 4),
     ],
 )
