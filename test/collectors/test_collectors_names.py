@@ -49,6 +49,14 @@ def test_every_public_name_of_torchrl_is_here():
         assert issubclass(ours, torchrl.collectors.WeightUpdaterBase if "Updater" in name else theirs)
 
 
+def test_a_name_that_a_later_torchrl_adds_is_its_own(monkeypatch):
+    monkeypatch.setattr(torchrl.collectors, "__all__", [*torchrl.collectors.__all__, "compare_returns"])
+    monkeypatch.setattr(torchrl.collectors, "compare_returns", max, raising=False)
+    from collectors import compare_returns
+
+    assert compare_returns is max
+
+
 def test_a_name_of_an_older_torchrl_leads_to_the_new_one():
     with pytest.raises(ImportError, match="renamed SyncDataCollector: from collectors import Collector"):
         from collectors import SyncDataCollector  # noqa: F401
