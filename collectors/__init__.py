@@ -1,11 +1,13 @@
 """TorchRL's collectors with the schemes of ``weight_update`` inside.
 
-Every public name of ``torchrl.collectors`` is here; unchanged ones are TorchRL's own.
+Every public name of ``torchrl.collectors`` is here; unchanged ones are TorchRL's own, and so are those that a
+later TorchRL adds.
 """
 
 from collectors import torchrl_names  # noqa: F401  # first: its errors name the cure
 
 # isort: split
+import torchrl.collectors as _torchrl
 from torchrl.collectors import (
     AsyncBatchedCollector,
     BaseCollector,
@@ -44,6 +46,9 @@ def __getattr__(name: str) -> object:
         raise ImportError(
             f"TorchRL renamed {name}: from collectors import {_RENAMED[name]}", name="collectors"
         )
+    if name in _torchrl.__all__:
+        found: object = getattr(_torchrl, name)
+        return found
     raise AttributeError(f"module 'collectors' has no attribute {name!r}")
 
 

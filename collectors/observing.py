@@ -91,7 +91,7 @@ class Observed:
         """
         collector: Any = self
         self._iteration_started = True
-        whole = collector.trajs_per_batch is not None
+        whole = collector.trajs_per_batch is not None or _writes_trajectories(collector)
         ended = self._has_ended
         try:
             with closing(collector._iter_by_trajectories() if whole else collector.iterator()) as batches:
@@ -128,3 +128,9 @@ class Observed:
             return None
         sent = 0 if scheme.last_report is None else scheme.last_report.version
         return max(sent, self.policy_version or 0)
+
+
+def _writes_trajectories(collector: Any) -> bool:
+    """Return whether this process writes whole trajectories: ``replay_write_mode`` of TorchRL after 0.14."""
+    mode = getattr(collector, "replay_write_mode", None)
+    return mode == "trajectory" and not getattr(collector, "_trajectory_writes_in_workers", False)

@@ -52,7 +52,9 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
     Args:
         policy: as in TorchRL. With a scheme for it or a part of it, the collector runs a copy, which changes
             only when ``update_policy_weights_`` is called. Without a scheme, and without a device of its own,
-            it runs the given module itself.
+            it runs the given module itself. Modules in it with a method ``mark_weight_update()`` keep results
+            of their weights, such as a cache of keys and values: the method is called before the first call
+            of the policy after each update.
         track_policy_version: whether to write the version into ``"policy_version"`` and ``("next",
             "policy_version")``, as int64 of the shape of the batch. A policy that writes that key itself is
             left alone. None means True, or False if ``replay_buffer`` already has frames without a version
@@ -225,10 +227,12 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         schemes = self._connected()
         if schemes == self._installed:
             return
-        policy = run = self._wrapped_policy_uncompiled
+        policy, versions = self._wrapped_policy_uncompiled, self._versions
+        run = policy
+        parts = [scheme for model_id, scheme in schemes.items() if in_policy(model_id)]
         unhooked: list[WeightSyncScheme] = []
         if self.compiled_policy or self.cudagraphed_policy:
-            unhooked = [scheme for model_id, scheme in schemes.items() if in_policy(model_id)]
+            unhooked = parts
             run = super()._compile_wrapped_policy(policy)
         self._wrapped_policy_maybe_compiled = PolicyCall(
             policy,
@@ -236,7 +240,8 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             gate=self._gate,
             schemes=schemes.values(),
             unhooked=unhooked,
-            version=self._versions.now if self._stamps else None,
+            version=versions.now if self._stamps else None,
+            updates=lambda: [versions.count, *(scheme.version for scheme in parts)],
         )
         self._installed = schemes
 
