@@ -122,6 +122,22 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             self._ended.update(idx for idx, why in found if isinstance(why, LinkClosedError))
             raise
 
+    def _lazy_initialize_weight_sync(self) -> None:
+        """Connect the schemes, unless they are connected.
+
+        TorchRL looks up a receiver by a path, in which a model id such as ``"policy.model"`` ends at its dot.
+        """
+        import ray
+
+        if self._weight_sync_initialized:
+            return
+        calls = [actor.__ray_call__.remote(_connect) for actor in self.remote_collectors if self._schemes]
+        for scheme in self._schemes.values():
+            if not scheme.synchronized_on_sender:
+                scheme.connect()
+        ray.get(calls)
+        self._weight_sync_initialized = True
+
     def _learner_weight_sync(self, *, new_generation: bool = False) -> Any:
         """Return the sender of the policy for a trainer of TorchRL whose learners are Ray actors.
 
@@ -176,6 +192,15 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             self._finished(pending)
         if self._collection_thread is None:
             self.shutdown(shutdown_ray=False)
+
+    def _run_collection_loop(self) -> None:
+        """Collect in the thread of ``start()``; after an error, which TorchRL logs, later calls raise it."""
+        try:
+            super()._run_collection_loop()
+        except Exception as error:  # noqa: BLE001 - it is raised in the thread of the program
+            if not self._has_ended:
+                self._ended_because = error
+                self._mark_ended()
 
     def _goes_on(self) -> bool:
         unfinished = self.total_frames < 0 or self.collected_frames < self.total_frames
@@ -291,6 +316,13 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     def _give_up(self) -> None:
         ends = [] if self._runtime_lease is None else [self._runtime_lease.release]
         close_all(self.stop_remote_collectors, self._end_schemes, *ends)
+
+
+def _connect(collector: Any) -> None:
+    """Connect the receivers of a collector. It runs in an actor."""
+    for scheme in collector._receiver_schemes.values():
+        if not scheme.synchronized_on_receiver:
+            scheme.connect()
 
 
 def _answer_of(idx: int, reference: Any, trouble: str = _LOST) -> Any:

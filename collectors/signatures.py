@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., None])
 
 
 def with_options(ours: inspect.Signature, theirs: inspect.Signature) -> inspect.Signature:
@@ -14,6 +17,17 @@ def with_options(ours: inspect.Signature, theirs: inspect.Signature) -> inspect.
     options = [one for one in theirs.parameters.values() if one.kind in (one.KEYWORD_ONLY, one.VAR_KEYWORD)]
     more = [one for one in options if one.name not in own]
     return ours.replace(parameters=[*own.values(), *more])
+
+
+def passes_options_to(cls: type) -> Callable[[_F], _F]:
+    """Return a decorator of an ``__init__`` that passes its ``**options`` on to ``cls``, not to a base."""
+
+    def list_options(init: _F) -> _F:
+        signed: Any = init
+        signed.__signature__ = with_options(inspect.signature(init), inspect.signature(cls))
+        return init
+
+    return list_options
 
 
 def signature_of(cls: Any) -> inspect.Signature:

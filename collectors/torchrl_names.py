@@ -128,6 +128,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "_lazy_initialize_weight_sync",
         "_policy_service",
         "_remote_collectors",
+        "_run_collection_loop",
         "_runtime_lease",
         "_stop_event",
         "_sync_iterator",

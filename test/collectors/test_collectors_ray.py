@@ -323,6 +323,14 @@ def test_torchrl_with_our_scheme(made: Any) -> None:
         assert seen(next(frames))[1] == {value}
 
 
+def test_a_scheme_for_a_part_of_the_policy(made: Any) -> None:
+    part = {"policy.module": RayWeightSyncScheme(connect_timeout=30.0)}
+    collector = made(make, make_policy(1.0), 1, weight_sync_schemes=part)
+    other = make_policy(2.0).module
+    assert collector.update_policy_weights_(other, model_id="policy.module").version == 1
+    assert seen(next(iter(collector))) == ({1}, {2.0})
+
+
 @pytest.mark.slow
 def test_actors_with_several_processes(made: Any) -> None:
     """The update reaches the processes of each actor's own collector."""
