@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 
 import pytest
 from faults_tools import Processes, Stripes, Worker, eventually, fill, leave
+from torch import nn
 
-from weight_update import SharedMemWeightSyncScheme
+from weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import WorkerState
 
@@ -39,6 +41,18 @@ def version_of(me: Worker) -> int | None:
     return version
 
 
+def interrupted_update(scheme: WeightSyncScheme, model: nn.Module, rng: random.Random) -> bool:
+    """Send an update; return whether the wait for it was interrupted."""
+    handle = scheme.send_async(model)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 1e-3))
+        handle.wait()
+        signal.setitimer(signal.ITIMER_REAL, 0)  # or it came already
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("reads", [True, False])
 def test_interrupts_while_the_trainer_waits(reads: bool) -> None:
     """If the trainer does not read all answers itself, it waits for threads that do."""
@@ -48,15 +62,10 @@ def test_interrupts_while_the_trainer_waits(reads: bool) -> None:
     with closing(Processes()) as processes:
         scheme, model = processes.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), two_layers()
         workers = processes.launch(scheme, model, two_layers, 2)
+        side = scheme._require_sender()
         for version in range(1, UPDATES):
-            with scheme._require_sender().attended() if reads else nullcontext():
-                handle = scheme.send_async(fill(model, version))
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 1e-3))
-                    handle.wait()
-                    signal.setitimer(signal.ITIMER_REAL, 0)  # or it came already
-                except KeyboardInterrupt:
-                    interrupted += 1
+            update = functools.partial(interrupted_update, scheme, fill(model, version), rng)
+            interrupted += side.attend(update) if reads else update()
         assert interrupted > UPDATES // 10
         assert scheme.send(fill(model, UPDATES)).version == UPDATES
         assert [worker.call(version_of) for worker in workers] == [UPDATES, UPDATES]

@@ -218,7 +218,7 @@ def test_a_signal_handler_ends_the_sender_during_send() -> None:
 
     def interrupt() -> None:
         wait_until(lambda: any(worker.inflight for worker in scheme._sender.table))
-        wait_until(lambda: any(scheme._sender.reader._attended.values()))
+        wait_until(lambda: any(scheme._sender.reader._paused.values()))
         os.kill(os.getpid(), signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, end)

@@ -16,20 +16,24 @@ from torch import nn
 from weight_update import (
     BucketEncoding,
     MultiProcessWeightSyncScheme,
+    ReconnectingLink,
     SharedMemWeightSyncScheme,
+    SyncFailedError,
     WeightStrategy,
 )
 from weight_update.encodings.patch import encoding as patch_encoding
 from weight_update.encodings.patch.changes import Changes
 from weight_update.encodings.patch.encoding import PatchTracker
 from weight_update.schemes.base import WeightSyncScheme
+from weight_update.sender import handle
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups import base as groups
+from weight_update.sender.handle import AnswerReader
 from weight_update.sender.pipeline import Pipeline
 from weight_update.sender.sender import Sender
 from weight_update.testing.processes import wait_until
 from weight_update.transports.multiprocess import MPTransport
-from weight_update.transports.shared_memory.transport import SharedMemTransport
+from weight_update.transports.shared_memory.transport import SharedMemTransport, SlotStream
 from weight_update.wire.frames import Kind, WeightChunk
 
 SECONDS = 15.0
@@ -169,6 +173,51 @@ def test_a_frame_that_may_be_cut_in_two(pair: Pair, monkeypatch: pytest.MonkeyPa
         sender_of(scheme)._delivery.broadcast([worker], WeightChunk(Kind.ABORT, {"version": 5}))
     wait_until(lambda: worker.connections > connections)
     send_again(scheme)
+    assert torch.equal(model.weight, target.weight)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [(ReconnectingLink, "disconnect"), (SlotStream, "close"), (Delivery, "lose")]
+)
+def test_a_second_interrupt_while_a_worker_is_lost(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str
+) -> None:
+    """The frame is cut in two, so the worker joins again only if its connection ends."""
+    scheme = SharedMemWeightSyncScheme()
+    model, target = pair(scheme)
+    interrupt_once(monkeypatch, SharedMemTransport, "send_chunk", after=False)
+    interrupt_once(monkeypatch, owner, method, after=False)
+    interrupted_send(scheme, model)
+    send_again(scheme)
+    assert torch.equal(model.weight, target.weight)
+
+
+def test_a_third_interrupt_while_a_worker_is_lost(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next send() ends the connection, and fails if the worker is not back in time."""
+    scheme = SharedMemWeightSyncScheme()
+    model, target = pair(scheme)
+    interrupt_once(monkeypatch, SharedMemTransport, "send_chunk", after=False)
+    for _ in range(2):
+        interrupt_once(monkeypatch, ReconnectingLink, "disconnect", after=False)
+    interrupted_send(scheme, model)
+    try:
+        scheme.send()
+    except SyncFailedError as error:
+        assert "worker 0: a signal handler interrupted the call" in str(error)  # noqa: PT017
+    send_again(scheme)
+    assert torch.equal(model.weight, target.weight)
+
+
+def test_interrupts_before_the_threads_of_workers_read_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme = SharedMemWeightSyncScheme()
+    model, target = pair(scheme)
+    interrupt_once(monkeypatch, AnswerReader, "_take_applied", after=False)
+    for _ in range(2):
+        interrupt_once(monkeypatch, handle, "_resume_all", after=False)
+    interrupted_send(scheme, model)
+    scheme.send_async().wait(SECONDS)
     assert torch.equal(model.weight, target.weight)
 
 

@@ -342,9 +342,9 @@ class SenderSide:
             handle.report.seconds = {"extract": extract, **handle.report.seconds}
         return handle
 
-    def attended(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context for a thread that publishes weights and waits for workers."""
-        return self.sender.reader.attended() if isinstance(self.sender, Sender) else _UNCHANGED
+    def attend(self, call: Callable[[], _T]) -> _T:
+        """Return the result of ``call()``, which publishes weights and waits for workers."""
+        return self.sender.reader.attend(call) if isinstance(self.sender, Sender) else call()
 
     def raise_earlier_error(self, handle: SendHandle) -> None:
         """Raise the first error of an update that nobody waits for; remember ``handle`` as one more."""

@@ -79,8 +79,7 @@ class SchemeUpdates(SchemeLifecycle):
                 the update.
         """
         if self.sync:
-            with self._require_sender().attended():
-                return self.send_async(weights, worker_ids).wait()
+            return self._require_sender().attend(lambda: self.send_async(weights, worker_ids).wait())
         handle = self.send_async(weights, worker_ids)
         self._require_sender().raise_earlier_error(handle)
         return handle.report

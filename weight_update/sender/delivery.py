@@ -49,6 +49,7 @@ class Delivery:
         self._closed = False
         self._reports: weakref.WeakValueDictionary[int, SyncReport] = weakref.WeakValueDictionary()
         self._counted: set[tuple[int, int]] = set()  # versions, and payloads that workers share
+        self._unwritten: dict[WorkerState, int] = {}  # by the main thread, and the connections of the workers
 
     def count_in(self, report: SyncReport) -> None:
         """Count the bytes that workers are sent of a version in its report, as long as that is in use."""
@@ -61,34 +62,60 @@ class Delivery:
 
         Call this whenever that may have changed.
         """
-        unwritten = {worker for worker in workers if worker.inflight is None}
+        unwritten = self._writes_of_this_thread()
         try:
             self._update(workers, unwritten)
         except BaseException as error:
-            for worker in unwritten:
-                if worker.inflight is not None:
-                    self.lose(worker, _as_exception(error))
+            for worker, connection in list(unwritten.items()):
+                if worker.inflight is not None or not worker.joined:  # lose() may not have ended
+                    self.lose(worker, _as_exception(error), connection)
+                unwritten.pop(worker, None)
             raise
 
-    def _update(self, workers: Sequence[WorkerState], unwritten: set[WorkerState]) -> None:
-        """Send updates; remove workers from ``unwritten`` as soon as theirs is written, or about to be."""
+    def _update(self, workers: Sequence[WorkerState], unwritten: dict[WorkerState, int]) -> None:
+        """Send updates; ``unwritten`` has workers until theirs is written, or about to be."""
         slow = [worker for worker in workers if not worker.link.capabilities.send_never_blocks]
+        idle = [worker for worker in slow if worker.joined and worker.inflight is None]
+        unwritten.update({worker: worker.connections for worker in idle})
         loads = [(worker, update) for worker in slow if (update := self._load(worker)) is not None]
         _announce(loads)
         for worker, update in loads:
             self._put(worker, partial(self._transmit, worker, update))
-            unwritten.discard(worker)
+            unwritten.pop(worker, None)
+        for worker in idle:
+            unwritten.pop(worker, None)
         for worker in workers:
             # A busy worker gets the next update when it answers; its outbox may hold the lock until then.
-            if worker.link.capabilities.send_never_blocks and worker.inflight is None:
+            never_blocks = worker.link.capabilities.send_never_blocks
+            if never_blocks and worker.joined and worker.inflight is None:
                 with worker.sending:
-                    if (update := self._load(worker)) is None:
-                        continue
-                    if are_short(update.chunks):
-                        self.send(worker, update.chunks)
-                    else:
-                        self._put(worker, partial(self._transmit, worker, update))
-                    unwritten.discard(worker)
+                    unwritten[worker] = worker.connections
+                    if (update := self._load(worker)) is not None:
+                        self._write(worker, update)
+                    unwritten.pop(worker, None)
+
+    def _write(self, worker: WorkerState, update: EncodedUpdate) -> None:
+        """Write an update to a link that never blocks, or have its outbox do that if the update is long."""
+        if are_short(update.chunks):
+            self.send(worker, update.chunks)
+        else:
+            self._put(worker, partial(self._transmit, worker, update))
+
+    def lose_interrupted(self) -> None:
+        """Lose workers for whom a signal handler interrupted a write, if the write was not undone.
+
+        That happens if another signal handler raised meanwhile. Call this before the next update.
+        """
+        unwritten = self._writes_of_this_thread()
+        for worker, connection in list(unwritten.items()):
+            self.lose(
+                worker, InterruptedError("a signal handler interrupted the call that sent to it"), connection
+            )
+            unwritten.pop(worker, None)
+
+    def _writes_of_this_thread(self) -> dict[WorkerState, int]:
+        """Return the writes that have begun; signal handlers raise in the main thread only."""
+        return self._unwritten if threading.current_thread() is threading.main_thread() else {}
 
     def post(self, worker: WorkerState, write: Callable[[], None], *, short: bool = True) -> None:
         """Call ``write`` if that cannot block, else have the outbox of a worker call it.
@@ -126,7 +153,8 @@ class Delivery:
 
         The caller holds ``worker.sending``.
         """
-        connection = worker.connections
+        connection, unwritten = worker.connections, self._writes_of_this_thread()
+        unwritten[worker] = connection
         try:
             for chunk in chunks:
                 worker.link.send_chunk(chunk, self.timeout)
@@ -134,7 +162,9 @@ class Delivery:
             self._lose_unless_it_left(worker, error, connection)
         except BaseException as error:  # of a signal handler, perhaps in the middle of a frame
             self.lose(worker, _as_exception(error), connection)
+            unwritten.pop(worker, None)
             raise
+        unwritten.pop(worker, None)
 
     def broadcast(self, states: Iterable[WorkerState], chunk: WeightChunk) -> None:
         """Write one frame to each worker that is connected; a worker for which that fails is lost."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from weight_update.arguments import require_seconds
 from weight_update.errors import FormatError, LinkClosedError, SyncFailedError, SyncTimeoutError
@@ -20,6 +20,7 @@ from weight_update.transports.base import Arrivals
 from weight_update.wire.frames import Kind, WeightChunk
 
 _Paused = dict[Arrivals, WorkerState]
+_T = TypeVar("_T")
 _WorkerTest = Callable[[WorkerState], bool]
 _ABSENT = "it is not connected; has it called connect()?"
 
@@ -250,30 +251,36 @@ class AnswerReader:
 
     def __init__(self, table: WorkerTable, record: Callable[[WorkerState, WeightChunk], None]) -> None:
         self._table, self._record = table, record
-        self._attended: dict[int, _Paused] = {}  # by the identifier of the thread
+        self._attending: set[int] = set()  # identifiers of the threads in attend()
+        self._paused: dict[int, _Paused] = {}  # by the identifier of the thread
 
-    @contextlib.contextmanager
-    def attended(self) -> Iterator[None]:
-        """Have :meth:`pause` work for the calling thread in this context, which is not entered twice."""
+    def attend(self, call: Callable[[], _T]) -> _T:
+        """Return the result of ``call()``, in which :meth:`pause` works for the calling thread.
+
+        Calls are not nested. Signal handlers may raise at any time, in the clean-up after ``call`` as well.
+        """
         me = threading.get_ident()
-        paused = self._attended[me] = {}
+        self.stop()  # in case several handlers have raised after an earlier call
         try:
-            yield
-        finally:
+            self._attending.add(me)
+            return call()
+        finally:  # no context manager: a handler may raise where its __exit__() begins
             try:
-                self._attended.pop(me, None)
-                _resume_all(paused)
+                self._attending.discard(me)
+                self.stop()
             finally:
-                _resume_all(paused)  # a signal handler may have raised in the first call
+                self.stop()
 
     def pause(self, states: Iterable[WorkerState]) -> None:
-        """Let answers to an update that is about to be sent wait for :meth:`read`, in :meth:`attended`.
+        """Let answers to an update that is about to be sent wait for :meth:`read`, in :meth:`attend`.
 
         The thread of a worker still notices the end of its connection.
         """
-        paused = self._attended.get(threading.get_ident())
-        if paused is None:
+        me = threading.get_ident()
+        if me not in self._attending:
+            self.stop()
             return
+        paused = self._paused.setdefault(me, {})
         for worker in states:
             arrivals = worker.link.arrivals
             # changes may need memory first that is free only after answers to the update before
@@ -286,11 +293,11 @@ class AnswerReader:
 
         Any answer but APPLIED is left to the threads of the workers.
         """
-        paused = self._attended.get(threading.get_ident())
-        if paused is None:
-            with self.attended():
-                self.read(states, done, deadline)
+        me = threading.get_ident()
+        if me not in self._attending:
+            self.attend(functools.partial(self.read, states, done, deadline))
             return
+        paused = self._paused.setdefault(me, {})
         with self._table.lock:
             states = [worker for worker in states if not done(worker)]
         poller, waited_for = select.poll(), dict[int, tuple[WorkerState, Arrivals]]()
@@ -315,8 +322,12 @@ class AnswerReader:
         _resume_all(paused)  # the caller may wait longer, for workers of other links
 
     def stop(self) -> None:
-        """Let the threads of workers read again, if a signal handler interrupted :meth:`read`."""
-        _resume_all(self._attended.get(threading.get_ident(), {}))
+        """Let the threads of workers read again what the calling thread has paused."""
+        me = threading.get_ident()
+        if (paused := self._paused.get(me)) is not None:
+            _resume_all(paused)
+            if me not in self._attending:  # else a signal handler has called this
+                self._paused.pop(me, None)
 
     def _is(self, worker: WorkerState, done: _WorkerTest) -> bool:
         with self._table.lock:

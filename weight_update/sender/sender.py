@@ -149,6 +149,8 @@ class Sender(Outcomes):
             SyncTimeoutError: workers did not connect in time; the message names them.
             SyncFailedError: workers failed or were lost.
         """
+        self.reader.stop()
+        self._delivery.lose_interrupted()
         with self.table.lock:
             for worker in self.table:
                 failed = worker.has is None and bool(worker.failures)
@@ -215,6 +217,7 @@ class Sender(Outcomes):
         report: SyncReport | None = None
         try:
             with self._groups.lock:
+                self._delivery.lose_interrupted()
                 self._groups.release_departed()
                 weights = self._of_known(weights)
                 with self.table.lock:

@@ -210,11 +210,12 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
 
     def _drop(self, connection: _C | None) -> None:
         """Close ``connection``, and forget it unless another one has replaced it."""
+        if connection is None:
+            return
+        connection.close()  # first: if a signal handler raises here, disconnect() can be called again
         with self._changed:
-            if connection is not None and connection is self._connection:
+            if connection is self._connection:
                 self._connection = None
-        if connection is not None:
-            connection.close()
 
     def _await_connection(self, deadline: float | None) -> _C | None:
         if self._joins:
