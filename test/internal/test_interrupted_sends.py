@@ -252,9 +252,10 @@ def test_a_signal_handler_that_shuts_down(
     interrupted_send(scheme, model)
 
 
+@pytest.mark.parametrize("interrupts", [1, 2])
 @pytest.mark.parametrize("where", ["while it wakes the thread", "before it releases the lock"])
 def test_a_queue_takes_items_after_one_whose_put_was_interrupted(
-    monkeypatch: pytest.MonkeyPatch, where: str
+    monkeypatch: pytest.MonkeyPatch, where: str, interrupts: int
 ) -> None:
     """The thread of the queue sends the item that follows, which tells the worker to join again."""
     context = multiprocessing.get_context("spawn")
@@ -275,10 +276,15 @@ def test_a_queue_takes_items_after_one_whose_put_was_interrupted(
 
     with monkeypatch.context() as patch:
         patch.setattr(weights, "put", interrupted)
+        if interrupts == 2:
+            interrupt_once(monkeypatch, MPTransport, "_finish_put", after=False)
         with pytest.raises(KeyboardInterrupt):
             link.send_chunk(WeightChunk(Kind.GOODBYE, {}))
-    assert weights.get(timeout=SECONDS) is not None
-    time.sleep(0.1)  # the thread of the queue waits again
-    link.disconnect()
+    if interrupts == 1:
+        assert weights.get(timeout=SECONDS) is not None
+        time.sleep(0.1)  # the thread of the queue waits again
+    threading.Thread(target=link.disconnect, daemon=True).start()  # it would wait for ever for a lock
+    if interrupts == 2:
+        assert weights.get(timeout=SECONDS) is not None
     assert weights.get(timeout=SECONDS) is None
     link.close()

@@ -146,6 +146,7 @@ class MPTransport(TransportBackend):
         self._directory = directory
         self._slots = SlotTable()
         self._other: WatchedProcess | None = None  # at the other end
+        self._putting = False  # whether put() of the queue has begun, and has not ended
         self._gone = False  # whether it had ended before it could be watched
         self._feeder: threading.Thread | None = None  # writes what the queue was given to its pipe
         self._unread = deque[_Item]()
@@ -281,13 +282,18 @@ class MPTransport(TransportBackend):
             self._reader_lock.close()
 
     def _put(self, item: _Item | None) -> None:
+        if self._putting:  # another signal handler interrupted _finish_put()
+            self._finish_put()
+        self._putting = True
         try:
             self._outbox.put(item)
         except (OSError, ValueError):
+            self._putting = False
             raise LinkClosedError("the queue was closed") from None
         except BaseException:
             self._finish_put()
             raise
+        self._putting = False
         self._flush_at_exit()
 
     def _flush_at_exit(self) -> None:
@@ -313,6 +319,7 @@ class MPTransport(TransportBackend):
                 condition.notify_all()
             finally:
                 condition.release()
+        self._putting = False
 
     def _get(self, timeout: float) -> _Item | None:
         if self._inbox is None:
