@@ -151,7 +151,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--values", choices=["raw", "relative"], default="relative", help="of a patch")
     parser.add_argument("--steps", type=int, default=200, help="updates of the workers (%(default)s)")
     parser.add_argument("--warmup", type=int, default=160, help="supervised steps before (%(default)s)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps is at least 1, not {args.steps}")
+    return args
 
 
 def train(trainer: Trainer, scheme: MultiProcessWeightSyncScheme, rollouts: Queue, steps: int) -> None:

@@ -158,6 +158,39 @@ def test_padded_vocabulary_and_tied_embeddings() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"mlp.gate_proj.weight": torch.bfloat16, "mlp.up_proj.weight": torch.float32},
+        {f"self_attn.{part}_proj.weight": {"v": torch.float16}.get(part, torch.float32) for part in "qkv"},
+    ],
+    ids=["gate and up", "query, key and value"],
+)
+def test_parts_of_different_dtypes_are_refused(parts: dict[str, torch.dtype]) -> None:
+    """A fused weight has one dtype, so one of the parts would change its own."""
+    items = [(f"model.layers.2.{name}", numbers(2, 4, dtype=dtype)) for name, dtype in parts.items()]
+    dtypes = ", ".join(map(str, parts.values()))
+    with pytest.raises(
+        ConversionError, match=rf"^decoder\.layers\.2\..*: the parts have the dtypes {dtypes}; .*cast\(\)"
+    ):
+        convert(hf_to_megatron(1), items)
+    with pytest.raises(ValueError, match=r"float32, torch\.float16; cast them to one dtype first"):
+        fuse_gate_up(torch.zeros(2), torch.zeros(2).half())
+
+
+@pytest.mark.parametrize("name", ["embedding.word_embeddings.weight", "output_layer.weight"])
+def test_embeddings_without_rows_are_refused(name: str) -> None:
+    theirs = {"embedding.word_embeddings.weight": "model.embed_tokens.weight"}.get(name, "lm_head.weight")
+    number = torch.tensor(1.0)
+    for converter, old_name in (
+        (megatron_to_hf(HEADS, vocab_size=VOCAB), name),
+        (hf_to_megatron(HEADS, padded_vocab_size=VOCAB), theirs),
+    ):
+        with pytest.raises(ConversionError, match=rf"^{name}: the shape \[\] has no rows"):
+            convert(converter, [(old_name, number)])
+    assert list(convert(megatron_to_hf(HEADS), [(name, number)])) == [theirs]  # no row is cut off
+
+
 def test_names_it_does_not_know_pass() -> None:
     other = {"decoder.layers.3.adapter.weight": numbers(2), "vision.0.weight": numbers(3)}
     same(convert(megatron_to_hf(HEADS, GROUPS), other.items()), other)

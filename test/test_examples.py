@@ -226,6 +226,14 @@ def test_patch_sync(args: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
+def test_patch_sync_needs_an_update() -> None:
+    for steps in ("0", "-3"):
+        done = run("patch_sync.py", "--steps", steps, "--warmup", "0")
+        assert done.returncode == 2
+        assert done.stderr.endswith("error: --steps is at least 1, not " + steps + "\n")
+
+
+@pytest.mark.slow
 def test_llm_rollout() -> None:
     """The program itself fails if tokens are not those of a full reload, or if the reward does not rise."""
     pytest.importorskip(

@@ -196,6 +196,14 @@ def test_prometheus_keeps_no_port(prometheus: Any) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.parametrize("addr", [None, b"127.0.0.1", 0x7F000001])
+def test_prometheus_refuses_another_address_before_it_serves(prometheus: Any, addr: Any) -> None:
+    running, open_files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TypeError, match=r"addr is a string, such as '127\.0\.0\.1', got "):
+        PrometheusObserver(0, addr)
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (running, open_files)
+
+
 def test_connections_without_a_request_are_closed(
     prometheus: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,13 +41,14 @@ def fuse_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_kv
     """Fuse query, key and value projections; the inverse of :func:`split_qkv`.
 
     Raises:
-        ValueError: the sizes do not divide.
+        ValueError: the sizes do not divide, or the dtypes differ.
     """
     rows = key.shape[0] if key.dim() == query.dim() > 0 else 0
     good = rows and num_kv_groups > 0 and value.shape == key.shape and query.shape[1:] == key.shape[1:]
     if not good or rows % num_kv_groups or query.shape[0] % rows:
         shapes = ", ".join(str(list(part.shape)) for part in (query, key, value))
         raise ValueError(f"{num_kv_groups} groups do not divide the shapes {shapes}")
+    _check_dtypes(query, key, value)
     head_dim = rows // num_kv_groups
     grouped = [
         torch.unflatten(part, 0, (num_kv_groups, part.shape[0] // rows, head_dim))
@@ -75,10 +76,18 @@ def fuse_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Fuse gate and up projections; the inverse of :func:`split_gate_up`.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: the shapes or the dtypes differ.
     """
     if gate.shape != up.shape or gate.dim() == 0:
         raise ValueError(
             f"gate is {list(gate.shape)} and up {list(up.shape)}; they must have the same shape, with rows"
         )
+    _check_dtypes(gate, up)
     return torch.cat([gate, up])
+
+
+def _check_dtypes(*parts: torch.Tensor) -> None:
+    """Raise ValueError if the dtypes differ, because :func:`torch.cat` would promote some of the parts."""
+    if len({part.dtype for part in parts}) > 1:
+        dtypes = ", ".join(str(part.dtype) for part in parts)
+        raise ValueError(f"the parts have the dtypes {dtypes}; cast them to one dtype first, as by cast()")

@@ -79,7 +79,8 @@ def megatron_to_hf(
     Raises:
         ValueError: a number is not a positive integer, or the heads do not divide into the groups.
 
-    The converter raises :class:`~weight_update.ConversionError` if a fused weight does not divide.
+    The converter raises :class:`~weight_update.ConversionError` if a fused weight does not divide, or if
+    embeddings to be cut to ``vocab_size`` have no rows.
     """
     groups = _checked_groups(num_heads, num_kv_groups)
     if vocab_size is not None:
@@ -110,8 +111,9 @@ def hf_to_megatron(
     Raises:
         ValueError: a number is not a positive integer, or the heads do not divide into the groups.
 
-    The converter raises :class:`~weight_update.ConversionError` if parts do not fit together, and at the end
-    if parts are missing.
+    The converter raises :class:`~weight_update.ConversionError` if parts do not fit together or have
+    different dtypes, if embeddings have no rows or too many for ``padded_vocab_size``, and at the end if
+    parts are missing.
     """
     groups = _checked_groups(num_heads, num_kv_groups)
     if padded_vocab_size is not None:
@@ -130,22 +132,23 @@ def _checked_groups(num_heads: int, num_kv_groups: int | None) -> int:
 def _to_hf(
     num_heads: int, groups: int, vocab_size: int | None, tied: bool, items: Iterator[Item]
 ) -> Iterator[Item]:
-    def parts_of(tensor: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
-        if count == 1:
+    def parts_of(name: str, tensor: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
+        if count > 1:
+            return split_gate_up(tensor) if count == 2 else split_qkv(tensor, num_heads, groups)
+        if vocab_size is None or name not in (_EMBEDDING, _OUTPUT):
             return [tensor]
-        return split_gate_up(tensor) if count == 2 else split_qkv(tensor, num_heads, groups)
+        _check_rows(tensor)
+        return [tensor[:vocab_size]]
 
     def rule(name: str, tensor: torch.Tensor) -> list[Item]:
         generic, numbers = _generic(name)
         names = _HF_NAMES.get(generic, (name,))
-        if name in (_EMBEDDING, _OUTPUT):
-            tensor = tensor[:vocab_size]
-        if name == _EMBEDDING and tied:
-            return [(names[0], tensor), ("lm_head.weight", tensor)]
         try:
-            parts = parts_of(tensor, len(names))
+            parts = parts_of(name, tensor, len(names))
         except ValueError as error:
             raise ConversionError(f"{name}: {error}") from None
+        if name == _EMBEDDING and tied:
+            return [(names[0], parts[0]), ("lm_head.weight", parts[0])]
         return [(_filled(new, numbers), part) for new, part in zip(names, parts, strict=True)]
 
     return stream(items, rule)
@@ -159,8 +162,10 @@ def _to_megatron(
 
     def rule(name: str, tensor: torch.Tensor) -> list[Item]:
         generic, numbers = _generic(name)
-        if generic not in whole_of or (tied and name == "lm_head.weight"):
-            return [] if generic in whole_of else [(name, tensor)]
+        if tied and name == "lm_head.weight":
+            return []
+        if generic not in whole_of:
+            return [(name, tensor)]
         whole = _filled(whole_of[generic], numbers)
         wanted = [_filled(part, numbers) for part in _HF_NAMES[whole_of[generic]]]
         parts = waiting.setdefault(whole, {})
@@ -187,9 +192,15 @@ def _fused(whole: str, parts: Sequence[torch.Tensor], groups: int, padded: int |
     tensor = parts[0]
     if padded is None or whole not in (_EMBEDDING, _OUTPUT):
         return tensor
+    _check_rows(tensor)
     if padded < tensor.shape[0]:
         raise ValueError(f"{tensor.shape[0]} rows do not fit into padded_vocab_size={padded}")
     return torch.cat([tensor, tensor.new_zeros(padded - tensor.shape[0], *tensor.shape[1:])])
+
+
+def _check_rows(tensor: torch.Tensor) -> None:
+    if tensor.dim() == 0:
+        raise ValueError(f"the shape {list(tensor.shape)} has no rows")
 
 
 def _wholes(moe: bool) -> dict[str, str]:

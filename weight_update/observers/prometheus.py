@@ -43,6 +43,7 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
 
     Raises:
         ImportError: the package ``prometheus_client`` is not installed.
+        TypeError: ``addr`` is no string.
         ValueError: ``port`` is not the number of a port.
         OSError: the port is taken, or the address is not of this machine.
 
@@ -53,6 +54,8 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
 
     def __init__(self, port: int = 0, addr: str = "127.0.0.1") -> None:
         port_number(port)
+        if not isinstance(addr, str):
+            raise TypeError(f"addr is a string, such as '127.0.0.1', got {addr!r}")
         prometheus_client = optional("prometheus_client", "prometheus")
         registry = _registry(prometheus_client)
         self._metrics = _Metrics(prometheus_client, registry)
