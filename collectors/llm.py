@@ -139,7 +139,7 @@ class RayLLMCollector(RayCollector):
         total_dialog_turns: number of dialog turns; -1 for no end.
         replay_buffer: a ``RayReplayBuffer``, which the actor fills; each batch is then None.
         sync_iter: whether the actor waits until the program asks for the next batch. If False, it collects
-            one batch while the program uses the one before. :meth:`start` does not wait either.
+            one batch while the program uses the one before. ``start()`` does not wait either.
         weight_sync_schemes: as for :class:`~collectors.RayCollector`.
         weight_updater: as for :class:`~collectors.RayCollector`, so it sends from the trainer.
         frames_timeout: as for :class:`~collectors.RayCollector`.
@@ -230,7 +230,7 @@ class RayLLMCollector(RayCollector):
         return int(self.total_frames)
 
     def is_running(self) -> bool:
-        """Return whether :meth:`start` was called, and its collection has not ended."""
+        """Return whether ``start()`` was called, and its collection has not ended."""
         return self._collection_thread is not None and bool(self._collection_thread.is_alive())
 
     def set_postproc(self, postproc: Any) -> None:
