@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 import torch
 from torch import nn
@@ -15,6 +18,22 @@ from weight_update import RayWeightSyncScheme, WeightSyncError
 from weight_update.testing import Body, fingerprint, mlp
 
 WAIT = 60.0
+
+
+@contextmanager
+def small_cluster(*folders: Path, megabytes: int = 100) -> Iterator[None]:
+    """Run a Ray of four CPUs, whose workers can import the files of ``folders``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", ":".join(map(str, folders)))
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=megabytes << 20,
+            log_to_driver=False,
+            logging_level="error",
+        )
+        yield
+        ray.shutdown()
 
 
 class JoiningActor:

@@ -65,6 +65,7 @@ from ray_parts import (  # noqa: E402
     Trainer,
     pid_of,
     slots_of,
+    small_cluster,
     wait_for_more,
     wide,
     writable,
@@ -78,17 +79,8 @@ pytestmark = pytest.mark.timeout(180)
 def cluster() -> Iterator[None]:
     """Start one Ray for the module, whose workers can import the files of this folder."""
     here = Path(__file__).parent
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{here.parent}:{here}")
-        ray.init(
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=300 << 20,
-            log_to_driver=False,
-            logging_level="error",
-        )
+    with small_cluster(here.parent, here, megabytes=300):
         yield
-        ray.shutdown()
 
 
 @pytest.fixture(scope="class")

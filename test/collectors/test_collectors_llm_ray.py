@@ -28,6 +28,7 @@ from weight_update import (
 from weight_update.testing.processes import wait_until
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
+from ray_parts import small_cluster  # noqa: E402
 
 pytestmark = pytest.mark.timeout(180)
 WAIT = 60.0
@@ -36,18 +37,8 @@ WAIT = 60.0
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One Ray for the module, whose workers can import what tests can."""
-    folders = Path(__file__).parents
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{folders[2]}:{folders[1]}:{folders[0]}")
-        ray.init(
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=100 << 20,
-            log_to_driver=False,
-            logging_level="error",
-        )
+    with small_cluster(*reversed(Path(__file__).parents[:3])):
         yield
-        ray.shutdown()
 
 
 def make_env() -> Env:
