@@ -51,6 +51,7 @@ JOB_PYTHON = f"{sys.executable} {__file__} run"  # a command that stands in for 
 _OURS = ("weight_update.testing", "collectors")
 _ADDRESS = "WEIGHT_UPDATE_TEST_TEMPLATE"
 _LIMIT = 1 << 17
+_DESCRIPTORS = 3  # of a forkserver; before Python 3.14 it has two
 _START_SECONDS = 300.0
 
 
@@ -178,8 +179,9 @@ class _Template:
         return cls._only
 
     def run_program(self, executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-        """Run ``python ... -c program``, the last argument, without waiting for its end; return its pid."""
-        request = {"program": arguments[-1], "numbers": list(descriptors), "env": dict(os.environ)}
+        """Run ``python ... -c program ...`` without waiting for its end; return its pid."""
+        words = _after_c(arguments)
+        request = {"program": words, "numbers": list(descriptors), "env": dict(os.environ)}
         return self.start(request, descriptors)
 
     def start(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
@@ -223,7 +225,7 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None
     """Fork for each request; return the request in the fork, and None at the end."""
     connection.send(b"ready")
     while True:
-        data, descriptors, *_ = socket.recv_fds(connection, _LIMIT, 2)
+        data, descriptors, *_ = socket.recv_fds(connection, _LIMIT, _DESCRIPTORS)
         if not data:
             return None
         pid = os.fork()
@@ -277,12 +279,20 @@ def _start_forkserver(start: Callable[[str, Sequence[str], Sequence[int]], int])
 def _fork_forkserver(executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
     pid = os.fork()
     if pid == 0:
-        _run_forkserver(arguments[-1], {number: number for number in descriptors})
+        _run_forkserver(_after_c(arguments), {number: number for number in descriptors})
     return pid
 
 
-def _run_forkserver(program: str, numbers: Mapping[int, int]) -> NoReturn:
-    """Run ``program`` with the descriptors ``numbers``, from what it calls them to what they are here."""
+def _after_c(arguments: Sequence[str]) -> list[str]:
+    """Return the program of ``python ... -c program ...``, and its arguments."""
+    return list(arguments[arguments.index("-c") + 1 :])
+
+
+def _run_forkserver(words: Sequence[str], numbers: Mapping[int, int]) -> NoReturn:
+    """Run a program with the descriptors ``numbers``, from what it calls them to what they are here.
+
+    ``words`` are the program and its arguments.
+    """
     try:
         high = {number: fcntl.fcntl(mine, fcntl.F_DUPFD, 1000) for number, mine in numbers.items()}
         os.closerange(3, 1000)
@@ -292,7 +302,8 @@ def _run_forkserver(program: str, numbers: Mapping[int, int]) -> NoReturn:
         sys.path.insert(0, str(ROOT))
         _preload(_OURS)
         gc.freeze()
-        exec(program, {})
+        sys.argv = ["-c", *words[1:]]
+        exec(words[0], {})
     finally:
         os._exit(0)
 

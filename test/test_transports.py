@@ -5,6 +5,7 @@ import fcntl
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import socket
 import subprocess
@@ -22,7 +23,13 @@ import pytest
 import torch
 from torch.distributed import rpc
 
-from weight_update.errors import JoinRefusedError, LifecycleError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import (
+    JoinRefusedError,
+    LifecycleError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    SyncTimeoutError,
+)
 from weight_update.testing import TransportContract, greet
 from weight_update.testing.chunks import (
     Ends,
@@ -315,6 +322,29 @@ class TestSharedMemTransport(TransportContract):
 
     def teardown_method(self) -> None:
         self.listener.close()
+
+    def test_memory_that_was_released_before_it_was_read(self, ends: Ends) -> None:
+        """A sender that shuts down releases its memory, and its GOODBYE comes after what was not read."""
+        sender, receiver = ends
+        update = update_of(sender, 64)
+        for _ in range(3):
+            sender.send_chunk(update)
+        must_receive(receiver)  # the slot is open from now on
+        slot_of(update.payload).close()
+        must_receive(receiver)  # the receiver finds out afterwards
+        with pytest.raises(LinkClosedError, match="the sender has released the memory of this update"):
+            receiver.recv_chunk(5.0)
+
+    def test_no_free_descriptor_for_a_slot(self, ends: Ends) -> None:
+        sender, receiver = ends
+        sender.send_chunk(update_of(sender, 64))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(NotEnoughMemoryError, match=r"raise .*ulimit -n"):
+                receiver.recv_chunk(5.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class TestDistributedTransport(TransportContract):

@@ -48,10 +48,11 @@ _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _SEAL_FUTURE_WRITE = 16  # Linux 5.1: mappings that exist stay writable; Python has no constant for it
 _READ_ONLY = 0o400
 _RELEASED = 1  # in the last byte of a slot's file
-_LIMITS = {
+LIMITS = {
     errno.EMFILE: "the process's limit of open files (ulimit -n)",
     errno.EFBIG: "the process's limit of file sizes (ulimit -f)",
 }
+"""Limits that a user can raise, by the error that they cause."""
 _LOOKED_AT = 4
 """Number of slots in use that are checked for each payload."""
 
@@ -204,7 +205,7 @@ def _naming_limits(needed: str) -> Iterator[None]:
         raise
     except (OSError, MemoryError) as error:
         number = error.errno if isinstance(error, OSError) else errno.ENOMEM
-        if (limit := _LIMITS.get(number or 0)) is not None:
+        if (limit := LIMITS.get(number or 0)) is not None:
             raise NotEnoughMemoryError(f"{error}: {needed} is needed; raise {limit}") from None
         if number != errno.ENOMEM:
             raise

@@ -5,6 +5,7 @@ A frame with a payload is followed by a record of 33 bytes instead of the payloa
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -17,7 +18,13 @@ from dataclasses import replace
 
 import torch
 
-from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, undo_on_error
+from weight_update.errors import (
+    FormatError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    SyncTimeoutError,
+    undo_on_error,
+)
 from weight_update.transports.base import Allocate, Arrivals, Buffer, Capabilities
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.join_listener import answering_refusals, link_for
@@ -25,6 +32,7 @@ from weight_update.transports.listener import Listener
 from weight_update.transports.reconnecting import LinkConnection, ReconnectingLink
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer, CudaSlotMapping
 from weight_update.transports.shared_memory.slots import (
+    LIMITS,
     HostSlotMapping,
     SharedBuffer,
     SharedSlot,
@@ -127,7 +135,7 @@ class SlotStream(LinkConnection, Arrivals):
                     raise FormatError(f"the handle of a slot has {length} bytes")
                 handle = self._read(length)
                 self._on_handle()
-            return self._slots.payload(key, nbytes, lambda: _map_slot(key, fd, handle))
+            return self._slots.payload(key, nbytes, lambda: _map_slot(key, kind, fd, handle))
         finally:
             if fd is not None:
                 os.close(fd)
@@ -189,9 +197,11 @@ def _first_record(slot: SharedSlot) -> bytes:
     return _RECORD.pack(key, _HANDLE) + _SIZE.pack(len(slot.handle)) + slot.handle
 
 
-def _map_slot(key: str, fd: int | None, handle: bytes | None) -> SlotMapping:
-    if fd is None:
-        raise FormatError("a slot was named before its file descriptor was sent")
+def _map_slot(key: str, kind: int, fd: int | None, handle: bytes | None) -> SlotMapping:
+    if kind == _KNOWN:
+        raise LinkClosedError("the sender has released the memory of this update: it was shut down")
+    if fd is None:  # the kernel found no number for it
+        raise NotEnoughMemoryError("a file descriptor for a slot is needed; raise " + LIMITS[errno.EMFILE])
     return HostSlotMapping(fd) if handle is None else CudaSlotMapping(key, handle, fd)
 
 
