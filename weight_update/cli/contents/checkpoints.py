@@ -85,11 +85,8 @@ def read_version_file(path: Path) -> dict[str, Any]:
         )
     facts = {"kind": "version file", "path": str(path)}
     if version is not None and path.suffix != PART:
-        try:
+        with contextlib.suppress(FileNotFoundError):  # the trainer removed the manifest
             row, manifest, weights = _read_version(index, version)
-        except FileNotFoundError:  # the trainer removed the manifest
-            pass
-        else:
             if path.suffix != _SUFFIX or manifest is None or manifest.file == path.name:
                 cure = _cure(index, [row], _newest_complete(index)) if row["problem"] else {}
                 return {"good": row["state"] == "ok", **facts, **row, **cure, **_tensors(weights or {})}
