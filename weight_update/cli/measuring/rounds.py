@@ -28,7 +28,7 @@ from weight_update.transports.memory_limits import available_memory
 
 RAY = "ray"
 """Name of the scheme whose workers are actors."""
-SCHEMES: dict[str, type[WeightSyncScheme]] = {
+SCHEMES: dict[str, Callable[..., WeightSyncScheme]] = {
     "shared": SharedMemWeightSyncScheme,
     "process": MultiProcessWeightSyncScheme,
     "distributed": DistributedWeightSyncScheme,
@@ -213,8 +213,7 @@ def _check_memory(plan: Plan, nbytes: int) -> None:
 def _case(scheme: str, encoding: str, plan: Plan, model: torch.nn.Module) -> Case:
     strategy = WeightStrategy("state_dict", encoding=encoding)
     timeout = max(_LEAST_WAIT, plan.seconds * _SHARE_OF_ONE_WAIT)
-    made: Any = SCHEMES[scheme]
-    sender = made(strategy=strategy, timeout=timeout, connect_timeout=timeout)
+    sender = SCHEMES[scheme](strategy=strategy, timeout=timeout, connect_timeout=timeout)
     sender.init_on_sender(model=model, num_workers=plan.workers)
     return Case(scheme, encoding, sender)
 
