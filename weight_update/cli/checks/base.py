@@ -74,7 +74,7 @@ def run(checks: Sequence[Check]) -> list[tuple[str, Finding]]:
 def _finding(check: Check, result: Future[Finding], deadline: float) -> Finding:
     if not wait([result], max(0.0, deadline - time.monotonic())).done:
         return fail(f"the check did not end within {check.seconds:g} s", check.cure)
-    if error := result.exception():
+    if (error := result.exception()) is not None:
         return fail(f"{type(error).__name__}: {error}", check.cure)
     return result.result()
 
