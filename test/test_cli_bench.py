@@ -27,11 +27,28 @@ from weight_update.errors import WorkerError
 from weight_update.report import SyncReport
 from weight_update.testing.processes import wait_until
 
+BROKEN = """
+from weight_update.cli import main
+from weight_update.cli.measuring import rounds
+{}
+main()
+"""
 
-def bench(*arguments: str | Path, **options: Any) -> tuple[int, dict[str, Any], str]:
+
+def bench(
+    *arguments: str | Path, breaking: str = "", quick_spawn: bool = True
+) -> tuple[int, dict[str, Any], str]:
     """Run ``bench`` in a process of its own; return status, document and stderr."""
-    done = run_python("-m", "weight_update", "bench", "--json", *arguments, quick_spawn=True, **options)
+    start = ["-c", BROKEN.format(breaking)] if breaking else ["-m", "weight_update"]
+    done = run_python(*start, "bench", "--json", *arguments, quick_spawn=quick_spawn)
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
+
+
+def refused(*arguments: str | Path) -> str:
+    """Return the error of ``bench`` for wrong arguments."""
+    result = call("bench", *arguments)
+    assert result.exit_code == 2
+    return result.stderr
 
 
 def test_bench_measures_all_schemes_in_turns_and_draws_them(tmp_path: Path) -> None:
@@ -83,49 +100,44 @@ def test_bench_measures_a_module_given_by_import_path(tmp_path: Path, name: str)
     ],
 )
 def test_bench_refuses_a_path_that_leads_to_no_module(path: str, words: str) -> None:
-    result = call("bench", "--model", path)
-    assert result.exit_code == 2
-    shown = " ".join(result.stderr.replace("│", " ").split())
-    assert words in shown
-    assert "Invalid value for --model: " in shown
+    error = refused("--model", path)
+    assert words in error
+    assert "Invalid value for --model: " in error
 
 
 def test_bench_refuses_a_size_for_a_model_of_the_user() -> None:
-    result = call("bench", "--model", "no_such_module:net", "--size", "5")
-    assert result.exit_code == 2
-    words = " ".join(result.stderr.replace("│", " ").split())
-    assert "leave it out, or leave out --model" in words
+    assert "leave it out, or leave out --model" in refused("--model", "no_such_module:net", "--size", "5")
 
 
 def test_bench_refuses_a_picture_that_it_could_not_write(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    result = call("bench", "--png", tmp_path / "nowhere" / "bench.png")
-    assert result.exit_code == 2
-    assert "does not exist" in result.stderr
+    assert "does not exist" in refused("--png", tmp_path / "nowhere" / "bench.png")
 
 
 @pytest.mark.parametrize("name", ["bench.pdf", "bench", "bench.png.svg"])
 def test_bench_refuses_another_format_of_the_picture_before_it_measures(tmp_path: Path, name: str) -> None:
-    result = call("bench", "--model", "no_such_module:net", "--png", tmp_path / name)
-    assert result.exit_code == 2
-    words = " ".join(result.stderr.replace("│", " ").split())
-    assert "Invalid value for '--png': the picture is a PNG" in words
-    assert "must end with .png" in words
+    error = refused("--model", "no_such_module:net", "--png", tmp_path / name)
+    assert "Invalid value for '--png': the picture is a PNG" in error
+    assert "must end with .png" in error
     assert ".png" in call("bench", "--help").output
 
 
-def test_bench_refuses_a_model_that_does_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_update.cli.measuring.rounds.available_memory", lambda: 1_000_000)
-    result = call("bench", "--size", "1")
+TOO_LARGE = "give a smaller --size, fewer --workers, or one --scheme"
+
+
+def test_bench_refuses_a_model_of_the_user_that_does_not_fit_into_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rounds, "available_memory", lambda: 1_000)
+    result = call("bench", "--model", "cli_parts:Model")
     assert result.exit_code == 1
-    assert "give a smaller --size, fewer --workers, or one --scheme" in result.stderr
+    assert TOO_LARGE in result.stderr
 
 
 def test_bench_makes_no_model_that_does_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelSource, "make", lambda self: pytest.fail("it was made"))
     result = call("bench", "--size", "1e12")
     assert result.exit_code == 1
-    assert "give a smaller --size" in result.stderr
+    assert TOO_LARGE in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -133,9 +145,7 @@ def test_bench_makes_no_model_that_does_not_fit_into_memory(monkeypatch: pytest.
     [("--size", "nan"), ("--size", "inf"), ("--changed", "nan"), ("--seconds", "1e300")],
 )
 def test_bench_refuses_a_number_that_is_none(option: str, value: str) -> None:
-    result = call("bench", option, value)
-    assert result.exit_code == 2
-    assert option in result.stderr
+    assert option in refused(option, value)
 
 
 @pytest.mark.slow
@@ -172,25 +182,19 @@ def test_bench_shows_what_it_measured_when_its_short_time_limit_passes(
 
 @pytest.mark.slow
 def test_bench_names_a_worker_that_dies_and_goes_on() -> None:
-    program = """
-import os, signal, sys
-from weight_update.cli.measuring import rounds
+    kill_at_fifth = """
+import multiprocessing, os, signal
 send, count = rounds._send, [0]
 def kill_then_send(case, counted):
     count[0] += 1
     if count[0] == 5:
-        import multiprocessing
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
     send(case, counted)
 rounds._send = kill_then_send
-from weight_update.cli import main
-sys.argv = ["weight-update", "bench", "--size", "1", "--scheme", "shared", "--json"]
-if __name__ == "__main__":
-    main()
 """
-    done = run_python("-c", program)
-    found = json.loads(done.stdout)
-    assert done.returncode == 1
+    words = ["--size", "1", "--scheme", "shared"]
+    status, found, errors = bench(*words, breaking=kill_at_fifth, quick_spawn=False)
+    assert status == 1, errors
     assert not found["good"]
     assert all(re.search(r"worker [01]: the other end is gone", row["problem"]) for row in found["updates"])
 
@@ -209,18 +213,11 @@ def test_ctrl_c_while_workers_start_shows_no_traceback() -> None:
 
 @pytest.mark.slow
 def test_bench_fails_if_a_worker_has_other_weights() -> None:
-    program = """
-import sys
-from weight_update.cli.measuring import rounds
-rounds.checksums = lambda tensors: {"layer": 0}  # in this process alone
-from weight_update.cli import main
-sys.argv = ["weight-update", "bench", "--size", "0.2", "--workers", "1", "--scheme", "shared", "--json"]
-if __name__ == "__main__":
-    main()
-"""
-    done = run_python("-c", program, quick_spawn=True)
-    assert done.returncode == 1
-    problems = [row["problem"] for row in json.loads(done.stdout)["updates"]]
+    breaking = 'rounds.checksums = lambda tensors: {"layer": 0}  # in this process alone'
+    words = ["--size", "0.2", "--workers", "1", "--scheme", "shared"]
+    status, found, errors = bench(*words, breaking=breaking)
+    assert status == 1, errors
+    problems = [row["problem"] for row in found["updates"]]
     assert problems == ["the weights of worker 0 differ from those of the trainer"] * 2
 
 

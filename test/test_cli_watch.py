@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -169,6 +169,28 @@ def test_an_address_that_is_none(url: str) -> None:
     assert "is not an address such as" in result.output
 
 
+def error_at(answer: Callable[[socket.socket, threading.Event], None]) -> str:
+    """Watch a server that treats its one client as ``answer`` does; return the error.
+
+    The event of ``answer`` is set when the command has ended.
+    """
+    done = threading.Event()
+
+    def serve() -> None:
+        client, _ = server.accept()
+        with client:
+            answer(client, done)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        result = call("watch", f"http://127.0.0.1:{server.getsockname()[1]}/", "--once")
+        done.set()
+        thread.join(30)
+    assert result.exit_code == 1
+    return result.output
+
+
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
@@ -184,24 +206,14 @@ def test_an_address_that_is_none(url: str) -> None:
 )
 def test_an_address_of_something_else(reply: bytes, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "TIMEOUT", 0.3)
-    done = threading.Event()
 
-    def serve() -> None:
-        client, _ = server.accept()
-        with client:
-            client.recv(1 << 16)
-            client.sendall(reply)
-            if reason == "timed out":
-                done.wait(30)
+    def answer(client: socket.socket, done: threading.Event) -> None:
+        client.recv(1 << 16)
+        client.sendall(reply)
+        if reason == "timed out":
+            done.wait(30)
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=serve)
-        thread.start()
-        result = call("watch", f"http://127.0.0.1:{server.getsockname()[1]}/", "--once")
-        done.set()
-        thread.join(30)
-    assert result.exit_code == 1
-    assert reason in result.output
+    assert reason in error_at(answer)
 
 
 @pytest.mark.parametrize("sample", ['worker_up{worker="a"} 1', "version +Inf"])
@@ -209,45 +221,26 @@ def test_metrics_that_are_not_ours_are_an_error_without_a_traceback(sample: str)
     text = (
         f"# TYPE weight_update_sent_bytes counter\nweight_update_sent_bytes_total 1\nweight_update_{sample}\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def serve() -> None:
-            client, _ = server.accept()
-            with client:
-                client.recv(1 << 16)
-                client.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + text.encode())
+    def answer(client: socket.socket, done: threading.Event) -> None:
+        client.recv(1 << 16)
+        client.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + text.encode())
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        result = call("watch", f"http://127.0.0.1:{server.getsockname()[1]}/", "--once")
-        thread.join(30)
-    assert result.exit_code == 1
-    assert "cannot watch" in result.output
+    assert "cannot watch" in error_at(answer)
 
 
 def test_a_header_that_comes_byte_by_byte_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "TIMEOUT", 0.5)
-    done = threading.Event()
 
-    def serve() -> None:
-        client, _ = server.accept()
-        with client, suppress(OSError):
+    def answer(client: socket.socket, done: threading.Event) -> None:
+        with suppress(OSError):
             client.sendall(b"HTTP/1.0 200 OK\r\nX: ")
-            while not done.wait(0.1):  # each byte comes in time
+            for _ in range(100):
+                if done.wait(0.1):  # each byte comes in time
+                    return
                 client.sendall(b"x")
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=serve)
-        thread.start()
-        stop = threading.Timer(20, done.set)
-        stop.start()
-        result = call("watch", f"http://127.0.0.1:{server.getsockname()[1]}/", "--once")
-        assert not done.is_set(), "it read on"
-        stop.cancel()
-        done.set()
-        thread.join(30)
-    assert result.exit_code == 1
-    assert "timed out" in result.output
+    assert "timed out" in error_at(answer)
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "0", "1e300"])

@@ -16,6 +16,7 @@ from weight_update.convert import merge_lora
 from weight_update.testing import fingerprint
 
 PREFIX = "base_model.model."
+FACTORS = {"x.lora_A.d.weight": numbers(2, 4), "x.lora_B.d.weight": numbers(4, 2)}
 
 
 class Lora(nn.Module):
@@ -173,11 +174,7 @@ def test_what_cannot_be_merged(name: str, value: torch.Tensor) -> None:
 
 
 def test_quantized_bases_are_refused() -> None:
-    weights = {
-        "x.base_layer.weight": torch.zeros(4, 4, dtype=torch.int8),
-        "x.lora_A.d.weight": numbers(2, 4),
-        "x.lora_B.d.weight": numbers(4, 2),
-    }
+    weights = {"x.base_layer.weight": torch.zeros(4, 4, dtype=torch.int8), **FACTORS}
     with pytest.raises(ConversionError, match=r"x: a base of torch\.int8"):
         convert(merge_lora(1.0), weights.items())
 
@@ -189,10 +186,6 @@ def test_a_scaling_that_would_destroy_the_weights_is_refused(scaling: object) ->
 
 
 def test_a_fraction_is_a_scaling() -> None:
-    weights = {
-        "x.base_layer.weight": numbers(4, 4),
-        "x.lora_A.d.weight": numbers(2, 4),
-        "x.lora_B.d.weight": numbers(4, 2),
-    }
+    weights = {"x.base_layer.weight": numbers(4, 4), **FACTORS}
     halved = convert(merge_lora(Fraction(1, 2)), weights.items())  # type: ignore[arg-type]
     assert torch.equal(halved["x.weight"], convert(merge_lora(0.5), weights.items())["x.weight"])

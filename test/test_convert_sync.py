@@ -36,10 +36,10 @@ from weight_update.testing.worker_processes import start_workers
 from weight_update.testing.workers import Method
 
 
-def procs_of(
+def connected(
     scheme: WeightSyncScheme, source: Any, target: nn.Module, method: Method = "thread"
 ) -> WorkerProcesses:
-    return start_workers(scheme, [target], method, model=source, connect=False)
+    return start_workers(scheme, [target], method, model=source)
 
 
 def change(model: nn.Module, seed: int) -> None:
@@ -57,8 +57,7 @@ def unchanged(items: Iterator[Item]) -> Iterator[Item]:
 @pytest.mark.parametrize("encoding", ["dense", "patch", "bucket"])
 def test_the_dtype_stays_that_of_connect(encoding: str, convert: Converter | None) -> None:
     source, strategy = nn.Linear(8, 8), WeightStrategy("state_dict", encoding=encoding, convert=convert)
-    with MemoryWeightSyncScheme(strategy) as scheme, procs_of(scheme, source, nn.Linear(8, 8)) as procs:
-        procs.connect()
+    with MemoryWeightSyncScheme(strategy) as scheme, connected(scheme, source, nn.Linear(8, 8)) as procs:
         for dtype in (torch.float16, torch.float64, torch.bfloat16):
             source.to(dtype)
             change(source, 0)
@@ -101,9 +100,8 @@ def test_what_does_not_fit_is_an_error_on_both_sides_before_anything_is_sent(
 ) -> None:
     target = nn.Sequential(nn.Linear(4, 3))
     strategy = WeightStrategy("state_dict", convert=wrong)
-    with procs_of(
-        cls(strategy, connect_timeout=20.0), nn.Sequential(nn.Linear(4, 3)), target, method
-    ) as procs:
+    scheme, source = cls(strategy, connect_timeout=20.0), nn.Sequential(nn.Linear(4, 3))
+    with start_workers(scheme, [target], method, model=source, connect=False) as procs:
         errors = procs.try_connect()
         for error in errors.values():
             assert isinstance(error, WeightSyncError)
@@ -119,8 +117,7 @@ def test_a_converter_that_changes_its_mind(later: Callable[..., Any], encoding: 
     now: list[Callable[..., Any]] = [lambda items: items]
     source, target = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3))
     strategy = WeightStrategy("state_dict", encoding=encoding, convert=lambda items: now[0](items))
-    with procs_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as procs:
-        procs.connect()
+    with connected(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as procs:
         before, version = procs.ask("fingerprint"), procs.scheme.version
         change(source, 0)
         now[0] = later
@@ -153,8 +150,7 @@ def test_a_converter_with_one_buffer(encoding: str) -> None:
     now: list[Callable[..., Any]] = [slices]
     source, target = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3))
     strategy = WeightStrategy("state_dict", encoding=encoding, convert=lambda items: now[0](items))
-    with procs_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as procs:
-        procs.connect()
+    with connected(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as procs:
         change(source, 0)
         procs.scheme.send()
         before = procs.ask("fingerprint")
@@ -170,8 +166,7 @@ def test_a_converter_that_fails_leaves_workers_alone() -> None:
     source = nn.Sequential(nn.Linear(4, 3))
     strategy = WeightStrategy("state_dict", convert=quantize_int8())
     quantized = Tree(convert(quantize_int8(), source.state_dict().items()))
-    with procs_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, quantized) as procs:
-        procs.connect()
+    with connected(MemoryWeightSyncScheme(strategy, timeout=20.0), source, quantized) as procs:
         before = procs.ask("fingerprint")
         with torch.no_grad():
             source[0].weight[1, 1] = torch.nan
@@ -194,8 +189,7 @@ def test_a_fused_trainer_and_a_worker_process_with_separate_weights(
     source = Tree(megatron_of(state(HuggingFace(1, layers=2)), layers=2))
     strategy = WeightStrategy("state_dict", encoding=encoding, convert=megatron_to_hf(HEADS, GROUPS))
     scheme = SharedMemWeightSyncScheme(strategy, timeout=20.0)
-    with procs_of(scheme, source, HuggingFace(2, layers=2).to(dtype), "fork") as procs:
-        procs.connect()
+    with connected(scheme, source, HuggingFace(2, layers=2).to(dtype), "fork") as procs:
         for seed in range(4):
             expected = convert(megatron_to_hf(HEADS, GROUPS), source.named_parameters())
             assert procs.ask("fingerprint") == [
@@ -218,8 +212,7 @@ def test_quantized_weights_and_their_scales_arrive(quantize: Converter, encoding
     )
     strategy = WeightStrategy("state_dict", encoding=encoding, convert=converter)
     scheme = SharedMemWeightSyncScheme(strategy, timeout=20.0)
-    with procs_of(scheme, source, target, "fork") as procs:
-        procs.connect()
+    with connected(scheme, source, target, "fork") as procs:
         for seed in range(4):
             expected = convert(converter, source.named_parameters())
             assert procs.ask("fingerprint") == [fingerprint(expected, strategy)]
@@ -240,8 +233,7 @@ class Noted(nn.Linear):
 def test_extra_state_stays_with_the_trainer(extract_as: Any) -> None:
     source, target = nn.Sequential(Noted(4, 3)), nn.ModuleDict({"body": nn.Linear(4, 3)})
     strategy = WeightStrategy(extract_as, convert=rename([("^0", "body")]))
-    with procs_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as procs:
-        procs.connect()
+    with connected(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as procs:
         change(source, 0)
         procs.scheme.send()
         assert procs.ask("fingerprint") == [
@@ -259,8 +251,7 @@ def test_only_the_adapters_are_trained() -> None:
     source = Tree(adapted)
     strategy = WeightStrategy("state_dict", encoding="patch", convert=merge_lora(2.0))
     scheme = SharedMemWeightSyncScheme(strategy, timeout=20.0)
-    with procs_of(scheme, source, HuggingFace(2, layers=1), "fork") as procs:
-        procs.connect()
+    with connected(scheme, source, HuggingFace(2, layers=1), "fork") as procs:
         assert procs.ask("fingerprint") == [fingerprint(base, strategy)]
         with torch.no_grad():
             dict(source.named_parameters())[f"{layer}.lora_B.default.weight"][:2] += 1.0

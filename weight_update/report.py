@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from weight_update.text import format_size, plural
 
+STAGES = ("extract", "convert", "encode", "send", "ack")
+"""Stages of an update, in their order."""
+
 
 @dataclass
 class SyncReport:

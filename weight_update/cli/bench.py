@@ -7,7 +7,7 @@ import logging
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ def command(
     schemes, encodings = _in_order(SCHEMES, schemes), _in_order(ENCODINGS, encodings)
     left = max(_LEAST_SECONDS, seconds - (ctx.obj or 0.0))
     plan = Plan(ModelSource(size, path), workers, schemes, encodings, changed, left)
-    with _ray(needed=RAY in plan.schemes), progress() as display:
+    with _ray() if RAY in schemes else contextlib.nullcontext(), progress() as display:
         task = display.add_task("starting", total=1.0)
         results = measure(plan, lambda what, share: display.update(task, description=what, completed=share))
     document = _document(plan, results)
@@ -133,7 +133,7 @@ def command(
     ctx.exit(0 if document["good"] else 1)
 
 
-def _in_order(known: Any, chosen: tuple[str, ...]) -> tuple[str, ...]:
+def _in_order(known: Iterable[str], chosen: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in known if name in chosen)
 
 
@@ -153,11 +153,8 @@ def _document(plan: Plan, results: Results) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _ray(*, needed: bool) -> Iterator[None]:
-    """Run Ray while the block runs, if it is needed."""
-    if not needed:
-        yield
-        return
+def _ray() -> Iterator[None]:
+    """Run Ray while the block runs."""
     try:
         ray = import_ray()
     except ImportError as error:

@@ -33,7 +33,7 @@ def _peers(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
     return peers
 
 
-def checks(peers: Sequence[tuple[str, int]] = ()) -> list[Check]:
+def checks(peers: Sequence[tuple[str, int]]) -> list[Check]:
     """Return all checks, in the order in which their findings are shown."""
     reinstall = 'reinstall: pip install --force-reinstall "weight-update[cli]"'
     gloo = functools.partial(network.look_at_gloo, cluster=bool(peers))

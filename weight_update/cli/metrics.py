@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from prometheus_client.parser import text_string_to_metric_families
 
 from weight_update.cli.output import Document, Row
+from weight_update.report import STAGES
 from weight_update.threads import call_in_thread
 
 TIMEOUT = 5.0
 """Seconds that a trainer has to answer, and to send all metrics."""
-_STAGES = ("extract", "convert", "encode", "send", "ack")
 _LARGEST = 64 << 20
 _PIECE = 1 << 16
 _PREFIX = "weight_update_"
@@ -100,7 +100,7 @@ def document_of(now: Metrics, before: Metrics | None) -> Document:
         "version": _integer(now.get("version")),
         "updates_per_second": _rate(now, before),
         "last_update_bytes": _integer(now.get("last_update_bytes")),
-        "stage_ms": {stage: 1e3 * stages[stage] for stage in _STAGES if stage in stages},
+        "stage_ms": {stage: 1e3 * stages[stage] for stage in STAGES if stage in stages},
         "policy_lag_mean": now.get("policy_lag_mean"),
         "policy_lag_max": _integer(now.get("policy_lag_max")),
         "workers": sorted(_workers(now), key=lambda row: (row["state"] == "joined", row["worker"])),
@@ -123,12 +123,11 @@ def _workers(now: Metrics) -> Iterator[Row]:
     newest = now.get("version")
     for worker in now.values.get("worker_up", {}).keys() | now.values.get("worker_late", {}).keys():
         version = now.get("worker_version", worker)
-        known = newest is not None and version is not None
         yield {
             "worker": int(worker),
             "state": _state(now, worker),
             "version": _integer(version),
-            "lag": max(0, int(newest - version)) if known else None,  # type: ignore[operator]
+            "lag": None if newest is None or version is None else max(0, int(newest - version)),
             "apply_ms": _milliseconds(now.get("apply_seconds", worker)),
             "stall_ms": _milliseconds(now.get("stall_seconds", worker)),
             "failures": _integer(now.get("worker_failures_total", worker)) or 0,

@@ -45,8 +45,8 @@ def show(document: Document, *, as_json: bool) -> None:
     """Print a document to stdout."""
     if as_json:
         click.echo(json.dumps(document, indent=2))
-        return
-    _draw(document)
+    else:
+        _draw(document)
 
 
 @contextlib.contextmanager
@@ -78,13 +78,14 @@ def _draw(document: Document) -> None:
         console = Console(file=sys.stdout, highlight=False)
         console.print(*_tables(document, console.width))
         return
+    console = Console(file=io.StringIO(), width=_UNFOLDED, color_system=None, force_terminal=False)
     for place, part in enumerate(_tables(document, _UNFOLDED)):
         part.box = None
-        console = Console(file=io.StringIO(), width=_UNFOLDED, color_system=None, force_terminal=False)
         with console.capture() as captured:
             console.print(part)
-        lines = [line.rstrip() for line in captured.get().splitlines()]
-        click.echo("\n".join([""] * (place > 0) + lines))
+        if place:
+            click.echo()
+        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _tables(document: Document, width: int) -> list[Table]:
@@ -93,7 +94,7 @@ def _tables(document: Document, width: int) -> list[Table]:
         if is_table:
             parts += [_table(_title(key), rows, width) for key, rows in group if rows]
         else:
-            parts.append(_grid(group))
+            parts.append(_pairs(group))
     return parts
 
 
@@ -101,21 +102,13 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(row, dict) for row in value)
 
 
-def _grid(facts: Iterable[tuple[str, Any]]) -> Table:
-    grid = _pairs()
-    for key, value in facts:
-        if key == "good":
-            grid.add_row("result", _cell(key, "ok" if value else "failed"))
-        else:
-            grid.add_row(_title(key), _cell(key, value))
-    return grid
-
-
-def _pairs() -> Table:
-    """Return a table for names and values, in which long values are folded."""
+def _pairs(facts: Iterable[tuple[str, Any]]) -> Table:
+    """Return a table of names and values, in which long values are folded."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column()
     grid.add_column(overflow="fold")
+    for key, value in facts:
+        grid.add_row(_title(key), _cell(key, value))
     return grid
 
 
@@ -147,18 +140,14 @@ def _fits(keys: Sequence[str], rows: Sequence[Row], width: int) -> bool:
 
 
 def _list(title: str, rows: Sequence[Row]) -> Table:
-    """Return rows as lists of names and values, with an empty line between two rows."""
-    grid = _pairs()
+    """Return rows as lists of names and values, each below an empty line."""
+    grid = _pairs(fact for row in rows for fact in [("", ""), *row.items()])
     grid.title, grid.title_justify, grid.title_style = title, "left", "bold"
-    for row in rows:
-        grid.add_row()
-        for key, value in row.items():
-            grid.add_row(_title(key), _cell(key, value))
     return grid
 
 
 def _title(key: str) -> str:
-    return key.replace("_", " ")
+    return "result" if key == "good" else key.replace("_", " ")
 
 
 def _cell(key: str, value: Any) -> Text:
@@ -179,6 +168,8 @@ def _shown(text: str) -> str:
 def _text(key: str, value: Any) -> str:
     if value is None:
         return "-"
+    if key == "good":
+        return "ok" if value else "failed"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if key.endswith("bytes") and isinstance(value, int):

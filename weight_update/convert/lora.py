@@ -63,7 +63,7 @@ class _Merger:
         self._base: torch.Tensor | None = None
         self._factors: dict[str, dict[str, torch.Tensor]] = {}
         self._done: set[str] = set()
-        self._adapters: set[str] = set()
+        self._unused = set(scaling) if isinstance(scaling, Mapping) else set[str]()
 
     def take(self, name: str, tensor: torch.Tensor) -> list[Item]:
         name = name.removeprefix(self._prefix)
@@ -84,9 +84,9 @@ class _Merger:
 
     def finish(self) -> list[Item]:
         last = self._enter(None)
-        wanted = set(self._scaling) if isinstance(self._scaling, Mapping) else set()
-        if missing := sorted(wanted - self._adapters):
-            raise ConversionError(f"no weight has the adapter {', '.join(map(repr, missing))} of scaling=")
+        if self._unused:
+            shown = ", ".join(map(repr, sorted(self._unused)))
+            raise ConversionError(f"no weight has the adapter {shown} of scaling=")
         return last
 
     def _enter(self, layer: str | None) -> list[Item]:
@@ -104,7 +104,7 @@ class _Merger:
         return [(f"{left}.weight", merged)]
 
     def _chosen(self, adapter: str) -> bool:
-        self._adapters.add(adapter)
+        self._unused.discard(adapter)
         return not isinstance(self._scaling, Mapping) or adapter in self._scaling
 
     def _take_factor(self, name: str, match: re.Match[str], tensor: torch.Tensor) -> None:

@@ -8,9 +8,8 @@ from contextlib import AbstractContextManager
 
 from weight_update.errors import undo_on_error
 from weight_update.observers.files import open_file
-from weight_update.report import Event, SyncReport
+from weight_update.report import STAGES, Event, SyncReport
 
-STAGES = ("extract", "convert", "encode", "send", "ack")
 COLUMNS = (
     *("began", "version", "encoding", "compression", "dense_bytes", "wire_bytes", "changed_fraction"),
     *STAGES,

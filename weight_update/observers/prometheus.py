@@ -248,7 +248,7 @@ class _Metrics:
         if len(self._gone) > _MAX_GONE:
             self._gone.popitem(last=False)
         self._versions.pop(worker, None)
-        for metric in (*self._state, *((self.failures,) if event.late_joiner else ())):
+        for metric in (*self._state, self.failures) if event.late_joiner else self._state:
             with contextlib.suppress(KeyError):  # it has no such value
                 metric.remove(worker)
         if event.kind == "lost" and not event.late_joiner:

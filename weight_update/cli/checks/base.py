@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Literal
 
+from weight_update.threads import call_in_thread
+
+BYTE = 42
+"""The byte that checks write into memory that another process is to read."""
 THREADS = "doctor"
 """Beginning of the names of threads of checks."""
 
@@ -54,34 +61,35 @@ class Check:
     seconds: float = 5.0
 
 
-class _Running:
-    """A check in a thread of its own, which is abandoned if it does not end in time."""
-
-    def __init__(self, check: Check) -> None:
-        late = f"the check did not end within {check.seconds:g} s"
-        self._check, self._finding = check, fail(late, check.cure)
-        self._deadline = time.monotonic() + check.seconds
-        self._thread = threading.Thread(target=self._look, name=f"{THREADS}-{check.name}", daemon=True)
-        self._thread.start()
-
-    def _look(self) -> None:
-        try:
-            self._finding = self._check.look()
-        except Exception as error:  # noqa: BLE001 - any error of a check is a finding
-            self._finding = fail(f"{type(error).__name__}: {error}", self._check.cure)
-
-    def finding(self) -> Finding:
-        """Return the finding, at the time limit at the latest."""
-        self._thread.join(max(0.0, self._deadline - time.monotonic()))
-        return self._finding
-
-
 def run(checks: Sequence[Check]) -> list[tuple[str, Finding]]:
-    """Run all checks at once, and return their names and findings in order."""
-    running = [_Running(check) for check in checks]
-    return [(check.name, one.finding()) for check, one in zip(checks, running, strict=True)]
+    """Run all checks at once, and return their names and findings in order.
+
+    A check that does not end in time is abandoned.
+    """
+    began = time.monotonic()
+    running = [(check, call_in_thread(f"{THREADS}-{check.name}", check.look)) for check in checks]
+    return [(check.name, _finding(check, result, began + check.seconds)) for check, result in running]
+
+
+def _finding(check: Check, result: Future[Finding], deadline: float) -> Finding:
+    if not wait([result], max(0.0, deadline - time.monotonic())).done:
+        return fail(f"the check did not end within {check.seconds:g} s", check.cure)
+    if (error := result.exception()) is not None:
+        return fail(f"{type(error).__name__}: {error}", check.cure)
+    return result.result()
 
 
 def still_running() -> bool:
     """Return whether threads of checks that were abandoned still run."""
     return any(thread.name.startswith(THREADS) for thread in threading.enumerate())
+
+
+def problem_of_reader(arguments: Sequence[str], seconds: float, pass_fds: Sequence[int] = ()) -> str:
+    """Run a Python that prints a shared byte, which is ``BYTE``; return the reason why it cannot, or ""."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds, check=False, pass_fds=pass_fds
+    )
+    if done.stdout.strip() == str(BYTE):
+        return ""
+    return (done.stderr.strip().splitlines() or ["it read something else"])[-1]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import contextlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weight_update.cli.checks.base import Finding, fail, ok, skipped
+from weight_update.cli.checks.base import BYTE, Finding, fail, ok, problem_of_reader, skipped
 from weight_update.transports.distributed.store import HashStore
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer
 
 GPU_SECONDS = 30.0
 """Seconds that a check may take in which a process imports torch, or NCCL starts."""
-_BYTE = 42
 _OPEN = """
 import sys
 from weight_update.transports.shared_memory.cuda_slots import CudaSlotMapping
@@ -46,20 +44,14 @@ def look_at_ipc() -> Finding:
     """Open GPU memory of this process in another process, as workers do with slot_device="cuda"."""
     if not torch.cuda.is_available():
         return skipped(_NO_GPU)
-    buffer = CudaBuffer(1, torch.device("cuda", 0))
-    try:
-        buffer.tensor.fill_(_BYTE)
+    with contextlib.closing(CudaBuffer(1, torch.device("cuda", 0))) as buffer:
+        buffer.tensor.fill_(BYTE)
         torch.cuda.synchronize()
-        command = [sys.executable, "-c", _OPEN, str(buffer.fd), buffer.handle.hex()]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=GPU_SECONDS, check=False, pass_fds=[buffer.fd]
-        )
-    finally:
-        buffer.close()
-    if done.stdout.strip() == str(_BYTE):
-        return ok("another process can open memory of the GPU")
-    reason = (done.stderr.strip().splitlines() or ["it read something else"])[-1]
-    return fail(f"another process cannot open memory of the GPU: {reason}", IPC_CURE)
+        arguments = ["-c", _OPEN, str(buffer.fd), buffer.handle.hex()]
+        problem = problem_of_reader(arguments, GPU_SECONDS, pass_fds=[buffer.fd])
+    if problem:
+        return fail(f"another process cannot open memory of the GPU: {problem}", IPC_CURE)
+    return ok("another process can open memory of the GPU")
 
 
 def look_at_nccl() -> Finding:

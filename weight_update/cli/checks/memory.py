@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
-from weight_update.cli.checks.base import Finding, fail, ok, warn
+from weight_update.cli.checks.base import BYTE, Finding, fail, ok, problem_of_reader, warn
 from weight_update.errors import NotEnoughMemoryError, TransportError
 from weight_update.text import format_size
 from weight_update.transports.listener import MAX_PENDING
@@ -19,7 +18,6 @@ SHM = "/dev/shm"
 _ROOT = Path("/")
 _LITTLE = 0.1  # of what there is
 _BUFFERS = 4  # of model size that a sender has at most while workers are slow
-_BYTE = 42
 _READ = "import sys; print(open(sys.argv[1], 'rb').read(1)[0])"
 
 
@@ -55,11 +53,9 @@ def look_at_memfd() -> Finding:
         return fail(str(error), "free memory, or raise the limits (ulimit -v, ulimit -n, container)")
     except (OSError, TransportError) as error:
         return fail(str(error), cure)
-    try:
-        buffer.tensor.fill_(_BYTE)
-        same = os.pread(buffer.fd, 1, 0) == bytes([_BYTE])
-    finally:
-        buffer.close()
+    with contextlib.closing(buffer):
+        buffer.tensor.fill_(BYTE)
+        same = os.pread(buffer.fd, 1, 0) == bytes([BYTE])
     return ok("shared memory without a name works") if same else fail("a shared byte differs", cure)
 
 
@@ -98,19 +94,14 @@ def look_at_other_processes() -> Finding:
     """Open memory of this process in another process, as workers of MultiProcessWeightSyncScheme do."""
     if not Path("/proc/self/fd").is_dir():
         return fail("/proc is not mounted", "mount it: mount -t proc proc /proc")
-    buffer = SharedBuffer(1)
-    try:
-        buffer.tensor.fill_(_BYTE)
+    with contextlib.closing(SharedBuffer(1)) as buffer:
+        buffer.tensor.fill_(BYTE)
         place = f"/proc/{os.getpid()}/fd/{buffer.fd}"
-        command = [sys.executable, "-I", "-S", "-c", _READ, place]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=False)
-    finally:
-        buffer.close()
-    if done.stdout.strip() == str(_BYTE):
-        return ok("a process that this one starts can open its memory")
-    reason = (done.stderr.strip().splitlines() or ["it read something else"])[-1]
-    return fail(
-        f"a process that this one starts cannot open its memory: {reason}",
-        "run trainer and workers as the same user in the same pid namespace, mount /proc without hidepid, "
-        "or use SharedMemWeightSyncScheme, which needs no /proc",
-    )
+        problem = problem_of_reader(["-I", "-S", "-c", _READ, place], 5.0)
+    if problem:
+        return fail(
+            f"a process that this one starts cannot open its memory: {problem}",
+            "run trainer and workers as the same user in the same pid namespace, mount /proc without "
+            "hidepid, or use SharedMemWeightSyncScheme, which needs no /proc",
+        )
+    return ok("a process that this one starts can open its memory")

@@ -6,16 +6,15 @@ import os
 import queue
 import secrets
 import socket
-import threading
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from weight_update.cli.checks.base import THREADS, Finding, fail, ok, warn
+from weight_update.threads import start_thread
 from weight_update.transports.distributed.store import HashStore, ProcessGroupGloo
 
-_LOOPBACK = "127.0.0.1"
 _SECONDS = 3.0
 PEER_SECONDS = 3.0
 """Seconds that a peer may take to accept a connection."""
@@ -26,7 +25,7 @@ GLOO_CURE = f"set {_INTERFACE} to a network interface that is up and has an addr
 def look_at_loopback() -> Finding:
     """Connect to this process over loopback, and over a Unix socket with an abstract address."""
     addresses: list[tuple[int, Any, str, str]] = [
-        (socket.AF_INET, (_LOOPBACK, 0), "loopback (127.0.0.1)", "bring it up: ip link set lo up"),
+        (socket.AF_INET, ("127.0.0.1", 0), "loopback (127.0.0.1)", "bring it up: ip link set lo up"),
         (
             socket.AF_UNIX,
             f"\0weight_update-doctor-{secrets.token_hex(8)}",
@@ -65,8 +64,7 @@ def look_at_gloo(*, cluster: bool = False) -> Finding:
     used = f"interface {where}" if where else f"the address of {name}"
     store, problems = HashStore(), queue.SimpleQueue[str]()
     for rank in range(2):
-        args = (store, rank, problems)
-        threading.Thread(target=_report, args=args, name=f"{THREADS}-gloo-{rank}", daemon=True).start()
+        start_thread(f"{THREADS}-gloo-{rank}", _report, store, rank, problems)
     for _ in range(2):
         try:
             problem = problems.get(timeout=_SECONDS)

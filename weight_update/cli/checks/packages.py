@@ -40,16 +40,17 @@ def look_at_package(name: str) -> Finding:
         requirement, extra = _requirement_of(name)
     except PackageNotFoundError:
         return warn("supported versions unknown", _REINSTALL)
-    install = f'pip install "{_OURS}[{extra}]"' if extra else f'pip install "{name}{requirement.specifier}"'
+    supported = f"(supported: {requirement.specifier})"
+    install = f'pip install "{name}{requirement.specifier}"'
     try:
         installed = version(name)
     except PackageNotFoundError:
-        found = f"not installed (supported: {requirement.specifier})"
-        return skipped(found, f"if you need it: {install}") if extra else fail(found, install)
-    found = f"{installed} (supported: {requirement.specifier})"
+        if extra:
+            return skipped(f"not installed {supported}", f'if you need it: pip install "{_OURS}[{extra}]"')
+        return fail(f"not installed {supported}", install)
     if requirement.specifier.contains(installed, prereleases=True):
-        return ok(found)
-    return fail(found, f'pip install "{name}{requirement.specifier}"')
+        return ok(f"{installed} {supported}")
+    return fail(f"{installed} {supported}", install)
 
 
 def look_at_kernels() -> Finding:

@@ -34,7 +34,7 @@ def read_directory(directory: Path) -> dict[str, Any]:
             directories.
     """
     index = ManifestIndex(directory)
-    rows, named, unclear = list[dict[str, Any]](), set[str](), set[int | None]()
+    rows, named, unclear = list[dict[str, Any]](), set[str](), set[int]()
     newest, newest_weights = None, dict[str, Any]()
     for version in index.versions():
         try:
@@ -48,7 +48,7 @@ def read_directory(directory: Path) -> dict[str, Any]:
             named.add(manifest.file)
         if newest is None and weights is not None:
             newest, newest_weights = version, weights
-    others = [row for row in _other_files(index, named) if index.version_of(Path(row["file"])) not in unclear]
+    others = _other_files(index, named, unclear)
     if not rows and not others:
         if (directory / MANIFEST_NAME).is_file():
             raise CorruptCheckpointError(
@@ -85,11 +85,8 @@ def read_version_file(path: Path) -> dict[str, Any]:
         )
     facts = {"kind": "version file", "path": str(path)}
     if version is not None and path.suffix != PART:
-        try:
+        with contextlib.suppress(FileNotFoundError):  # the trainer removed the manifest
             row, manifest, weights = _read_version(index, version)
-        except FileNotFoundError:  # the trainer removed the manifest
-            pass
-        else:
             if path.suffix != _SUFFIX or manifest is None or manifest.file == path.name:
                 cure = _cure(index, [row], _newest_complete(index)) if row["problem"] else {}
                 return {"good": row["state"] == "ok", **facts, **row, **cure, **_tensors(weights or {})}
@@ -186,13 +183,13 @@ def _tensors(weights: Mapping[str, Any]) -> dict[str, Any]:
     return {**({"extra_state": extra} if extra else {}), "tensors": tensor_rows(WeightSchema.of(tensors))}
 
 
-def _other_files(index: ManifestIndex, named: set[str]) -> list[dict[str, Any]]:
-    """Return a row for each file of the store that is neither a manifest nor in ``named``."""
+def _other_files(index: ManifestIndex, named: set[str], unclear: set[int]) -> list[dict[str, Any]]:
+    """Return a row for each file that is neither a manifest, nor in ``named``, nor of an unclear version."""
     rows = []
     for path in sorted(index.directory.iterdir()):
-        meaning = _MEANINGS.get(path.suffix)
-        ours = path.suffix == LEASE or index.version_of(path) is not None
-        if meaning is not None and ours and path.name not in named:
+        meaning, version = _MEANINGS.get(path.suffix), index.version_of(path)
+        ours = path.suffix == LEASE or version is not None
+        if meaning is not None and ours and path.name not in named and version not in unclear:
             with contextlib.suppress(FileNotFoundError):  # a running trainer has removed it
                 rows.append({"file": path.name, "bytes": path.stat().st_size, "meaning": meaning})
     return rows

@@ -15,7 +15,6 @@ def case_row(case: Case, copies: Sequence[float]) -> dict[str, Any]:
     """Return the row of a case in the table."""
     low, median, high = quartiles(case.seconds)
     report = case.report
-    stalls = report.stall_seconds.values() if report is not None else []
     return {
         "scheme": case.scheme,
         "encoding": case.encoding,
@@ -24,7 +23,7 @@ def case_row(case: Case, copies: Sequence[float]) -> dict[str, Any]:
         "upper_quartile_ms": high,
         "times_a_copy": None if median is None or not copies else median / (1e3 * statistics.median(copies)),
         "sent_bytes": None if report is None else report.wire_bytes,
-        "longest_stall_ms": 1e3 * max(stalls, default=0.0) if report is not None else None,
+        "longest_stall_ms": None if report is None else 1e3 * max(report.stall_seconds.values(), default=0.0),
         "updates": len(case.seconds),
         "problem": case.failure or None,
     }

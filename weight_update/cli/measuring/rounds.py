@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from weight_update.transports.memory_limits import available_memory
 
 RAY = "ray"
 """Name of the scheme whose workers are actors."""
-SCHEMES: dict[str, type[WeightSyncScheme]] = {
+SCHEMES: dict[str, Callable[..., WeightSyncScheme]] = {
     "shared": SharedMemWeightSyncScheme,
     "process": MultiProcessWeightSyncScheme,
     "distributed": DistributedWeightSyncScheme,
@@ -93,6 +94,14 @@ class Case:
     def name(self) -> str:
         """Name for the user."""
         return f"{self.scheme} with {self.encoding}"
+
+    @contextlib.contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Set the failure if the block raises an error of the library or of the system."""
+        try:
+            yield
+        except (WeightSyncError, OSError) as error:
+            self.failure = str(error)
 
 
 @dataclass(frozen=True)
@@ -204,8 +213,7 @@ def _check_memory(plan: Plan, nbytes: int) -> None:
 def _case(scheme: str, encoding: str, plan: Plan, model: torch.nn.Module) -> Case:
     strategy = WeightStrategy("state_dict", encoding=encoding)
     timeout = max(_LEAST_WAIT, plan.seconds * _SHARE_OF_ONE_WAIT)
-    made: Any = SCHEMES[scheme]
-    sender = made(strategy=strategy, timeout=timeout, connect_timeout=timeout)
+    sender = SCHEMES[scheme](strategy=strategy, timeout=timeout, connect_timeout=timeout)
     sender.init_on_sender(model=model, num_workers=plan.workers)
     return Case(scheme, encoding, sender)
 
@@ -220,15 +228,13 @@ def _start(plan: Plan, cases: Sequence[Case]) -> Iterator[Worker]:
 
 def _connect(case: Case, workers: Sequence[Worker], timeout: float) -> None:
     """Connect a sender with its workers, or set the reason why it does not."""
-    try:
+    with case.noting_failure():
         for worker in workers:
             worker.post("connect", case.name, timeout)
         try:
             case.sender.connect(timeout=timeout)
         finally:
             _answers(workers, timeout)
-    except (WeightSyncError, OSError) as error:
-        case.failure = str(error)
 
 
 def _answers(workers: Sequence[Worker], timeout: float) -> list[Any]:
@@ -271,26 +277,22 @@ def _run_rounds(
 def _send(case: Case, counted: bool) -> None:
     if case.failure:
         return
-    try:
+    with case.noting_failure():
         began = time.perf_counter()
         case.report = case.sender.send()
         case.seconds += [time.perf_counter() - began] * counted
-    except (WeightSyncError, OSError) as error:
-        case.failure = str(error)
 
 
 def _check(case: Case, workers: Sequence[Worker], expected: Mapping[str, int], timeout: float) -> None:
     """Compare the weights of all workers with those of the sender."""
     if case.failure:
         return
-    try:
+    with case.noting_failure():
         for worker in workers:
             worker.post("checksums", case.name)
         for worker, found in zip(workers, _answers(workers, timeout), strict=True):
             if found != expected:
                 case.failure = f"the weights of worker {worker.index} differ from those of the trainer"
-    except WeightSyncError as error:
-        case.failure = str(error)
 
 
 def _seconds_of(action: Callable[[], object]) -> float:
