@@ -37,6 +37,7 @@ from weight_update import (
 )
 from weight_update.serving.vllm import LocalLLM, VLLMServer, connect_servers, init_info
 from weight_update.serving.vllm.joining import connect_with
+from weight_update.testing.processes import wait_until
 
 pytestmark = pytest.mark.timeout(400)
 START = 200.0  # seconds
@@ -92,6 +93,13 @@ class Server(VLLMServer):
         """Return how many tokens of PROMPT come from the cache of prefixes."""
         details = self.complete(PROMPT, 1)["usage"]["prompt_tokens_details"]
         return 0 if details is None else int(details["cached_tokens"])
+
+    def running(self) -> int:
+        """Return the number of requests that generate tokens now."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=20.0) as answer:
+            lines = answer.read().decode().splitlines()
+        found = [line for line in lines if line.startswith("vllm:num_requests_running{")]
+        return round(sum(float(line.rpartition(" ")[2]) for line in found))
 
 
 @contextmanager
@@ -186,7 +194,7 @@ def test_a_request_that_runs_during_an_update(server: Server, policy: Any, pause
         thread = threading.Thread(target=lambda: answers.append(server.complete(PROMPT, 440)["choices"][0]))
         train(policy, 0.5)
         thread.start()
-        time.sleep(0.3)  # the request runs; 440 tokens take longer
+        wait_until(server.running)  # 440 tokens take longer than that
         scheme.send()
         thread.join(60.0)
         (found,) = answers

@@ -27,7 +27,7 @@ from faults_tools import (
     sending,
     wait_version,
 )
-from marks import quick_for
+from marks import quick_for, random_interrupts
 from torch import nn
 
 from weight_update import SharedMemWeightSyncScheme, WeightSyncError, WeightSyncScheme
@@ -126,6 +126,7 @@ def interrupted_at_random(me: Worker, way: Any, seed: int, seconds: float) -> di
     return {"interrupts": interrupts, "torn": torn[:5], "threads": [t.name for t in threading.enumerate()]}
 
 
+@random_interrupts
 @pytest.mark.parametrize("way", quick_for(WAYS, passes))
 def test_interrupts_at_random_moments(procs: Processes, way: Any) -> None:
     seed = random.randrange(1 << 30)
@@ -245,6 +246,7 @@ def test_shutdown_in_a_signal_handler_during_the_switch(procs: Processes) -> Non
     assert worker.process.exitcode == 7
 
 
+@random_interrupts
 @pytest.mark.slow
 def test_shutdown_in_a_signal_handler_at_random_moments(procs: Processes) -> None:
     seed = random.randrange(1 << 30)

@@ -26,7 +26,7 @@ from weight_update import (
     SyncTimeoutError,
     WeightChunk,
 )
-from weight_update.errors import LinkClosedError
+from weight_update.errors import TransportError
 from weight_update.testing.processes import freeze
 from weight_update.testing.workers import RemoteObject
 from weight_update.wire.frames import Kind
@@ -186,7 +186,7 @@ def test_no_memory_for_threads(host: Host) -> None:
         time.sleep(0.3)
         host.call(spare_memory, None)
         joining.join()
-    assert all(isinstance(error, LinkClosedError) for error in errors), errors
+    assert all(isinstance(error, TransportError) for error in errors), errors
     host.join(1)
     host.join(2)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from interpreters import ROOT, run_python
+from marks import random_interrupts
 
 from benchmarks.network import why_not
 
@@ -21,6 +22,7 @@ SEQUENCES = [
 ]
 
 
+@random_interrupts
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("scheme", "seeds"), SEQUENCES, ids=str)

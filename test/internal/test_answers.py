@@ -11,6 +11,7 @@ from contextlib import closing
 
 import pytest
 from faults_tools import Processes, Stripes, Worker, eventually, fill, leave
+from marks import random_interrupts
 from torch import nn
 
 from weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
@@ -18,7 +19,7 @@ from weight_update.sender.sender import Sender
 from weight_update.sender.workers import WorkerState
 
 # The other method has its alarm on the timer that sends signals here.
-pytestmark = pytest.mark.timeout(120, method="thread")
+pytestmark = [pytest.mark.timeout(120, method="thread"), random_interrupts]
 PROMPT = 15.0
 """Seconds: more than any call here takes on a busy machine, and fewer than a timeout of the library."""
 UPDATES = 300

@@ -373,8 +373,9 @@ class AnswerThreads:
             with self._table.lock:
                 failed = worker.joining_error
                 worker.left = failed is None
-                reason = "" if failed is None else f" after an error: {failed}"
-                self._delivery.lose(worker, LinkClosedError(f"it left{reason}"))
+                end = "after an error" if failed is not None else "and may connect again"
+                why = failed or "its scheme was shut down or dropped"
+                self._delivery.lose(worker, LinkClosedError(f"it left {end}: {why}"))
         else:
             raise FormatError(f"unexpected {chunk.kind.name} frame")
 

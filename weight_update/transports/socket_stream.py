@@ -18,6 +18,7 @@ from weight_update.errors import LinkClosedError, SyncTimeoutError
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 """Errors of the operating system that pass when other programs free descriptors or memory."""
 _CREDENTIALS = struct.Struct("iII")  # process, user and group, as Linux writes them
+_GONE = "the other end is gone: its process has ended, or the connection was cut"
 _STALLED = 60.0
 """Seconds without progress in the middle of a frame after which the other end counts as gone."""
 
@@ -120,7 +121,7 @@ class SocketStream:
         while view:
             count = self.retry(self.await_more, deadline, self.sock.recv_into, view)
             if count == 0:
-                raise LinkClosedError("the other end is gone")
+                raise LinkClosedError(_GONE)
             view = view[count:]
 
     def send_with_fd(self, data: bytes, fd: int, deadline: float | None) -> None:
@@ -136,7 +137,7 @@ class SocketStream:
         data, fds, _, _ = self.retry(self.await_more, None, socket.recv_fds, self.sock, limit, 1)
         descriptors += fds
         if not data:
-            raise LinkClosedError("the other end is gone")
+            raise LinkClosedError(_GONE)
         return data
 
     def peek(self, limit: int) -> bytes:

@@ -169,6 +169,8 @@ class ObjectStore:
             raise
         except Exception as error:  # clients of object stores raise errors of all kinds
             reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, NotImplementedError):
+                reason = "fsspec only reads such URLs; give the trainer one that it can write"
             raise TransportError(f"cannot {verb} {self.url}/{name}: {reason}") from error
 
     def _may_begin(self, verb: str, name: str, limit: float) -> bool:
