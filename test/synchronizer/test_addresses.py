@@ -17,7 +17,9 @@ from weight_update import (
     Synchronizer,
     SyncMethod,
     TrainerClient,
+    TransportError,
 )
+from weight_update.synchronizer import client as client_module
 from weight_update.synchronizer import rpc
 from weight_update.transports import signed_stream
 from weight_update.transports.signed_stream import SignedStream
@@ -143,3 +145,30 @@ def test_a_call_that_fails_leaves_connections_that_are_being_made(monkeypatch: p
         channel = rpc.SocketChannel(server.address, server.token)
         assert channel.call("status", {}, 5.0)
         channel.close()
+
+
+@pytest.mark.parametrize("client", [TrainerClient, ExplorerClient])
+@pytest.mark.parametrize("moment", ["hello", "thread"])
+def test_a_client_that_cannot_be_made_keeps_no_connection(
+    monkeypatch: pytest.MonkeyPatch, client: Any, moment: str
+) -> None:
+    made = []
+
+    def connect(*args: Any) -> Any:
+        made.append(dial(*args))
+        return made[-1]
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    dial = signed_stream.dial
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        server = where.serve()
+        monkeypatch.setattr(signed_stream, "dial", connect)
+        if moment == "hello":
+            monkeypatch.setattr(type(where.service), "call", lambda *_: {"error": "can't start new thread"})
+        else:
+            monkeypatch.setattr(client_module, "start_thread", fail)
+        with pytest.raises((TransportError, RuntimeError), match="can't start new thread"):
+            client(server.address, model_at(0), token=server.token)
+    assert [one.sock.fileno() for one in made] == [-1]

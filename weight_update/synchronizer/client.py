@@ -11,7 +11,7 @@ import weakref
 from typing import Any, ClassVar
 
 from weight_update.arguments import require_seconds, whole_number
-from weight_update.errors import LifecycleError, LinkClosedError, TransportError
+from weight_update.errors import LifecycleError, LinkClosedError, TransportError, undo_on_error
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
 from weight_update.synchronizer.rpc import Channel
@@ -144,10 +144,11 @@ class ClientBase:
 
     def _introduce(self) -> Reply:
         """Say hello for the first time, and begin to send signs of life."""
-        reply = self.ask("hello", **self._hello())
-        self.plan = SyncPlan(**reply["plan"])
-        self.id = reply["id"]
-        start_thread("weight_update-beat", _send_beats, weakref.ref(self), self.closed, reply["lease"])
+        with undo_on_error(self.channel.close):
+            reply = self.ask("hello", **self._hello())
+            self.plan = SyncPlan(**reply["plan"])
+            self.id = reply["id"]
+            start_thread("weight_update-beat", _send_beats, weakref.ref(self), self.closed, reply["lease"])
         return reply
 
     def _hello(self) -> dict[str, Any]:
