@@ -7,6 +7,7 @@ plugin in each of its processes, if this folder is in PYTHONPATH.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -86,10 +87,17 @@ def _slots(
         slots[new] = blocks[i, at // each] * each + at % each
 
 
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    time.sleep(_STEP_SECONDS)
+    return logits.argmax(dim=-1)
+
+
+_STEP_SECONDS = 0.005
+"""Pause in each step; the engine waits actively, so without it two cores have no time for the server."""
 _LIBRARY = torch.library.Library("_C", "FRAGMENT")
 _OPERATIONS = {
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
-    "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(dim=-1),
+    "greedy_argmax(Tensor logits) -> Tensor": _argmax,
     "get_scheduler_metadata(int requests, int heads, int kv_heads, int size, Tensor lengths, "
     "ScalarType dtype, Tensor starts, bool causal, int window, str isa, bool split, Tensor? dynamic, "
     "str cache) -> Tensor": (lambda *_: torch.zeros(1)),
