@@ -90,8 +90,8 @@ def send(schemes: Schemes, request: Request) -> SyncReport | dict[str, SyncRepor
     unknown = [model_id for model_id in request.weights if model_id not in schemes]
     if unknown:
         raise KeyError(
-            f"no weight sync scheme for {unknown}; there are schemes for {sorted(schemes)}: give model_id=, "
-            "or weights_dict= for several"
+            f"no weight sync scheme for {unknown}: give one of {sorted(schemes)} as model_id=, or several of "
+            "them as keys of weights_dict=; other models need a scheme in weight_sync_schemes="
         )
     if not request.several:
         ((model_id, weights),) = request.weights.items()

@@ -86,7 +86,7 @@ def test_all_ways_to_call_with_workers(scheme, made):
     frames = iter(collector)
     require_every_call(collector, lambda: used(frames), policy)
     require_refusals(collector, lambda: used(frames))
-    with pytest.raises(KeyError, match=r"no weight sync scheme for .*critic.*: give model_id=, or"):
+    with pytest.raises(KeyError, match=r"no weight sync scheme for .*critic.*: give one of .* as model_id="):
         collector.update_policy_weights_(weights_of(1.0), model_id="critic")
     collector.update_policy_weights_(weights_of(60.0), worker_ids=[1])
     assert used(frames) == [51.0, 60.0]
