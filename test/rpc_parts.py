@@ -11,6 +11,7 @@ import functools
 import inspect
 import multiprocessing
 import os
+import threading
 import time
 import traceback
 import warnings
@@ -23,7 +24,7 @@ from faults_tools import START, Passes
 from torch.distributed import rpc
 
 from collectors.nodes import free_port
-from weight_update import RPCWeightSyncScheme
+from weight_update import RPCWeightSyncScheme, WeightSyncError
 from weight_update.testing import Worker, fingerprint
 
 LIMITS = {"timeout": 20.0, "connect_timeout": 30.0}
@@ -229,6 +230,21 @@ def join(body: Any, model: Any, model_id: str, options: dict[str, Any]) -> int |
     _called.schemes[model_id], _called.models[model_id] = scheme, model
     scheme.connect(timeout=within)
     return scheme.version
+
+
+def ask_and_leave(body: Any) -> str:
+    """Return the error of a ``connect()`` that asks in vain, when the scheme is shut down in a second."""
+    scheme = RPCWeightSyncScheme(**LIMITS)
+    scheme.init_on_receiver(model={}, model_id="never announced", worker_idx=body.index)
+    leaving = threading.Timer(1.0, scheme.shutdown)
+    leaving.start()
+    try:
+        scheme.connect()
+    except WeightSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        leaving.join()
+    return "connected"
 
 
 def weights_of(body: Any, model_id: str = "policy") -> Any:

@@ -155,6 +155,13 @@ def test_order_of_the_end(world: World, first: str, waiting: bool) -> None:
 
 
 @in_world()
+def test_shutdown_ends_the_question_for_the_sender(world: World) -> None:
+    began = time.monotonic()
+    assert world.run(0, parts.ask_and_leave) == "LinkClosedError: this end was closed"
+    assert time.monotonic() - began < 15
+
+
+@in_world()
 def test_updates_go_on_when_rpc_has_ended(world: World) -> None:
     called, silent = (world.sender(mlp(1), called=flag, model_id=str(flag)) for flag in (True, False))
     for scheme in (called, silent):
@@ -162,8 +169,9 @@ def test_updates_go_on_when_rpc_has_ended(world: World) -> None:
     world.leave()
     silent.send(mlp(3))
     assert world.seen("False") == [fingerprint(mlp(3))] * 2
-    with pytest.raises(SyncFailedError, match="could not be called through RPC"):
+    with pytest.raises(SyncFailedError, match="could not be called through RPC") as caught:
         called.send(mlp(4))
+    assert [str(error).count("could not be called") for error in caught.value.failures.values()] == [1, 1]
     assert world.seen("True") == [fingerprint(mlp(4))] * 2
 
 

@@ -267,6 +267,18 @@ def test_shutdown_ends_connect_of_a_worker(
             receiver.connect()
 
 
+@pytest.mark.parametrize("kind", [MemoryWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_shutdown_ends_connect_of_the_sender(kind: type[WeightSyncScheme]) -> None:
+    """The error names no worker: none is to blame."""
+    with kind(timeout=20.0, connect_timeout=20.0) as sender, ThreadPoolExecutor(1) as pool:
+        sender.init_on_sender(model=nn.Linear(2, 2), num_workers=2)
+        connecting = pool.submit(sender.connect)
+        wait_until(lambda: sender._sender.table[1].thread is not None)
+        sender.shutdown()
+        with pytest.raises(LifecycleError, match="was shut down"):
+            connecting.result(10.0)
+
+
 def test_shutdown_at_the_end_of_connect_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     start = Receiver.start
     with SharedMemWeightSyncScheme(timeout=20.0) as sender, ThreadPoolExecutor(1) as pool:

@@ -132,7 +132,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
 
     def look_up(self, timeout: float) -> Whereabouts:
         deadline = time.monotonic() + timeout
-        actor = find_rendezvous(self.name, self.namespace, timeout)
+        actor = self._find_rendezvous(timeout)
         address, port, node = look_up(actor, "torch", max(deadline - time.monotonic(), 0.0))
         here = require_ray().util.get_node_ip_address()
         if address.startswith("127.") and node != here:
@@ -161,7 +161,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
 
     def _find_rendezvous(self, timeout: float | None) -> Any:
         limit = self.connect_timeout if timeout is None else timeout
-        return find_rendezvous(self.name, self.namespace, limit)
+        return find_rendezvous(self.name, self.namespace, limit, self._require_open)
 
     def _connect_sender(self, side: SenderSide, weights: Any, limit: float) -> None:
         try:

@@ -191,11 +191,13 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         self._leaving = True
         with ExitStack() as rest:  # whatever one step raises, all are taken; the last entered is the first
             rest.callback(super().shutdown)
-            joining = self._joining
+            joining, awaited = self._joining, self._awaited
             if joining is not None and not joining.done():
                 rest.callback(futures.wait, [joining], _LEAVE_SECONDS)
-                if self._awaited is not None:
-                    rest.callback(self._awaited.close)
+                if awaited is not None:
+                    rest.callback(awaited.close)
+            elif isinstance(awaited, Question):  # of a connect() in another thread, if it still waits
+                rest.callback(awaited.close)
             rest.callback(self._undo.close)  # workers that the sender leaves may ask for the next one at once
 
     def __getstate__(self) -> dict[str, Any]:

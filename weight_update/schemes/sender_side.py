@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 
 from weight_update.errors import (
     JoinRefusedError,
+    LifecycleError,
     NothingToSendError,
     SyncFailedError,
     SyncTimeoutError,
@@ -296,6 +297,7 @@ class SenderSide:
 
         Raises:
             SchemaMismatchError, SyncTimeoutError, SyncFailedError: as :meth:`Sender.connect`.
+            LifecycleError: the sender was closed meanwhile.
         """
         sender = self.sender
 
@@ -313,6 +315,8 @@ class SenderSide:
             with _outside_inference_mode(), self._in_step("connect", read, limit + self._patience) as named:
                 return sender.connect(named, limit, liveness(worker_alive))
         except Exception as error:
+            if isinstance(sender, Sender) and sender.table.closed:  # by another thread: no worker is to blame
+                raise LifecycleError("this scheme was shut down; make a new scheme") from None
             self.failure = f" (connect() failed: {type(error).__name__}: {brief(error)})"
             # those two are errors of workers, and others may still get weights
             if isinstance(sender, Sender) and not isinstance(error, SyncTimeoutError | SyncFailedError):

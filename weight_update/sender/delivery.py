@@ -399,9 +399,9 @@ class AnswerThreads:
             else:
                 for slot in update.slots if worker.link.capabilities.shares_memory else ():
                     slot.abandoned = True  # it may have failed after the switch, and read this memory now
-                text = header["traceback"] or header["error"]
+                text = "\n\n".join(filter(None, (header["error"], header["traceback"])))
                 if not header["kept"] and worker.has is not None:
                     worker.has = MIXED
-                worker.failures[version] = WorkerError(f"{header['error']}\n\n{text}")
+                worker.failures[version] = WorkerError(text)
             worker.set_update("inflight", None)
             self._table.changed.notify_all()

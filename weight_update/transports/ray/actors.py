@@ -6,7 +6,8 @@ from typing import Any
 
 from weight_update.errors import LinkClosedError, SyncFailedError
 from weight_update.text import brief
-from weight_update.transports.ray.rendezvous import ray_runs, require_ray
+from weight_update.threads import in_threads
+from weight_update.transports.ray.rendezvous import ray_runs, require_ray, until_ray_ends
 
 _PROBE_SECONDS = 2.0
 """Seconds to wait for Ray's reason of a lost link.
@@ -14,6 +15,8 @@ _PROBE_SECONDS = 2.0
 If Ray starts an actor again, it gives no reason until the new process runs, which takes 1 to 2 s. The first
 ``send()`` after the death of such an actor takes as long.
 """
+_PROBES = 32
+"""Most actors that are asked at a time."""
 
 
 class ActorWatch:
@@ -32,11 +35,13 @@ class ActorWatch:
         if idx not in self.actors or not isinstance(error, LinkClosedError):
             return error
         _, trouble = self._trouble(idx, _PROBE_SECONDS)
-        return LinkClosedError(f"{self.actors[idx]!r}: {trouble or error}")
+        name = f"{self.actors[idx]!r}: "
+        return LinkClosedError(name + (trouble or str(error).removeprefix(name)))
 
     def all_named(self, error: SyncFailedError) -> SyncFailedError:
         """Return ``error`` with the names of the actors that died."""
-        failures = {idx: self.named(idx, one) for idx, one in error.failures.items()}
+        found = in_threads(lambda one: self.named(*one), [*error.failures.items()], _PROBES)  # each may wait
+        failures = dict(zip(error.failures, found, strict=True))
         lines = "".join(f"\n  worker {idx}: {one}" for idx, one in sorted(failures.items()))
         return SyncFailedError(brief(error) + lines, failures, error.report)
 
@@ -49,12 +54,15 @@ class ActorWatch:
         known, probe = self._probes.pop(idx, (None, None))
         if known is not actor or seconds:  # an old call may have been answered before the actor died
             probe = actor.__ray_ready__.remote()  # waits behind the methods of a busy actor, fails if it died
-        done, _ = ray.wait([probe], timeout=seconds)
-        if not done:
-            self._probes[idx] = actor, probe
-            return True, None
         try:
-            ray.get(probe)
+            with until_ray_ends():
+                done, _ = ray.wait([probe], timeout=seconds)
+                if not done:
+                    self._probes[idx] = actor, probe
+                    return True, None
+                ray.get(probe)
+        except LinkClosedError as ended:
+            return True, str(ended)
         except ray.exceptions.ActorUnavailableError:
             return True, "it ended, and Ray starts it again"
         except ray.exceptions.RayActorError as error:

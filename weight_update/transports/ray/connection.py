@@ -14,7 +14,14 @@ import torch
 from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.base import Allocate
 from weight_update.transports.ray.object_store import RayObjectStore
-from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, one_line, ray_runs, running_ray
+from weight_update.transports.ray.rendezvous import (
+    POLL_SECONDS,
+    ask,
+    one_line,
+    ray_runs,
+    running_ray,
+    until_ray_ends,
+)
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.socket_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Prelude, WeightChunk, fresh_bytes
@@ -112,7 +119,8 @@ class RayConnection(LinkConnection):
     def _fetch(self, ref: Any, nbytes: int) -> Any:
         ray = running_ray()
         try:
-            return ray.get(ref, timeout=_ANSWER_SECONDS + nbytes / _LEAST_RATE)
+            with until_ray_ends():
+                return ray.get(ref, timeout=_ANSWER_SECONDS + nbytes / _LEAST_RATE)
         except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
             self._send_message(_PREFIX.pack(_LOST, 0), [])
             raise LinkClosedError(f"Ray's object store lost an update ({one_line(error)})") from None
@@ -125,7 +133,8 @@ class RayConnection(LinkConnection):
             if self._call is None:
                 self._call = self._actor.take.remote(self._name, self._end, self._taken, POLL_SECONDS)
             left = seconds_left(deadline)
-            done, _ = ray.wait([self._call], timeout=left)
+            with until_ray_ends():
+                done, _ = ray.wait([self._call], timeout=left)
             if not done:
                 return None
             call, self._call = self._call, None

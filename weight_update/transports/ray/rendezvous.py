@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError, optional
@@ -18,6 +19,9 @@ POLL_SECONDS = 20.0
 """Seconds after which a call that waits in the actor is made again."""
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
+_ENDED = "Ray was shut down in this process"
+_ENDING_SECONDS = 5.0
+"""Most seconds between the end of Ray's core in a process and the end of ``ray.shutdown()``."""
 
 
 def import_ray() -> Any:
@@ -35,6 +39,24 @@ def require_ray() -> Any:
 def ray_runs() -> bool:
     """Return whether Ray was initialized in this process, and not shut down since."""
     return bool(import_ray().is_initialized())
+
+
+@contextlib.contextmanager
+def until_ray_ends() -> Iterator[None]:
+    """Return a context in which a wait that ``ray.shutdown()`` ends raises LinkClosedError.
+
+    Ray raises SystemExit, which would end a background thread in silence, or the program with status 0. This
+    waits until ``ray.shutdown()`` is done: a call of Ray before that would end the process.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if getattr(error, "ray_terminate_msg", None) is None:
+            raise  # of a signal handler
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while ray_runs() and time.monotonic() < deadline:
+            time.sleep(0.01)  # Ray has no event for it
+        raise LinkClosedError(_ENDED) from None
 
 
 class _Channel:
@@ -187,11 +209,17 @@ def start_rendezvous(name: str, namespace: str | None) -> Any:
         cloudpickle.unregister_pickle_by_value(me)
 
 
-def find_rendezvous(name: str, namespace: str | None, timeout: float) -> Any:
-    """Wait for the actor that the sender started and return its handle; SyncTimeoutError if none comes."""
-    ray = require_ray()
+def find_rendezvous(
+    name: str, namespace: str | None, timeout: float, require_open: Callable[[], None] = lambda: None
+) -> Any:
+    """Wait for the actor that the sender started and return its handle; SyncTimeoutError if none comes.
+
+    ``require_open`` raises if the caller was closed meanwhile.
+    """
     deadline = time.monotonic() + timeout
     while True:
+        require_open()
+        ray = require_ray()
         try:
             return ray.get_actor(name, namespace=namespace)
         except ValueError:
@@ -226,7 +254,7 @@ def look_up(actor: Any, data: str, timeout: float | None) -> Any:
 def running_ray() -> Any:
     """Return the ``ray`` module for a link in use; LinkClosedError if Ray was shut down in this process."""
     if not ray_runs():
-        raise LinkClosedError("Ray was shut down in this process")
+        raise LinkClosedError(_ENDED)
     return import_ray()
 
 
@@ -234,7 +262,8 @@ def ask(call: Any, timeout: float | None) -> Any:
     """Return the result of a call; LinkClosedError if the actor or Ray is gone, or answers too late."""
     ray = running_ray()
     try:
-        return ray.get(call, timeout=timeout)
+        with until_ray_ends():
+            return ray.get(call, timeout=timeout)
     except ray.exceptions.RayError as error:
         raise LinkClosedError(f"the sender is gone ({one_line(error)})") from None
 
@@ -243,8 +272,9 @@ def stop_rendezvous(actor: Any) -> None:
     """End the actor after workers have taken their messages; do nothing if Ray has ended."""
     if ray_runs():
         ray = import_ray()
-        ray.wait([actor.drain.remote(_GRACE_SECONDS)], timeout=2 * _GRACE_SECONDS)
-        ray.kill(actor)
+        with contextlib.suppress(LinkClosedError), until_ray_ends():
+            ray.wait([actor.drain.remote(_GRACE_SECONDS)], timeout=2 * _GRACE_SECONDS)
+            ray.kill(actor)
 
 
 def one_line(error: Exception) -> str:

@@ -115,8 +115,8 @@ class RayListener(JoinListener[RayTransport]):
         try:
             request = ask(self._actor.next_join_request.remote(POLL_SECONDS), None)
         except LinkClosedError as error:  # the actor is unreachable, perhaps only for a moment
-            self.refusals.note(error)
-            self._closed.wait(BACK_OFF_SECONDS)
+            if not self._closed.wait(BACK_OFF_SECONDS) and ray_runs():
+                self.refusals.note(error)
             return None
         if request is None:
             return None

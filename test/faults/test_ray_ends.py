@@ -1,0 +1,111 @@
+"""Another thread shuts Ray down, or the scheme, while a call waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from weight_update import LifecycleError, LinkClosedError, RayWeightSyncScheme, SyncFailedError
+from weight_update.testing import mlp
+from weight_update.testing.processes import wait_until
+from weight_update.transports.ray.actors import ActorWatch
+from weight_update.transports.ray.rendezvous import until_ray_ends
+
+ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
+from ray_parts import WAIT, JoiningActor, small_cluster  # noqa: E402
+
+pytestmark = pytest.mark.timeout(180)
+LATE = 30.0
+"""The time limit of an update, which must not pass."""
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    """Start a Ray for one test, which may shut it down."""
+    tests = Path(__file__).parent.parent
+    with small_cluster(tests.parent, tests):
+        yield
+
+
+def launch(data: str) -> RayWeightSyncScheme:
+    """Return an initialized sender of two actors, which join in their constructors."""
+    scheme = RayWeightSyncScheme(data=data, timeout=LATE, connect_timeout=WAIT)
+    joining = [ray.remote(JoiningActor).options(num_cpus=0).remote(scheme, idx) for idx in (0, 1)]
+    scheme.init_on_sender(model=mlp(1), remote_collectors=joining)
+    return scheme
+
+
+def send_until_error(scheme: RayWeightSyncScheme) -> SyncFailedError:
+    try:
+        while True:
+            scheme.send()
+    except SyncFailedError as error:
+        return error
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("data", ["torch", "object_store", "between hosts"])
+def test_ray_is_shut_down_during_updates(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if data == "between hosts":
+        monkeypatch.setenv("WEIGHT_UPDATE_HOST", "elsewhere")
+    scheme = launch("torch" if data == "torch" else "object_store")
+    scheme.connect()
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(send_until_error, scheme)
+        time.sleep(0.3)
+        began = time.monotonic()
+        ray.shutdown()
+        errors = [sending.result(), send_until_error(scheme)]
+    assert time.monotonic() - began < LATE / 2
+    for error in errors:
+        assert "did not apply it" not in str(error)
+        assert {type(one) for one in error.failures.values()} == {LinkClosedError}
+    scheme.shutdown()
+    assert time.monotonic() - began < LATE / 2
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("weight_update")])
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("data", ["torch", "object_store"])
+def test_shutdown_ends_the_search_for_the_sender(data: str) -> None:
+    scheme = RayWeightSyncScheme(data=data, connect_timeout=LATE)
+    scheme.init_on_receiver(model=mlp(1), worker_idx=0)
+    began = time.monotonic()
+    closing = threading.Timer(0.5, scheme.shutdown)
+    closing.start()
+    with pytest.raises(LifecycleError, match="was shut down"):
+        scheme.connect()
+    closing.join()
+    assert time.monotonic() - began < LATE / 2
+
+
+@pytest.mark.parametrize("end", ["wait", "signal"])
+def test_the_exit_that_ray_raises_is_an_error(end: str) -> None:
+    """Ray ends the waits of all threads by SystemExit; that of a signal handler passes."""
+    raised = SystemExit(0)
+    if end == "wait":
+        raised.ray_terminate_msg = "shut down"  # type: ignore[attr-defined]
+    with pytest.raises(LinkClosedError if end == "wait" else SystemExit), until_ray_ends():
+        raise raised
+
+
+def test_actors_are_asked_for_their_state_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """connect() may exceed its limit by the time of one question, not by that of a question an actor."""
+    barrier = threading.Barrier(8, timeout=10.0)
+    monkeypatch.setattr(ActorWatch, "_trouble", lambda *_: (False, f"asked {barrier.wait() >= 0}"))
+    failures: dict[int, Exception] = {idx: LinkClosedError("its process ended") for idx in range(8)}
+    watch = ActorWatch({idx: f"Actor {idx}" for idx in failures})
+    named = watch.all_named(SyncFailedError("workers could not connect:", failures))
+    assert str(named.failures[7]) == "'Actor 7': asked True"
+
+
+def test_an_actor_is_named_once() -> None:
+    watch = ActorWatch({0: "Actor 0"})
+    error = watch.named(0, LinkClosedError("the other end has left"))
+    assert str(watch.named(0, error)) == "'Actor 0': the other end has left"
