@@ -110,7 +110,9 @@ class TestRayTransport(TransportContract):
 
     def make_successor(self) -> RayTransport:
         return RayTransport(
-            lambda _: find_rendezvous("test of transports", None, 10.0), token="token", host=self.host
+            lambda _: find_rendezvous("test of transports", None, 10.0, lambda: None),
+            token="token",
+            host=self.host,
         )
 
     def teardown_method(self) -> None:

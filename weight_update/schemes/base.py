@@ -338,7 +338,7 @@ class WeightSyncScheme(SchemeUpdates):
             timeout: seconds, above 0; None uses the scheme's ``connect_timeout``.
 
         Raises:
-            LifecycleError: called before initialization, or connected already, or a thread has shut it down.
+            LifecycleError: called before initialization or twice, or another thread shuts the scheme down.
             TypeError: ``timeout`` is not a number.
             ValueError: ``timeout`` is not above 0, or longer than the system can wait.
             UnknownWorkerError: ``weights`` are given for each worker, but lack one.

@@ -17,7 +17,7 @@ from weight_update.errors import LifecycleError
 from weight_update.receiver.receiver import Receiver
 from weight_update.receiver.staging import ReceiverOptions
 from weight_update.report import Observer, SyncReport
-from weight_update.schemes.sender_side import SenderListener, SenderSide
+from weight_update.schemes.sender_side import SHUT_DOWN, SenderListener, SenderSide
 from weight_update.sender.joining import WorkerAlive, require_workers
 from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
@@ -118,7 +118,7 @@ class SchemeLifecycle(ABC):
     def _require_open(self) -> None:
         """Raise LifecycleError if this scheme was shut down."""
         if self._finalizer is not None and not self._finalizer.alive:
-            raise LifecycleError("this scheme was shut down; make a new scheme")
+            raise LifecycleError(SHUT_DOWN)
 
     def __repr__(self) -> str:
         name = type(self).__name__

@@ -44,6 +44,7 @@ from weight_update.wire.schema import WeightSchema
 
 _REMEMBERED = 64
 """Number of updates of ``sync=False`` that nobody waits for and whose errors are still reported."""
+SHUT_DOWN = "this scheme was shut down; make a new scheme"
 _T = TypeVar("_T")
 _UNCHANGED = contextlib.nullcontext()
 _Surveyed = Mapping[int, tuple[NamedWeights, NamedWeights | None]]
@@ -316,7 +317,7 @@ class SenderSide:
                 return sender.connect(named, limit, liveness(worker_alive))
         except Exception as error:
             if isinstance(sender, Sender) and sender.table.closed:  # by another thread: no worker is to blame
-                raise LifecycleError("this scheme was shut down; make a new scheme") from None
+                raise LifecycleError(SHUT_DOWN) from None
             self.failure = f" (connect() failed: {type(error).__name__}: {brief(error)})"
             # those two are errors of workers, and others may still get weights
             if isinstance(sender, Sender) and not isinstance(error, SyncTimeoutError | SyncFailedError):

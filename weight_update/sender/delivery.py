@@ -373,9 +373,10 @@ class AnswerThreads:
             with self._table.lock:
                 failed = worker.joining_error
                 worker.left = failed is None
-                end = "after an error" if failed is not None else "and may connect again"
-                why = failed or "its scheme was shut down or dropped"
-                self._delivery.lose(worker, LinkClosedError(f"it left {end}: {why}"))
+                reason = "it left: its scheme was shut down or dropped; it may connect again"
+                if failed is not None:
+                    reason = f"it left after an error: {failed}"
+                self._delivery.lose(worker, LinkClosedError(reason))
         else:
             raise FormatError(f"unexpected {chunk.kind.name} frame")
 

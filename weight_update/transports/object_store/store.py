@@ -169,7 +169,7 @@ class ObjectStore:
             raise
         except Exception as error:  # clients of object stores raise errors of all kinds
             reason = f"{type(error).__name__}: {error}"
-            if isinstance(error, NotImplementedError):
+            if verb == "write" and isinstance(error, NotImplementedError):
                 reason = "fsspec only reads such URLs; give the trainer one that it can write"
             raise TransportError(f"cannot {verb} {self.url}/{name}: {reason}") from error
 

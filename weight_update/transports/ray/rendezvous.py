@@ -43,10 +43,10 @@ def ray_runs() -> bool:
 
 @contextlib.contextmanager
 def until_ray_ends() -> Iterator[None]:
-    """Return a context in which a wait that ``ray.shutdown()`` ends raises LinkClosedError.
+    """Raise LinkClosedError in place of the SystemExit by which ``ray.shutdown()`` ends a wait.
 
-    Ray raises SystemExit, which would end a background thread in silence, or the program with status 0. This
-    waits until ``ray.shutdown()`` is done: a call of Ray before that would end the process.
+    SystemExit would end a background thread in silence, or the program with status 0. The error comes when
+    ``ray.shutdown()`` is done, so that nobody calls Ray in the middle of it.
     """
     try:
         yield
@@ -210,7 +210,7 @@ def start_rendezvous(name: str, namespace: str | None) -> Any:
 
 
 def find_rendezvous(
-    name: str, namespace: str | None, timeout: float, require_open: Callable[[], None] = lambda: None
+    name: str, namespace: str | None, timeout: float, require_open: Callable[[], None]
 ) -> Any:
     """Wait for the actor that the sender started and return its handle; SyncTimeoutError if none comes.
 

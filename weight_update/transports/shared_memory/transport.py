@@ -199,8 +199,10 @@ def _first_record(slot: SharedSlot) -> bytes:
 
 def _map_slot(key: str, kind: int, fd: int | None, handle: bytes | None) -> SlotMapping:
     if kind == _KNOWN:
-        raise LinkClosedError("the sender has released the memory of this update: it was shut down")
-    if fd is None:  # the kernel found no number for it
+        raise LinkClosedError(
+            "the sender has released the memory of this update: it was shut down, or gave it up"
+        )
+    if fd is None:  # the process had no number left for it
         raise NotEnoughMemoryError("a file descriptor for a slot is needed; raise " + LIMITS[errno.EMFILE])
     return HostSlotMapping(fd) if handle is None else CudaSlotMapping(key, handle, fd)
 
