@@ -1,5 +1,6 @@
 """The encodings keep their contract; names that are not known."""
 
+import struct
 from typing import Any
 
 import pytest
@@ -159,6 +160,29 @@ def test_unknown_name_lists_the_known_ones() -> None:
 def test_unknown_name_on_the_wire() -> None:
     with pytest.raises(FormatError, match=r"unknown encoding 'dense/9' \(known: .*dense/1"):
         decoder_for("dense/9", SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("place", "form", "value", "message"),
+    [
+        (0, "4s", b"WUPD", "not a bucket: starts with b'WUPD"),
+        (4, "<B", 2, "not a bucket"),
+        (8, "16s", b"float61", "not a bucket"),
+        (24, "<Q", 64, "a bucket of 128 bytes says it holds 64 to 64"),
+        (32, "<Q", 1 << 63, "a bucket of 128 bytes says it holds 0 to"),
+        (40, "<Q", 128, "got a bucket of bytes 0 to 64"),
+    ],
+    ids=["magic number", "load_instant", "dtype", "start", "stop", "total"],
+)
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "stream"])
+def test_a_lying_head_of_a_bucket(whole: bool, place: int, form: str, value: Any, message: str) -> None:
+    (payload,) = BucketEncoding().encoder(SCHEMA).encode([torch.ones(2)], torch.ByteTensor)
+    decoder = decoder_for("bucket/1", SCHEMA)
+    decode = (lambda: decoder.decode([payload])) if whole else (lambda: decoder.stream(0, payload))
+    decode()
+    struct.pack_into(form, payload.numpy(), place, value)
+    with pytest.raises(FormatError, match=message):
+        decode()
 
 
 def test_own_encoding_is_found_by_both_ends() -> None:

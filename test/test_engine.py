@@ -164,6 +164,7 @@ def test_a_wider_dtype_than_the_senders(hire: Any) -> None:
     procs = hire(source, Notebook(expected=mlp(2).state_dict()), strategy=strategy("dense"))
     there = {name: value.float() for name, value in source.state_dict().items()}
     assert procs.ask("run", loaded) == [fingerprint(there)]
+    assert procs.scheme.send().dense_bytes == sum(2 * value.numel() for value in there.values())
 
 
 def test_names_are_those_of_the_conversion(hire: Any) -> None:

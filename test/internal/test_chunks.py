@@ -35,6 +35,7 @@ UPDATE = {
     "base": None,
     "extra": {},
 }
+GOOD = json.dumps(UPDATE).encode()
 fuzz = examples(300, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -46,7 +47,9 @@ def update(payload: bytes = b"weights!" * 9) -> WeightChunk:
 def frame(head: bytes, body: bytes = b"", kind: int = Kind.UPDATE, **lies: int) -> bytes:
     """A frame with right checksums around whatever it is given."""
     lengths = (lies.get("header", len(head)), lies.get("payload", len(body)))
-    start = struct.pack("<4sBBHIQ", b"WUPD", 1, kind, lies.get("flags", 1 if body else 0), *lengths)
+    magic = b"WUPD" if lies.get("magic", True) else b"HTTP"
+    flags = lies.get("flags", 1 if body else 0)
+    start = struct.pack("<4sBBHIQ", magic, lies.get("format", 1), kind, flags, *lengths)
     crcs = struct.pack("<II", zlib.crc32(head, zlib.crc32(start)), zlib.crc32(body) if body else 0)
     return start + crcs + head + body
 
@@ -127,6 +130,8 @@ def test_header_fields_are_checked(name: str, value: Any, kind: Kind) -> None:
         pytest.param(frame(b"{" * 5000), id="a header that is no JSON"),
         pytest.param(frame(b"[" * 100_000), id="a header nested without end"),
         pytest.param(frame(b"\xff\xfe"), id="a header that is no UTF-8"),
+        pytest.param(frame(GOOD, magic=False), id="another magic number"),
+        pytest.param(frame(GOOD, format=2), id="another format"),
         pytest.param(frame(b"{}", kind=0), id="kind 0"),
         pytest.param(frame(b"{}", kind=99), id="kind 99"),
         pytest.param(frame(b"{}", flags=2), id="an unknown flag"),
@@ -134,6 +139,7 @@ def test_header_fields_are_checked(name: str, value: Any, kind: Kind) -> None:
         pytest.param(frame(b"{}", header=1 << 31), id="a header beyond the bytes"),
         pytest.param(frame(json.dumps({**UPDATE, "more": 1}).encode()), id="an unknown field"),
         pytest.param(frame(json.dumps({**UPDATE, "version": -1}).encode()), id="a negative version"),
+        pytest.param(frame(json.dumps({**UPDATE, "index": -1}).encode()), id="a negative index"),
         pytest.param(frame(json.dumps({**UPDATE, "index": 1}).encode()), id="index beyond count"),
         pytest.param(
             frame(json.dumps({**UPDATE, "version": 1 << 63}).encode()), id="a number beyond 64 bits"
@@ -144,6 +150,7 @@ def test_header_fields_are_checked(name: str, value: Any, kind: Kind) -> None:
     ],
 )
 def test_lies(data: bytes) -> None:
+    WeightChunk.decode(frame(GOOD))
     rejected(data)
 
 

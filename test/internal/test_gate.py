@@ -160,6 +160,17 @@ def test_an_update_from_inside_is_an_error() -> None:
         gate.run(lambda: None)
 
 
+def test_an_update_from_inside_another_gate() -> None:
+    gate, other, done = Gate(), Gate(), []
+    with other.hold():
+        with gate.hold():
+            pass
+        gate.run(lambda: done.append(1))
+        with pytest.raises(LifecycleError, match="without enter"):
+            gate.leave()
+    assert done == [1]
+
+
 class Failing(nn.Module):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("in forward")

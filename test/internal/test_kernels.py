@@ -225,6 +225,24 @@ def test_units_that_are_not_valid(size: int, seed: int, monkeypatch: pytest.Monk
             assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("size", UNITS)
+@pytest.mark.parametrize("seed", range(40))
+def test_cuts_of_units_that_are_not_valid(size: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random units: the same end with and without the compiled loop, or refused by both."""
+    dice = np.random.default_rng(seed)
+    top = (1 << 8 * size) - 1
+    units = dice.choice([0, 1, 5, top - 1, top], dice.integers(0, 30)).astype(f"<u{size}")
+    count, total = int(np.count_nonzero(units != top)), int(units.sum(dtype=np.uint64))
+    for number in (count, count + 1):
+        for limit in (max(total - 1, 0), total, 1 << 40):
+            compiled = kernels.index(units, number, limit, 7)
+            with monkeypatch.context() as patch:
+                patch.setattr(kernels, "library", None)
+                plain = kernels.index(units, number, limit, 7)
+            assert (compiled is None) == (plain is None)
+            assert compiled is None or compiled[-1].tolist() == plain[-1].tolist()
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_parts_of_units(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units cut into parts stand for the same positions, and merge into the same units."""

@@ -344,7 +344,7 @@ class _Head:
         label = name.rstrip(b"\0").decode("ascii", "replace")
         if magic != _MAGIC or instant > 1 or (label and label not in get_args(BucketDtype)):
             raise FormatError(f"not a bucket: starts with {raw[:24]!r}")
-        if start > stop or payload.numel() != _HEAD_BYTES + stop - start:
+        if payload.numel() != _HEAD_BYTES + stop - start:
             raise FormatError(f"a bucket of {payload.numel()} bytes says it holds {start} to {stop}")
         return cls(bool(instant), DTYPES[label] if label else None, start, stop, total)
 
