@@ -116,7 +116,7 @@ def connected() -> Iterator[Callable[..., MemoryWeightSyncScheme]]:
 @pytest.mark.parametrize(
     ("encoding", "options"),
     [
-        ("dense", {}),
+        ("dense", {"stable_addresses": False}),
         ("patch", {}),
         ("dense", {"stable_addresses": True}),
         (BucketEncoding(bucket_size=2048), {"loads_in_chunks": True}),

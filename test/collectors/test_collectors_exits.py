@@ -107,6 +107,16 @@ def test_a_batch_that_is_read_again_after_ctrl_c_counts_once(monkeypatch):
             batches.settle(1)
 
 
+def test_a_worker_that_was_late_gets_as_much_time_again():
+    with queue_of(Process(), batches=multiprocessing.Queue(), may_lose=False, frames_timeout=0.3) as batches:
+        batches.ask(0)
+        for _ in range(2):
+            start = time.monotonic()
+            with pytest.raises(SyncTimeoutError, match=r"no batch of workers \[0\]"):
+                batches.settle(0)
+            assert time.monotonic() - start > 0.25
+
+
 def test_an_unreadable_batch_is_that_of_a_worker_that_is_ending():
     with queue_of(Process(), Dying()) as batches:
         with pytest.raises(queue.Empty):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from weight_update import FormatError, SchemaMismatchError, UnsupportedSourceError, WeightChunk, WeightSchema
 from weight_update.wire.extra_state import decode_extra, encode_extra
-from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude
+from weight_update.wire.frames import MAX_HEADER_BYTES, PRELUDE_BYTES, Kind, Prelude
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import DTYPES, MAX_PAYLOAD_BYTES, TensorMeta
 
@@ -135,6 +135,7 @@ def test_header_fields_are_checked(name: str, value: Any, kind: Kind) -> None:
         pytest.param(frame(b"{}", kind=0), id="kind 0"),
         pytest.param(frame(b"{}", kind=99), id="kind 99"),
         pytest.param(frame(b"{}", flags=2), id="an unknown flag"),
+        pytest.param(frame(GOOD, b"weights!", flags=0), id="a checksum without its flag"),
         pytest.param(frame(b"{}", payload=1 << 63), id="a payload beyond the bytes"),
         pytest.param(frame(b"{}", header=1 << 31), id="a header beyond the bytes"),
         pytest.param(frame(json.dumps({**UPDATE, "more": 1}).encode()), id="an unknown field"),
@@ -155,11 +156,12 @@ def test_lies(data: bytes) -> None:
 
 
 def test_a_lie_about_the_length_costs_no_memory() -> None:
-    data, more = frame(b"{}", payload=1 << 41), frame(b"{}", payload=MAX_PAYLOAD_BYTES + 1)
+    data = frame(b"{}", payload=1 << 41)
     tracemalloc.start()
     rejected(data)
-    with pytest.raises(FormatError, match="more than is allowed"):
-        Prelude.decode(more[:PRELUDE_BYTES])
+    for more in (frame(b"{}", payload=MAX_PAYLOAD_BYTES + 1), frame(b"{}", header=MAX_HEADER_BYTES + 1)):
+        with pytest.raises(FormatError, match="more than is allowed"):
+            Prelude.decode(more[:PRELUDE_BYTES])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20

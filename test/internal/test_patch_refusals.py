@@ -161,6 +161,14 @@ def test_lying_arrays(layout: str, delta: bool, array: int, items: list[int], me
         decode_patch(torch.frombuffer(raw, dtype=torch.uint8), schema)
 
 
+def test_byte_ranges_that_overlap() -> None:
+    schema = WeightSchema.of({"a": torch.empty(4)})
+    ranges = tuple(ByteRange(start, torch.arange(8, dtype=torch.uint8)) for start in (0, 7))
+    payload = encode_patch(Changes((), ranges), schema, 0, 1, options("flat", True), lend)
+    with pytest.raises(FormatError, match="range of 8 bytes at byte 7"):
+        decode_patch(payload, schema)
+
+
 def test_bytes_between_arrays_are_zero() -> None:
     raw, schema = small_patch()
     raw[TABLE + 5 * ENTRY + 7] = 1
