@@ -42,7 +42,7 @@ from weight_update.wire.schema import aligned
 _MADV_POPULATE_READ = 22  # Linux 5.14; mmap has no constant for it
 _PAGE = mmap.PAGESIZE
 _ENTRY = 8  # bytes of one page's entry in /proc/self/pagemap
-_PRESENT_OR_SWAPPED, _FILE_OR_SHARED = 0b11 << 62, 1 << 61
+_PRESENT_OR_SWAPPED, _FILE_OR_SHARED = 0b11 << 6, 1 << 5  # in its last byte
 _ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _SEAL_FUTURE_WRITE = 16  # Linux 5.1: mappings that exist stay writable; Python has no constant for it
@@ -300,14 +300,16 @@ class HostSlotMapping(SlotMapping):
     def _has_own_pages(self) -> bool:
         pages = -(-self._whole.numel() // _PAGE)
         try:
-            with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-                pagemap.seek(self._whole.data_ptr() // _PAGE * _ENTRY)
-                raw = pagemap.read(pages * _ENTRY)
+            pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                raw = os.pread(pagemap, pages * _ENTRY, self._whole.data_ptr() // _PAGE * _ENTRY)
+            finally:
+                os.close(pagemap)
         except (OSError, MemoryError):
             return True
-        entries = np.frombuffer(raw, dtype=np.uint64)  # not torch: its threads hang in forked processes
-        there = (entries & np.uint64(_PRESENT_OR_SWAPPED)) != 0
-        return bool((there & ((entries & np.uint64(_FILE_OR_SHARED)) == 0)).any())
+        # An update may wait for this, so nothing is done for each page.
+        kinds = set(raw[_ENTRY - 1 :: _ENTRY])
+        return any(kind & _PRESENT_OR_SWAPPED and not kind & _FILE_OR_SHARED for kind in kinds)
 
 
 def _mapped_read_only(fd: int, size: int) -> torch.Tensor:
