@@ -19,7 +19,7 @@ from cli_parts import MODEL, call, in_folder
 from interpreters import run_python, use_template_for_forkserver
 
 from weight_update.cli.measuring import rounds, workers
-from weight_update.cli.measuring.advice import network_advice, recommendation
+from weight_update.cli.measuring.advice import network_advice, quartiles, recommendation
 from weight_update.cli.measuring.models import ModelSource
 from weight_update.cli.measuring.rounds import ENCODINGS, Case, Plan, Results, _answers, _connect, measure
 from weight_update.cli.measuring.workers import ProcessWorker
@@ -49,6 +49,12 @@ def refused(*arguments: str | Path) -> str:
     result = call("bench", *arguments)
     assert result.exit_code == 2
     return result.stderr
+
+
+def test_quartiles_are_in_milliseconds() -> None:
+    assert quartiles([]) == (None, None, None)
+    assert quartiles([0.002]) == (2.0, 2.0, 2.0)
+    assert quartiles([0.001, 0.002, 0.004, 0.008, 0.016]) == (2.0, 4.0, 8.0)
 
 
 def test_bench_measures_all_schemes_in_turns_and_draws_them(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from weight_update import (
     WeightStrategy,
 )
 from weight_update.engines import SGLangEngine, SGLangServer
+from weight_update.engines.exclusive import batches
 from weight_update.engines.sglang import load
 
 WAIT = 20.0
@@ -406,6 +407,13 @@ def test_the_calls_of_an_update(stand_in: Any, connected: Any, in_chunks: bool) 
     if isinstance(stand_in, StandInServer):
         expected = ["pause_generation", *expected, "continue_generation"]
     assert calls == expected
+
+
+def test_small_weights_travel_together() -> None:
+    sizes = {"a": 40, "b": 60, "c": 1, "d": 200, "e": 0, "f": 100}
+    weights = [(name, torch.empty(size, dtype=torch.uint8)) for name, size in sizes.items()]
+    found = ["".join(name for name, _ in batch) for batch in batches(weights, 100)]
+    assert found == ["ab", "c", "d", "ef"]
 
 
 @both

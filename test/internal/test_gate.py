@@ -132,6 +132,19 @@ def test_timeout_gives_up_and_leaves_nothing_behind() -> None:
     assert done == [2]
 
 
+def test_those_that_waited_for_an_update_go_on_when_it_gives_up() -> None:
+    gate = Gate()
+    inside, later = Inside(gate), threading.Thread(target=gate.hold().__enter__, daemon=True)
+    begin = threading.Timer(0.1, later.start)
+    begin.start()
+    with pytest.raises(SyncTimeoutError):
+        gate.run(lambda: None, timeout=0.4)
+    begin.join(WAIT)
+    later.join(WAIT)
+    assert not later.is_alive()
+    inside.end()
+
+
 def test_an_exception_reaches_the_updater_not_the_forward_pass() -> None:
     gate = Gate()
 

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pickle
+import shutil
 import stat
 import threading
 import time
@@ -391,3 +392,8 @@ def test_a_reader_of_a_directory_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no version 1"), store.reading(1):
         pass
     assert not where.exists(), "a reader does not create it"
+    CheckpointStore(where).publish(1, weights(1), step=0)
+    assert store.last_number() == 1
+    shutil.rmtree(where)
+    with pytest.raises(FileNotFoundError):  # an unmounted file system, perhaps
+        store.latest()
