@@ -15,6 +15,7 @@ from torch import nn
 from weight_update import (
     BucketEncoding,
     DistributedWeightSyncScheme,
+    JoinRefusedError,
     LinkClosedError,
     MemoryWeightSyncScheme,
     SharedMemWeightSyncScheme,
@@ -86,8 +87,24 @@ def test_having_applied_outlives_the_worker() -> None:
             pair.sender.send()
 
 
-def wait_until_gone(sender: MemoryWeightSyncScheme) -> None:
+def wait_until_gone(sender: WeightSyncScheme) -> None:
     wait_until(lambda: sender.worker_versions[0] is None)
+
+
+@pytest.mark.parametrize("kind", [MemoryWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_the_error_says_whether_a_worker_that_left_may_connect_again(kind: type[WeightSyncScheme]) -> None:
+    with kind(timeout=10.0) as sender:
+        connect_pair(sender, nn.Linear(2, 2), nn.Linear(2, 2)).shutdown()
+        wait_until_gone(sender)
+        with pytest.raises(SyncFailedError, match="worker 0: it left") as caught:
+            sender.send()
+        with copy.copy(sender) as again:
+            again.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+            if "it may connect again" in str(caught.value):
+                again.connect()
+            else:
+                with pytest.raises(JoinRefusedError, match=r"worker 0 has left or was lost, .* anew"):
+                    again.connect()
 
 
 def test_connect_does_not_miss_a_worker_that_took_the_weights() -> None:

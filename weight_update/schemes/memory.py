@@ -31,7 +31,7 @@ class _Listener:
     def link(self, worker_idx: int) -> MemoryTransport:
         """Return the receiver's end of a worker's link, a closed one after the sender was shut down.
 
-        Raise JoinRefusedError if the worker cannot be admitted, or another receiver has its link.
+        Raise JoinRefusedError if the worker cannot be admitted, or another receiver has or had its link.
         """
         with self._lock:  # several receivers may ask at once
             link = self.links.get(worker_idx)
@@ -43,7 +43,12 @@ class _Listener:
                 mine, theirs = MemoryTransport.pair()
                 mine.close()
                 return theirs
-            if worker_idx in self._taken and not link.closed:
+            if link.closed:
+                raise JoinRefusedError(
+                    f"worker {worker_idx} has left or was lost, and workers of MemoryWeightSyncScheme cannot "
+                    "join again: create the scheme and its receivers anew"
+                )
+            if worker_idx in self._taken:
                 raise JoinRefusedError(
                     f"another receiver is worker {worker_idx}: give each receiver an index of its own, or "
                     "shut down the other one first"

@@ -370,15 +370,22 @@ class AnswerThreads:
                     worker.set_update("inflight", None)
             self._delivery.update(worker)
         elif chunk.kind is Kind.GOODBYE:
-            with self._table.lock:
-                failed = worker.joining_error
-                worker.left = failed is None
-                reason = "it left: its scheme was shut down or dropped; it may connect again"
-                if failed is not None:
-                    reason = f"it left after an error: {failed}"
-                self._delivery.lose(worker, LinkClosedError(reason))
+            self._take_leave(worker)
         else:
             raise FormatError(f"unexpected {chunk.kind.name} frame")
+
+    def _take_leave(self, worker: WorkerState) -> None:
+        """Mark a worker that said goodbye as lost, because of its own error if it has one."""
+        with self._table.lock:
+            failed = worker.joining_error
+            worker.left = failed is None
+            if failed is not None:
+                reason = f"it left after an error: {failed}"
+            else:
+                reason = "it left: its scheme was shut down or dropped"
+                if worker.late or worker.link.capabilities.allows_rejoin:
+                    reason += "; it may connect again"
+            self._delivery.lose(worker, LinkClosedError(reason))
 
     def record_result(self, worker: WorkerState, chunk: WeightChunk) -> None:
         """Note that a worker has applied the update in flight, or failed to."""
