@@ -357,6 +357,21 @@ def test_worker_alive_may_tell_of_the_process_before_a_restart() -> None:
                 scheme.send_async().wait(0.1)
 
 
+def test_worker_alive_still_tells_of_a_process_that_has_joined_again() -> None:
+    ended = False
+    with SharedMemWeightSyncScheme(timeout=20.0) as scheme:
+        scheme.worker_alive = lambda _: not ended
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+        with connect_pair(scheme, mlp(1), mlp(2)) as receiver:
+            worker = scheme._sender.table[0]
+            before = worker.connections
+            worker.link.disconnect()
+            wait_until(lambda: worker.joined and worker.connections > before)
+            ended = True
+            with receiver.hold(), pytest.raises(SyncFailedError, match="its process has ended"):
+                scheme.send_async().wait(0.1)
+
+
 def test_liveness_of_subprocesses() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     lives = liveness([process])
