@@ -192,8 +192,8 @@ class Receiver:
         if chunk is None and self._welcomed:
             raise SyncTimeoutError(
                 f"worker {self.worker} was admitted, but its first weights did not arrive in time; "
-                "if they need longer, raise connect_timeout=; with max_in_flight=, or after Ctrl-C in "
-                "send(), they come with the next send()"
+                "if they need longer, raise connect_timeout=, or timeout= of connect() if that was given; "
+                "with max_in_flight=, or after Ctrl-C in send(), they come with the next send()"
             )
         if chunk is None:
             raise SyncTimeoutError(

@@ -246,9 +246,11 @@ def wait_for_none(
             notice(f"waiting for workers {awaited} to connect")
 
 
+LONGER = "raise connect_timeout=, or timeout= of connect() if that was given"
+"""Advice for a connect() that ended too early."""
 _UNWATCHED = "? Set scheme.worker_alive to their processes to learn at once of one that dies."
 _UNREPORTED = "(scheme.worker_alive), and the transport did not report it"
-_WATCHED = "? Their processes live; if they need longer to start, raise connect_timeout=."
+_WATCHED = f"? None of their processes is known to have ended; if they need longer to start, {LONGER}."
 
 
 def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str]) -> None:
@@ -258,10 +260,12 @@ def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str])
     """
     with table.lock:
         failures = {worker.idx: error for worker in expected(table) if (error := worker.error) is not None}
-        overdue = [worker.idx for worker in without_weights(table)]
+        overdue = without_weights(table)
         late = [worker for worker in table if worker.late]
         others = [worker.idx for worker in late if worker.joined]
         reasons = [*refusals, *(f"worker {worker.idx}: {worker.lost}" for worker in late if worker.lost)]
+        away = [worker.idx for worker in overdue if not worker.joined]
+        slow = [worker.idx for worker in overdue if worker.joined]
     refused = "".join(f"\n  {reason}" for reason in dict.fromkeys(reasons))
     if refused:
         refused = f"\nmeanwhile, connections failed or were refused:{refused}"
@@ -269,23 +273,24 @@ def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str])
     if mismatches:
         problems = tuple(line for error in mismatches for line in error.problems)
         raise SchemaMismatchError(str(mismatches[0]).partition("\n")[0], problems)
+    limit = format_seconds(timeout)
+    slowness = f"joined, but did not apply the first weights within {limit}"
     if failures:
-        absence = f"did not connect within {format_seconds(timeout)}"
-        failures |= {idx: SyncTimeoutError(absence) for idx in overdue}
+        failures |= dict.fromkeys(away, SyncTimeoutError(f"did not connect within {limit}"))
+        failures |= dict.fromkeys(slow, SyncTimeoutError(slowness))
         lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
         raise SyncFailedError(f"workers could not connect:{lines}{refused}", failures)
-    if overdue and all(table[idx].joined for idx in overdue):
-        ended = [idx for idx in overdue if table[idx].has_ended]
+    if away:
+        joined = f" (others did: {others}; do the indices match?)" if others else ""
+        joined += f"; workers {slow} {slowness}" if slow else ""
+        hint = "; have they called connect()" + (_UNWATCHED if table[away[0]].alive is None else _WATCHED)
+        raise SyncTimeoutError(f"workers {away} did not connect within {limit}{joined}{refused or hint}")
+    if slow:
+        ended = [idx for idx in slow if table[idx].has_ended]
         cause = f"the processes of {ended} have ended {_UNREPORTED}; start them again"
         raise SyncTimeoutError(
-            f"workers {overdue} joined, but did not apply the first weights within "
-            f"{format_seconds(timeout)}; {cause if ended else 'if they need longer, raise connect_timeout='}"
-        )
-    if overdue:
-        joined = f" (others did: {others}; do the indices match?)" if others else ""
-        hint = "; have they called connect()" + (_UNWATCHED if table[overdue[0]].alive is None else _WATCHED)
-        raise SyncTimeoutError(
-            f"workers {overdue} did not connect within {format_seconds(timeout)}{joined}{refused or hint}"
+            f"workers {slow} joined, but did not apply the first weights within {limit}; "
+            f"{cause if ended else f'if they need longer, {LONGER}'}"
         )
 
 
