@@ -107,6 +107,7 @@ def test_one_of_two_threads_becomes_a_late_joiner(monkeypatch: pytest.MonkeyPatc
             errors = [pool.submit(receiver.connect, timeout=5.0).exception for receiver in (one, other)]
             (error,) = filter(None, [get(10.0) for get in errors])
             assert "another receiver is worker 3" in str(error)
+            assert "or shut down the other one first" in str(error)
             assert scheme.send().apply_seconds.keys() == {3}
 
 

@@ -107,6 +107,19 @@ def test_the_error_says_whether_a_worker_that_left_may_connect_again(kind: type[
                     again.connect()
 
 
+def test_a_second_receiver_is_not_told_to_shut_down_the_first_where_that_frees_no_index() -> None:
+    with MemoryWeightSyncScheme(timeout=10.0) as sender:
+        with connect_pair(sender, nn.Linear(2, 2), nn.Linear(2, 2)), copy.copy(sender) as other:
+            other.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+            with pytest.raises(JoinRefusedError, match=r"give each receiver an index of its own$"):
+                other.connect()
+        wait_until_gone(sender)
+        with copy.copy(sender) as other:
+            other.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+            with pytest.raises(JoinRefusedError, match="cannot join again"):
+                other.connect()
+
+
 def test_connect_does_not_miss_a_worker_that_took_the_weights() -> None:
     """However late it looks: the worker was gone before another one came."""
     with MemoryWeightSyncScheme(timeout=10.0) as sender, ThreadPoolExecutor(1) as pool:
@@ -167,6 +180,52 @@ def test_connect_names_a_process_that_ended_unreported() -> None:
     reason = r"did not apply .* within 1 s; the processes of \[0\] have ended \(scheme.worker_alive\)"
     with worker_that_ends(lambda chunk: None) as sender, pytest.raises(SyncTimeoutError, match=reason):
         sender.connect(timeout=1.0)
+
+
+class Living:
+    """A process that lives."""
+
+    def is_alive(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_connect_tells_workers_that_did_not_come_from_those_without_weights(failed: bool) -> None:
+    """Both are late; what was given to connect() is what has to be raised."""
+    with MemoryWeightSyncScheme() as scheme, copy.copy(scheme) as receiver:
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=3)
+        scheme.worker_alive = [Living()]
+        table, go_on = scheme._sender.table, threading.Event()
+        read = table[0].link.recv_chunk
+
+        def read_late(*arguments: Any) -> WeightChunk | None:
+            chunk = read(*arguments)
+            if chunk is not None and chunk.kind is Kind.APPLIED:
+                if failed:
+                    table[2].lost = LinkClosedError("it ended")
+                go_on.wait(10.0)
+            return chunk
+
+        table[0].link.recv_chunk = read_late
+        receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+        with ThreadPoolExecutor(1) as pool:
+            joins = pool.submit(receiver.connect)
+            with pytest.raises((SyncTimeoutError, SyncFailedError)) as caught:
+                scheme.connect(timeout=0.5)
+            go_on.set()
+            joins.result()
+    if isinstance(caught.value, SyncFailedError):
+        texts = {idx: str(error) for idx, error in caught.value.failures.items()}
+        assert texts == {
+            0: "joined, but did not apply the first weights within 0.5 s",
+            1: "did not connect within 0.5 s",
+            2: "it ended",
+        }
+        return
+    assert "workers [1, 2] did not connect within 0.5 s" in str(caught.value)
+    assert "workers [0] joined, but did not apply the first weights within 0.5 s" in str(caught.value)
+    assert "raise connect_timeout=, or timeout= of connect() if that was given" in str(caught.value)
+    assert "processes live" not in str(caught.value)  # nothing is known of the second and the third
 
 
 @pytest.mark.parametrize(

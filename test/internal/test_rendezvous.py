@@ -28,7 +28,9 @@ from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutE
 from weight_update.testing.chunks import in_background
 from weight_update.testing.processes import eventually, freeze
 from weight_update.transports.distributed import rendezvous
+from weight_update.transports.distributed import transport as distributed
 from weight_update.transports.distributed.rendezvous import Announcement, SenderStore, find_sender
+from weight_update.transports.host_name import this_host
 
 HERE = "127.0.0.1"
 TOKEN = "confidential"
@@ -392,3 +394,14 @@ def listening() -> set[int]:
     """Return the ports on which this process listens."""
     found = psutil.Process().net_connections("tcp")
     return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def test_a_sender_of_this_host_whose_socket_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address that the worker was given is right: the sender announced itself there."""
+    found = Announcement(this_host(), "weight_update-nobody", 1, "sender")
+    monkeypatch.setattr(distributed, "find_sender", lambda *_, **__: found)
+    link = distributed.DistributedTransport("127.0.0.1", 1)
+    with contextlib.closing(link), pytest.raises(LinkClosedError, match="no sender at") as caught:
+        link.connect(1.0)
+    assert "another network namespace: then give it and this worker different host=" in str(caught.value)
+    assert "address=" not in str(caught.value)

@@ -49,9 +49,10 @@ class _Listener:
                     "join again: create the scheme and its receivers anew"
                 )
             if worker_idx in self._taken:
+                late = worker_idx not in self._initial  # only then the index is free after shutdown()
                 raise JoinRefusedError(
-                    f"another receiver is worker {worker_idx}: give each receiver an index of its own, or "
-                    "shut down the other one first"
+                    f"another receiver is worker {worker_idx}: give each receiver an index of its own"
+                    + (", or shut down the other one first" if late else "")
                 )
             self._taken.add(worker_idx)
             return link

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from typing_extensions import Never
@@ -57,6 +58,7 @@ class DistributedTransport(SharedMemTransport):
     """
 
     capabilities: Capabilities = Capabilities(shares_memory=True, allows_rejoin=True)
+    _unreached: ClassVar[str] = ": then give it and this worker different host="
 
     def __init__(
         self,
@@ -84,13 +86,7 @@ class DistributedTransport(SharedMemTransport):
         sender = find_sender(address, self._port, self._token, left, again=self._joined)
         self._joined = True
         if shares_sockets(sender.host, self.host):
-            try:
-                return super().join(f"\0{sender.local}", deadline)
-            except LinkClosedError as error:
-                raise LinkClosedError(
-                    f"{error}; if the sender runs in another network namespace, give it and this worker "
-                    "different host="
-                ) from None
+            return super().join(f"\0{sender.local}", deadline)
         name = uuid.uuid4().hex
         self._last = stream = self._dial(address, sender.port, deadline)
         key = self.authenticate(stream, _context(sender), deadline)

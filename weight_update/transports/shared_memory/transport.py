@@ -15,6 +15,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
@@ -219,6 +220,7 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
     """
 
     capabilities: Capabilities = Capabilities(shares_memory=True, send_never_blocks=True, allows_rejoin=True)
+    _unreached: ClassVar[str] = ", as of a container, or address= is not the sender's scheme.address"
 
     def __init__(
         self,
@@ -294,7 +296,7 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
                 shown = address.replace("\0", "@", 1)  # as ss and lsof show an abstract address
                 raise LinkClosedError(
                     f"no sender at {shown!r} ({error}); it has shut down or died, perhaps because its "
-                    "connect_timeout has passed, or address= is not the sender's scheme.address"
+                    f"connect_timeout has passed, or it runs in another network namespace{self._unreached}"
                 ) from None
         self.authenticate(stream, _context(address), deadline)
         return SlotStream(stream, self._slots, self._token, self._slots_are_on_gpu)
