@@ -132,6 +132,23 @@ def test_timeout_gives_up_and_leaves_nothing_behind() -> None:
     assert done == [2]
 
 
+def test_a_timeout_names_an_update_that_is_running() -> None:
+    """An engine that loads weights for long, in a group whose schemes share the gate, is an example."""
+    gate, runs, end = Gate(), threading.Event(), threading.Event()
+
+    def load() -> None:
+        runs.set()
+        end.wait(WAIT)
+
+    other = threading.Thread(target=gate.run, args=(load,))
+    other.start()
+    assert runs.wait(WAIT)
+    with pytest.raises(SyncTimeoutError, match=r"^another update took longer than 0\.05 s$"):
+        gate.run(lambda: None, timeout=0.05)
+    end.set()
+    other.join(WAIT)
+
+
 def test_those_that_waited_for_an_update_go_on_when_it_gives_up() -> None:
     gate = Gate()
     inside, later = Inside(gate), threading.Thread(target=gate.hold().__enter__, daemon=True)

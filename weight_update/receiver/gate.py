@@ -261,7 +261,9 @@ class Gate(CallGuard):
                 raise LinkClosedError("the receiver was shut down while an update waited")
             left = _LOOK_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
-                raise SyncTimeoutError(f"hold() or a forward pass took longer than {timeout:g} s")
+                running = self._updates[0] in self._inside
+                what = "another update" if running else "hold() or a forward pass"
+                raise SyncTimeoutError(f"{what} took longer than {timeout:g} s")
             self._changed.wait(min(left, _LOOK_SECONDS))
 
     def _admit_waiting(self) -> None:
