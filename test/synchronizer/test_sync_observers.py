@@ -129,7 +129,11 @@ def test_all_weights_instead_of_a_patch(method: SyncMethod, served: bool, tmp_pa
                 change(source)
             wait_until(lambda: ("applied", 3, versions[-1]) in told.events)
     (full,) = [one for one in told if isinstance(one, WorkerEvent) and one.kind == "full_update"]
-    assert (full.worker, full.version, full.reason) == (3, versions[2], "its weights were changed")
+    assert (full.worker, full.version, full.reason) == (
+        3,
+        versions[2],
+        "changes cannot be applied to the weights that it has",
+    )
     # it happened before the next update, even if another thread tells of it later
     assert full.time < next(report.began for report in told.reports if report.version == versions[3])
     assert [report.encoding for report in told.reports[1:]] == ["patch"] * 3

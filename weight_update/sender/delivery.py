@@ -227,7 +227,7 @@ class Delivery:
                     if worker.has is not None and isinstance(group, DeltaGroup) and update in group.kept:
                         reason = "it lacks the version that changes refer to"
                         if worker.has is MIXED:
-                            reason = "its weights were changed"
+                            reason = "changes cannot be applied to the weights that it has"
                         self._table.tell(WorkerEvent("full_update", worker.idx, update.version, reason))
                     worker.set_update("inflight", update)
                     worker.sent_at = time.monotonic()
