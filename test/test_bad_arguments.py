@@ -140,9 +140,7 @@ class Context:
 
 
 def test_number_of_workers_beside_devices() -> None:
-    with pytest.raises(
-        ValueError, match="num_workers=3 does not go with 1 devices; give one for each worker"
-    ):
+    with pytest.raises(ValueError, match="num_workers=3 does not go with 1 device; give one for each worker"):
         SharedMemWeightSyncScheme().init_on_sender(model=nn.Linear(2, 2), num_workers=3, devices=["cpu"])
     with pytest.raises(ValueError, match="does not go with 0 devices"):
         SharedMemWeightSyncScheme().init_on_sender(model=nn.Linear(2, 2), devices=[])

@@ -299,3 +299,10 @@ def test_both_ends_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     del opened
     assert memory() is None
     assert not keepers()
+
+
+def test_a_device_that_the_sender_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"slot_device=.cuda:1.: this process sees 1 CUDA device$"):
+        cuda_slots.cuda_device("cuda:1")

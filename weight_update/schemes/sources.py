@@ -15,6 +15,7 @@ from weight_update.errors import NothingToSendError
 from weight_update.schemes.collector import devices_of, factories_of, resolve_model
 from weight_update.sender.workers import NOBODY
 from weight_update.strategy.strategy import WeightStrategy
+from weight_update.text import plural
 
 DeviceMap = Callable[[int, Any], Any]
 
@@ -125,7 +126,7 @@ class Sources:
         count = whole_number(given, "num_workers", least=0)
         if devices is not None and not count == len(devices) > 0:
             raise ValueError(
-                f"{num_workers=} does not go with {len(devices)} devices; give one for each worker"
+                f"{num_workers=} does not go with {plural(len(devices), 'device')}; give one for each worker"
             )
         if count == 0 and device_map_fn is not None:
             raise ValueError("device_map_fn needs workers from the start: give num_workers of at least 1")

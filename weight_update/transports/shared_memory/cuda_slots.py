@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from weight_update.errors import FormatError, NotEnoughMemoryError, TransportError, UnreachableMemoryError
+from weight_update.text import plural
 from weight_update.transports.shared_memory.ipc_refcount import IpcReferences, owner_released
 from weight_update.transports.shared_memory.slots import SharedSlot, SlotMapping
 
@@ -38,7 +39,7 @@ def cuda_device(name: str | torch.device) -> torch.device:
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= found:
-        raise ValueError(f"slot_device={str(name)!r}: this process sees {found} CUDA devices")
+        raise ValueError(f"slot_device={str(name)!r}: this process sees {plural(found, 'CUDA device')}")
     return torch.device("cuda", index)
 
 
