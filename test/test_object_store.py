@@ -669,6 +669,16 @@ def test_a_store_that_does_not_answer(
     assert fingerprint(model) == fingerprint(source)
 
 
+def test_a_store_that_is_slow_is_no_worker_in_hold(ends: Ends, url: str, faults: Faults) -> None:
+    ends.url, awake = f"faulty://{url}", threading.Event()
+    sender = ends.sender(mlp(1))
+    faults(lambda verb, path: None if verb == "read" else awake.wait(60) and None)
+    with pytest.raises(SyncFailedError, match=r"within 0.1 s: it is still being sent, .* slow") as caught:
+        sender.send_async().wait(0.1)
+    awake.set()
+    assert "hold()" not in str(caught.value)
+
+
 def test_the_cause_is_told_though_the_last_read_was_late(ends: Ends, url: str, faults: Faults) -> None:
     ends.sender(mlp(1))
     ends.url = f"faulty://{url}"

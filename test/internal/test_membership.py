@@ -321,7 +321,7 @@ def test_connect_notices_a_process_that_has_ended_or_was_not_started(form: str, 
 @pytest.mark.parametrize(
     ("lives", "reason"),
     [
-        (lambda: True, "it is stopped, or in hold"),
+        (lambda: True, r"it is stopped, or in hold\(\) or a long forward pass, or takes long to apply it"),
         (
             lambda: False,
             r"its process has ended \(scheme\.worker_alive\), and the transport did not report it",

@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from weight_update.arguments import require_seconds
-from weight_update.errors import FormatError, LinkClosedError, SyncFailedError, SyncTimeoutError
+from weight_update.errors import FormatError, LinkClosedError, SyncFailedError
 from weight_update.report import SyncReport
 from weight_update.sender.groups.base import FullGroup
+from weight_update.sender.reasons import ABSENT, reason_of
 from weight_update.sender.workers import WorkerState, WorkerTable
-from weight_update.text import format_seconds
 from weight_update.transports.base import Arrivals
 from weight_update.wire.frames import Kind, WeightChunk
 
 _Paused = dict[Arrivals, WorkerState]
 _T = TypeVar("_T")
 _WorkerTest = Callable[[WorkerState], bool]
-_ABSENT = "it is not connected; has it called connect()?"
 
 
 class UpdateOwner(Protocol):
@@ -216,7 +215,7 @@ class Outcomes:
                 if version in worker.failures:
                     found[worker.idx] = worker.failures[version]
                 elif not (worker.joined or worker.joining) and worker.reached < version and worker.required:
-                    found[worker.idx] = worker.lost or LinkClosedError(_ABSENT)
+                    found[worker.idx] = worker.lost or LinkClosedError(ABSENT)
             return found
 
     def settled(self, version: int, workers: Sequence[int]) -> bool:
@@ -424,27 +423,3 @@ class Patience:
 def is_settled(worker: WorkerState, version: int) -> bool:
     """Return whether a worker has applied ``version`` or a newer one, failed or left."""
     return worker.reached >= version or not worker.awaited or worker.failure(version) is not None
-
-
-def reason_of(worker: WorkerState, version: int, timeout: float) -> Exception:
-    """Return the reason why a worker does not have ``version`` after so many seconds."""
-    if (error := worker.failure(version)) is not None:
-        return error
-    if not (worker.joined or worker.joining):
-        return worker.lost or LinkClosedError(_ABSENT)
-    if not worker.awaited:
-        return worker.joining_error or LinkClosedError(
-            "it joined while this version was being sent; it gets weights with the next send()"
-        )
-    if timeout == 0:
-        return SyncTimeoutError("has not applied it yet; wait() longer, or ask done(), which raises no error")
-    if worker.has_ended:
-        reason = (
-            "its process has ended (scheme.worker_alive), and the transport did not report it; start it again"
-        )
-    else:
-        reason = (
-            "it is stopped, or in hold() or a long forward pass; it gets the newest version when it goes on "
-            "(or raise timeout=)"
-        )
-    return SyncTimeoutError(f"did not apply it within {format_seconds(timeout)}: {reason}")

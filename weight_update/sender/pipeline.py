@@ -95,9 +95,12 @@ class PipelineSender:
         timeout = self._delivery.timeout
         self._delivery.changed.wait_for(lambda: not any(map(busy, states)), timeout)
         for worker in filter(busy, states):
+            cause = "it is stopped, or in hold() or a long forward pass, or takes long to apply it"
+            if worker.writing:
+                cause = "that is still being sent, because the worker or the link is slow or stopped"
             worker.failures[step.version] = SyncTimeoutError(
-                f"was busy with an earlier version for {timeout:g} s: it is stopped, or in hold() or a long "
-                "forward pass; it gets all weights with the next send() (or raise timeout=)"
+                f"was busy with an earlier version for {timeout:g} s: {cause}; it gets all weights with the "
+                "next send() (or raise timeout=)"
             )
         return [worker for worker in states if worker.joined and not busy(worker)]
 
