@@ -46,6 +46,7 @@ from weight_update import (
     UnsupportedSourceError,
     WeightStrategy,
 )
+from weight_update.sharded import ranks as ranks_module
 from weight_update.testing.models import fingerprint
 from weight_update.testing.processes import freeze
 
@@ -265,12 +266,37 @@ def test_calls_that_differ_are_an_error(four: Ranks) -> None:
         for rank, call in enumerate(("send", "prepare_weights")):
             four.all_ranks[rank].post("call", call)
         leader, follower = four.answers(2)
-        text = "this rank called prepare_weights() where rank 0 called send()"
+        text = (
+            "this rank called prepare_weights() where rank 0 called send(), send_async() or send_together()"
+        )
         assert isinstance(follower, LifecycleError)
         assert str(follower) == text
         assert isinstance(leader, LifecycleError)
         assert "rank 1" in str(leader)
         four.all("call", "send", of=2)  # they are still in step
+
+
+@pytest.mark.parametrize(
+    ("call", "step", "text"),
+    [
+        (
+            "send",
+            "wait",
+            r"rank called send\(\), send_async\(\) or .* 0 called send\(\) with sync=True, .* wait\(\)",
+        ),
+        ("wait", "outcomes", r"called send\(\) with sync=True, .* rank 0 called send\(\) with sync=False$"),
+        ("connect", "wait_staged", r"called connect\(\) where rank 0 called send_together\(\)$"),
+    ],
+)
+def test_steps_that_differ_are_named_by_the_calls_of_users(call: str, step: str, text: str) -> None:
+    """One rank has ``sync=True``, or does not wait for a handle."""
+    ranks = object.__new__(ranks_module.Ranks)
+    messages = iter([{"step": step, "workers": None}, {"end": None}])
+    ranks.broken, ranks.members = None, [0, 1]
+    ranks.listen = lambda: next(messages)  # type: ignore[method-assign,assignment]
+    ranks.report = lambda *_: None  # type: ignore[method-assign]
+    with pytest.raises(LifecycleError, match=text):
+        ranks._begin_to_follow(call, lambda _: None, 1.0)
 
 
 def test_a_rank_that_does_not_call_is_named(four: Ranks) -> None:

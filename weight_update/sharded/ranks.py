@@ -13,6 +13,13 @@ from weight_update.sharded.links import Message, RankLinks, error_from_wire, err
 _T = TypeVar("_T")
 Read = Callable[[Sequence[int] | None], _T]
 """Reads weights for workers, given by index; None leaves it to this rank to find out which."""
+_CALLS = {
+    "send": "send(), send_async() or send_together()",
+    "wait": "send() with sync=True, send_together() or wait() of an update",
+    "wait_staged": "send_together()",
+    "outcomes": "send() with sync=False",
+}
+"""The calls of users that certain steps belong to; any other step has the name of its call."""
 
 
 class Ranks(RankLinks):
@@ -83,7 +90,8 @@ class Ranks(RankLinks):
         with self._reporting_errors():
             if message["step"] != call:
                 raise LifecycleError(
-                    f"this rank called {call}() where rank {self.members[0]} called {message['step']}()"
+                    f"this rank called {_named(call)} where rank {self.members[0]} called "
+                    f"{_named(message['step'])}"
                 )
             value = read(message["workers"])
         self.report()
@@ -117,3 +125,8 @@ class Ranks(RankLinks):
     def _require_no_error(self, message: Message) -> None:
         if message.get("end") is not None:
             raise error_from_wire(message["end"], self.name(0))
+
+
+def _named(step: str) -> str:
+    """Return the call of a user that a step belongs to."""
+    return _CALLS.get(step, f"{step}()")
