@@ -16,6 +16,7 @@ from weight_update import (
     BucketEncoding,
     DistributedWeightSyncScheme,
     JoinRefusedError,
+    LifecycleError,
     LinkClosedError,
     MemoryWeightSyncScheme,
     SharedMemWeightSyncScheme,
@@ -118,6 +119,36 @@ def test_a_second_receiver_is_not_told_to_shut_down_the_first_where_that_frees_n
             other.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
             with pytest.raises(JoinRefusedError, match="cannot join again"):
                 other.connect()
+
+
+def test_a_receiver_that_could_not_connect_and_was_shut_down_is_not_told_to_connect() -> None:
+    with SharedMemWeightSyncScheme() as sender:
+        sender.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        receiver = copy.copy(sender)
+    receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+    with pytest.raises(LinkClosedError):
+        receiver.connect()
+    with pytest.raises(LifecycleError, match="call init_on_receiver"):
+        receiver.hold()
+    receiver.shutdown()
+    for call in receiver.hold, receiver.receive:
+        with pytest.raises(LifecycleError, match="was shut down; make a new scheme"):
+            call()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_worker_forked_from_the_trainer_is_not_called_the_sender(ended: bool) -> None:
+    """It may still call init_on_receiver(), also if its parent has ended the scheme."""
+    with MemoryWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        with pytest.raises(LifecycleError, match="this is the sender"):
+            scheme.hold()
+        if ended:
+            scheme.shutdown()
+        owner, scheme._owner = scheme._owner, -1  # as a forked child finds it
+        with pytest.raises(LifecycleError, match="not a connected receiver; call init_on_receiver"):
+            scheme.hold()
+        scheme._owner = owner
 
 
 def test_connect_does_not_miss_a_worker_that_took_the_weights() -> None:

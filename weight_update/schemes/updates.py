@@ -42,8 +42,10 @@ class SchemeUpdates(SchemeLifecycle):
 
     def _require_receiver(self) -> Receiver:
         if self._receiver is None:
-            if self._sender_side is not None:
+            if self.initialized_on_sender:
                 raise LifecycleError("this is the sender; receive(), hold() and guarded() are for workers")
+            if self._owner == os.getpid():  # else it is the state of the process that this was forked from
+                self._require_open()
             raise LifecycleError(
                 "this is not a connected receiver; call init_on_receiver() and connect() first"
             )
@@ -74,7 +76,7 @@ class SchemeUpdates(SchemeLifecycle):
             LifecycleError: this is not a connected sender.
             NothingToSendError: no weights were given and the sender has no source.
             UnknownWorkerError: ``worker_ids`` names a worker that does not exist.
-            SchemaMismatchError: the weights are not those agreed on in ``connect()``; nothing was sent.
+            SchemaMismatchError: the weights are not those of ``init_on_sender()``; nothing was sent.
             SyncFailedError: workers failed, died or were late. The error names them; all other workers have
                 the update.
         """
