@@ -126,8 +126,8 @@ def test_queues_must_exist_before_the_process() -> None:
     with start_workers(scheme, [mlp(2)], model=mlp(1)) as procs:
         procs.hire(1, mlp(3))
         message = (
-            r"no queues for worker 1 \(only for 0\): this scheme admits no late joiners; raise num_workers, "
-            "or use SharedMemWeightSyncScheme"
+            r"no queues for worker 1 \(only for 0\): this scheme admits no late joiners; give init_on_sender"
+            r"\(\) all workers, or use SharedMemWeightSyncScheme, where workers with common weights may join"
         )
         with pytest.raises(LifecycleError, match=message):
             procs.workers[1].call("connect")

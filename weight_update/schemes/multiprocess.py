@@ -57,8 +57,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
         if worker_idx not in self._queues:
             known = ", ".join(map(str, self._queues))
             reason = (
-                f" (only for {known}): this scheme admits no late joiners; raise num_workers, or use "
-                "SharedMemWeightSyncScheme"
+                f" (only for {known}): this scheme admits no late joiners; give init_on_sender() all "
+                "workers, or use SharedMemWeightSyncScheme, where workers with common weights may join late"
                 if known
                 else "; pass the scheme to the worker's process after init_on_sender()"
             )
