@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from weight_update.transports.ray import connection
+from weight_update.errors import LinkClosedError
+from weight_update.transports.ray import connection, rendezvous
 from weight_update.wire.frames import Kind, WeightChunk
 
 NBYTES = 1 << 20
@@ -36,3 +37,17 @@ def test_the_time_for_a_payload_grows_with_its_size(monkeypatch: pytest.MonkeyPa
     chunk = link.recv(1.0, None)
     assert chunk is not None
     assert torch.equal(chunk.payload, payload)
+
+
+def test_an_actor_that_does_not_answer_is_not_called_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends ask the actor, the sender as well."""
+
+    class RayError(Exception): ...
+
+    def get(call: object, timeout: float | None) -> None:
+        raise RayError("The actor died unexpectedly.")
+
+    ray = SimpleNamespace(get=get, exceptions=SimpleNamespace(RayError=RayError))
+    monkeypatch.setattr(rendezvous, "running_ray", lambda: ray)
+    with pytest.raises(LinkClosedError, match=r"^the named actor of .* does not answer .The actor died"):
+        rendezvous.ask(object(), None)

@@ -265,7 +265,9 @@ def ask(call: Any, timeout: float | None) -> Any:
         with until_ray_ends():
             return ray.get(call, timeout=timeout)
     except ray.exceptions.RayError as error:
-        raise LinkClosedError(f"the sender is gone ({one_line(error)})") from None
+        raise LinkClosedError(
+            f"the named actor of the scheme, which ends with the sender, does not answer ({one_line(error)})"
+        ) from None
 
 
 def stop_rendezvous(actor: Any) -> None:
