@@ -272,3 +272,25 @@ def test_a_process_is_watched_until_the_end_of_this_one() -> None:
         "Finalize(other, lambda: print(other.ended), exitpriority=1)\n"
     )
     assert run_python("-c", program).stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "directory", "message"),
+    [
+        (errno.ENOSPC, True, "{0} is too small: .* MB are free; free space there, .* leave directory= out"),
+        (errno.ENOMEM, True, "memory is too small: a shared slot of 0.0 MB is needed; free memory or raise"),
+        (errno.ENOMEM, False, "memory is too small: a shared slot of 0.0 MB is needed; free memory or raise"),
+    ],
+)
+def test_what_is_too_small(
+    error: int, directory: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cgroup whose limit is reached is not the directory; and no mount has the directory's name."""
+
+    def fail(*_: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(NotEnoughMemoryError, match=f"^{message.format(tmp_path)}") as caught:
+        SharedBuffer(100, str(tmp_path) if directory else None)
+    assert f"size=... {tmp_path}" not in str(caught.value)

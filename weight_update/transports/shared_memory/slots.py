@@ -167,9 +167,10 @@ def _fill(fd: int, size: int, directory: str | None) -> None:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         where, free, cure = "memory", "", "free memory or raise the container's limit"
-        if directory is not None:
+        if directory is not None and error.errno == errno.ENOSPC:
             where, free = directory, f", {shutil.disk_usage(directory).free / 1e6:.1f} MB are free"
-            cure = f"enlarge it (docker run --shm-size=..., or mount -o remount,size=... {directory})"
+            cure = "free space there, enlarge it (/dev/shm: docker run --shm-size=..., or mount -o "
+            cure += "remount,size=...), or leave directory= out"
         raise NotEnoughMemoryError(
             f"{where} is too small: a shared slot of {size / 1e6:.1f} MB is needed{free}; {cure}"
         ) from None
