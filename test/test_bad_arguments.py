@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -892,3 +893,18 @@ def test_connect_again_after_the_sender_is_gone() -> None:
         receiver.receive(10.0)
     with pytest.raises(LifecycleError, match="create a new scheme to join again after LinkClosedError"):
         receiver.connect()
+
+
+@pytest.mark.parametrize(
+    "strategy", [{}, {"encoding": "bucket", "max_in_flight": 2}], ids=["whole", "pipeline"]
+)
+def test_first_weights_that_differ_are_compared_with_those_of_the_source(strategy: dict[str, Any]) -> None:
+    """It is connect() that raises the error: nothing was agreed on in an earlier one."""
+    with MemoryWeightSyncScheme(WeightStrategy(**strategy)) as sender, ThreadPoolExecutor(1) as pool:
+        sender.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        with copy.copy(sender) as receiver:
+            receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+            joins = pool.submit(receiver.connect, timeout=5.0)
+            with pytest.raises(SchemaMismatchError, match=r"are not those of init_on_sender\(\)"):
+                sender.connect(weights=nn.Linear(3, 2), timeout=5.0)
+            assert isinstance(joins.exception(10.0), JoinRefusedError)

@@ -154,7 +154,7 @@ class NamedWeights:
         if problems:
             hint = wrapper_hint({"the weights given": given.names, "the weights agreed on": schema.names})
             raise SchemaMismatchError(
-                "the weights given are not those agreed on in connect() "
+                "the weights given are not those of init_on_sender() "
                 f"({plural(len(problems), 'difference')}{hint}):",
                 tuple(problems),
             )
