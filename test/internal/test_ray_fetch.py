@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from weight_update.errors import LinkClosedError
-from weight_update.transports.ray import connection, rendezvous
+from weight_update.transports.host_name import this_host
+from weight_update.transports.ray import connection, rendezvous, transport
 from weight_update.wire.frames import Kind, WeightChunk
 
 NBYTES = 1 << 20
@@ -51,3 +53,13 @@ def test_an_actor_that_does_not_answer_is_not_called_the_sender(monkeypatch: pyt
     monkeypatch.setattr(rendezvous, "running_ray", lambda: ray)
     with pytest.raises(LinkClosedError, match=r"^the named actor of .* does not answer .The actor died"):
         rendezvous.ask(object(), None)
+
+
+def test_a_sender_of_this_host_whose_socket_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actor told where it listens: address= of the scheme has nothing to do with it."""
+    monkeypatch.setattr(transport, "look_up", lambda *_: (this_host(), "\0weight_update-nobody"))
+    link = transport.RayTransport(lambda _: object())
+    with contextlib.closing(link), pytest.raises(LinkClosedError, match="no sender at") as caught:
+        link.connect(1.0)
+    assert "another network namespace: then give it and this worker different host=" in str(caught.value)
+    assert "address=" not in str(caught.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Never
 
@@ -44,6 +44,8 @@ class RayTransport(SharedMemTransport):
         host: name of this host; the default is ``this_host()``; two ends with one name share memory.
         directory: see :class:`~weight_update.SharedMemWeightSyncScheme`.
     """
+
+    _unreached: ClassVar[str] = ": then give it and this worker different host="
 
     def __init__(
         self,
