@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from engine_parts import Pointing
-from pairs import PATHS, add_one, same
+from pairs import PATHS, add_one, connect_pair, same
 from torch import nn
 
 from weight_update import (
+    InferenceEngine,
     MemoryWeightSyncScheme,
     SyncFailedError,
     UnsupportedSourceError,
@@ -537,3 +538,31 @@ def test_forward_passes_are_awaited_on_the_gpu_that_a_model_was_moved_to(
         awaited.clear()
         target.write(schema.names, target.prepare(schema, [torch.ones(3)]), 1)
         assert awaited == [torch.device("cuda", 1)] * expected  # before the weights are written, and after
+
+
+class HalfLoaded(InferenceEngine):
+    """An engine that fails after it has begun to load."""
+
+    fails = False
+
+    def expected_weights(self) -> None:
+        return None
+
+    def begin_update(self, version: int) -> None: ...
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _ in weights:
+            if self.fails:
+                raise ValueError("no room")
+
+    def finish_update(self, version: int) -> None: ...
+
+
+def test_the_log_of_a_worker_that_has_no_version_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    engine = HalfLoaded()
+    with MemoryWeightSyncScheme(timeout=10.0) as scheme, connect_pair(scheme, nn.Linear(2, 2), engine):
+        engine.fails = True
+        with pytest.raises(SyncFailedError):
+            scheme.send()
+        wait_until(lambda: "no room" in caplog.text)
+    assert "worker 0 has no complete version: no room" in caplog.text

@@ -25,7 +25,7 @@ from weight_update.errors import (
 )
 from weight_update.receiver.keeping import keep_alive, let_go
 from weight_update.receiver.staging import ReceiverOptions
-from weight_update.receiver.updates import UpdateHandler, as_memory_error, summary_of
+from weight_update.receiver.updates import UpdateHandler, as_memory_error, kept, summary_of
 from weight_update.threads import start_thread
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.socket_stream import SHORTAGES, seconds_left
@@ -162,7 +162,7 @@ class Receiver:
         while error is None and self._updates.applied == applied:
             error = self._updates.handle(self._await_frame(deadline))
         if error is not None and applied and self._welcomed:
-            _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
+            _log.warning("worker %d %s: %s", self.worker, kept(self.version), error)
         elif error is not None:
             self._welcomed = False
             self._say_goodbye()  # nothing is read any more: the sender must not wait for this worker
@@ -310,7 +310,7 @@ class Receiver:
         except TransportError as lost:
             error = lost
         if isinstance(error, NotEnoughMemoryError):  # the sender was told; there may be enough for the next
-            _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
+            _log.warning("worker %d %s: %s", self.worker, kept(self.version), error)
             return True
         if isinstance(error, TransportError | FormatError | TimeoutError):
             if isinstance(error, FormatError) and not self._closing.is_set():
@@ -353,7 +353,7 @@ class Receiver:
                 return refusal
             except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
                 if self._welcomed and isinstance(error, NotEnoughMemoryError):  # the sender was told
-                    _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
+                    _log.warning("worker %d %s: %s", self.worker, kept(self.version), error)
                     return None
                 self.link.disconnect()  # tells the sender, if it lives
                 if not self._tries_again_after(error, deadline):

@@ -103,7 +103,7 @@ class UpdateHandler:
         with self.busy:
             refused = None if self._closing.is_set() else self.handle(chunk)
         if refused is not None:
-            _log.warning("worker %d keeps version %s: %s", self._worker, self.staging.version, refused)
+            _log.warning("worker %d %s: %s", self._worker, kept(self.staging.version), refused)
             without_frames(refused)
         return True
 
@@ -293,6 +293,11 @@ def _as_exception(reason: BaseException) -> Exception:
     error = WorkerError(text)
     error.__cause__ = reason
     return error
+
+
+def kept(version: int | None) -> str:
+    """Return what a worker has, for the log, after an update that it did not apply."""
+    return "has no complete version" if version is None else f"keeps version {version}"
 
 
 def summary_of(error: Exception) -> tuple[str, str]:
