@@ -113,6 +113,14 @@ def test_a_wrong_token_is_refused_at_both_ends(service: Service, caplog: pytest.
     assert service.admits()
 
 
+def test_a_connection_that_ends_at_once_may_be_no_worker(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A scanner of ports is an example."""
+    service.stranger().close()
+    assert eventually(lambda: "has timed out, or it is no worker" in caplog.text)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 def test_another_user_is_refused_though_it_knows_the_token(caplog: pytest.LogCaptureFixture) -> None:
     service = Service(socket.AF_UNIX)

@@ -29,7 +29,10 @@ MAX_PENDING = 128
 _MAX_ACCEPTED = 16
 """Connections accepted between two checks of the pending ones."""
 _BACK_OFF_SECONDS = 0.1
-_GONE = "the other end closed its connection before it joined: it has ended, or its connect() has timed out"
+_GONE = (
+    "the other end closed its connection before it joined: it has ended, or its connect() has timed out, or "
+    "it is no worker"
+)
 
 Serve = Callable[[SocketStream, bytes, float], None]
 """Called with a connection, its key, and the deadline for the first request."""
