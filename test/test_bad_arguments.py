@@ -35,6 +35,7 @@ from weight_update import (
     NoWeightSyncScheme,
     PatchEncoding,
     RayWeightSyncScheme,
+    RPCWeightSyncScheme,
     SchemaMismatchError,
     SharedMemWeightSyncScheme,
     SyncFailedError,
@@ -505,7 +506,7 @@ def connected_thread(
 
 
 def test_devices_of_workers_that_are_not_known() -> None:
-    message = "give init_on_sender devices=, or the collector policy_device="
+    message = "give init_on_sender devices= beside model= or weights=, or the collector policy_device="
     models = nn.Linear(2, 2), nn.Linear(2, 2)
     with (
         connected_thread(MemoryWeightSyncScheme, *models) as sender,
@@ -908,3 +909,25 @@ def test_first_weights_that_differ_are_compared_with_those_of_the_source(strateg
             with pytest.raises(SchemaMismatchError, match=r"are not those of init_on_sender\(\)"):
                 sender.connect(weights=nn.Linear(3, 2), timeout=5.0)
             assert isinstance(joins.exception(10.0), JoinRefusedError)
+
+
+class WithRrefs:
+    """A context whose collectors are more than the workers that the sender is given."""
+
+    policy, collector_rrefs = nn.Linear(2, 2), ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model": nn.Linear(2, 2), "worker_rrefs": {1: "second"}},
+        {"context": WithRrefs(), "model_id": "policy"},
+    ],
+    ids=["worker_rrefs", "context"],
+)
+def test_references_of_workers_that_do_not_exist(given: dict[str, Any]) -> None:
+    message = (
+        r"for workers \[1\] \(in worker_rrefs=, or else in collector_rrefs of the context\), .* are \[0\]"
+    )
+    with RPCWeightSyncScheme() as scheme, pytest.raises(ValueError, match=message):
+        scheme.init_on_sender(num_workers=1, **given)

@@ -97,7 +97,10 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         unknown = sorted(self._rrefs.keys() - set(workers))
         if unknown:
-            raise ValueError(f"worker_rrefs has entries for workers {unknown}; there are {list(workers)}")
+            raise ValueError(
+                f"there are RRefs for workers {unknown} (in worker_rrefs=, or else in collector_rrefs of the "
+                f"context), but the workers are {list(workers)}"
+            )
         return super().open_sender(workers, ctx)
 
     def announce(self, where: Whereabouts) -> None:

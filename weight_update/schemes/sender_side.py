@@ -202,7 +202,7 @@ class _SourceReader:
         devices = self._sources.devices
         matching = [idx for idx, place in devices.items() if place == device]
         if not matching:
-            cure = "; give init_on_sender devices=, or the collector policy_device="
+            cure = "; give init_on_sender devices= beside model= or weights=, or the collector policy_device="
             known = f"devices: {devices}" + ("" if any(devices.values()) else cure)
             raise UnknownWorkerError(f"no worker on {device} ({known})")
         return matching
