@@ -849,10 +849,29 @@ def test_old_versions_that_cannot_be_removed(
         if verb == "list":
             raise PermissionError("no")
 
+    ends.sender(mlp(1)).shutdown()
     faults(refuse)
     with caplog.at_level(logging.WARNING):
-        assert ends.sender(mlp(1)).send().version == 1
+        sender = ends.sender(mlp(1))
+        of_the_first = set(frames(url)) - set(own_frames(sender, url))
+        assert sender.send().version == 2
+    stay = "versions of earlier senders stay in the store until the next sender connects: cannot list"
+    assert stay in caplog.text
     assert "old versions could not be removed yet: cannot list" in caplog.text
+    faults(lambda verb, path: None)
+    sender.send()
+    sender.shutdown()
+    assert of_the_first
+    assert of_the_first <= set(frames(url))
+    ends.sender(mlp(1))
+    wait_until(lambda: of_the_first.isdisjoint(frames(url)))
+
+
+def own_frames(sender: Scheme, url: str) -> list[Path]:
+    """Return the frames that a sender has written into a directory."""
+    assert sender._sender is not None
+    run = sender._sender.table[0].link._run  # type: ignore[union-attr]
+    return [frame for frame in frames(url) if frame.parent.name == run]
 
 
 # -- the lifecycle -----------------------------------------------------------------------------------------

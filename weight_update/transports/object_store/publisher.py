@@ -136,7 +136,9 @@ class ObjectStorePublisher(TransportBackend):
     def _begin(self, welcome: WeightChunk, deadline: float | None) -> None:
         self._require_own_manifest(deadline)
         if self._welcome is None:
-            with self._warning():
+            with self._warning(
+                "versions of earlier senders stay in the store until the next sender connects"
+            ):
                 self._left = self._found(own=False)
         if self._chain:
             self._former, self._chain = self._chain, ()
@@ -225,7 +227,7 @@ class ObjectStorePublisher(TransportBackend):
         assert self._description is not None
         needed = {frame.name for version in (*self._former, *self._chain) for frame in version.frames}
         needed.add(self._welcome.name)
-        with self._warning():
+        with self._warning("old versions could not be removed yet"):
             found = self._found(own=True)
             unused = [*self._left, *(name for name in found if name not in needed)]
             if self._welcome.name not in found:  # perhaps a rule of the bucket removes old objects
@@ -240,11 +242,11 @@ class ObjectStorePublisher(TransportBackend):
         return [name for name in frames if name.startswith(self._run) is own]
 
     @contextlib.contextmanager
-    def _warning(self) -> Iterator[None]:
-        """Log errors of the store: objects that are left there harm nobody."""
+    def _warning(self, effect: str) -> Iterator[None]:
+        """Log errors of the store and their effect: objects that are left there harm nobody."""
         try:
             yield
         except LinkClosedError:
             pass
         except (TransportError, SyncTimeoutError, FileNotFoundError) as error:
-            _log.warning("old versions could not be removed yet: %s", error)
+            _log.warning("%s: %s", effect, error)
