@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -134,6 +135,17 @@ def test_a_receiver_that_could_not_connect_and_was_shut_down_is_not_told_to_conn
     for call in receiver.hold, receiver.receive:
         with pytest.raises(LifecycleError, match="was shut down; make a new scheme"):
             call()
+
+
+def test_a_sender_of_this_process_that_was_dropped_may_be_gone() -> None:
+    sender = MemoryWeightSyncScheme()
+    sender.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+    with copy.copy(sender) as receiver:
+        del sender
+        gc.collect()
+        receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+        with pytest.raises(LifecycleError, match="is not in this process, not initialized or gone; workers"):
+            receiver.connect(timeout=0.1)
 
 
 @pytest.mark.parametrize("ended", [False, True])

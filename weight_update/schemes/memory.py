@@ -83,8 +83,8 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
         listener = _listeners.get(self.token)
         if listener is None:
             raise LifecycleError(
-                f"no link for worker {worker_idx}: the sender is not in this process, or not initialized; "
-                "workers in other processes need another scheme, such as SharedMemWeightSyncScheme"
+                f"no link for worker {worker_idx}: the sender is not in this process, not initialized or gone"
+                "; workers in other processes need another scheme, such as SharedMemWeightSyncScheme"
             )
         if end == "receiver":
             return listener.link(worker_idx)
