@@ -342,6 +342,10 @@ def test_a_synchronizer_in_a_ray_actor_serves_nobody_here() -> None:
     where._servers.append(object.__new__(RayHost))
     with pytest.raises(LifecycleError, match="Ray actor"):
         TrainerClient(where, model_at(0))
+    with pytest.raises(LifecycleError, match="Ray actor"):
+        where.serve()
+    with pytest.raises(LifecycleError, match=r"make another one, and serve\(\) that"):
+        where.add_observer(print)
 
 
 @pytest.mark.parametrize("synced_at", [None, 8])
