@@ -212,7 +212,10 @@ def _require_submitit() -> None:
     try:
         importlib.import_module("submitit")
     except ImportError as error:
-        install = 'pip install "weight-update[slurm]", or use launcher="mp" for workers on this machine'
+        install = (
+            'pip install "weight-update[slurm]", or, for workers on this machine, use launcher="mp" '
+            '(Collector takes that with backend="distributed" or "rpc", not with "submitit")'
+        )
         raise ImportError(f"cannot import submitit ({error}): {install}", name="submitit") from error
 
 

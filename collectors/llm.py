@@ -156,6 +156,8 @@ class RayLLMCollector(RayCollector):
         WorkerError: the actor has died, or could not start. Also raised while iterating.
     """
 
+    _actor_options = "remote_config"
+
     @passes_options_to(LLMCollector)
     def __init__(
         self,

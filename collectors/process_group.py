@@ -62,7 +62,8 @@ class ProcessGroupCollector(Launched):
         if dist.is_initialized():
             raise LifecycleError(
                 "torch.distributed is initialized in this process, but this collector makes the default "
-                "process group itself; create the collector before, or destroy that group"
+                "process group itself, and a process has only one; destroy that group, or shut down the "
+                "collector that made it"
             )
 
     # -- start -------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from weight_update import (
 )
 
 _LOOK_SECONDS = 0.5
-_LOST = "is lost (Ray restarts its actor if remote_configs has max_restarts)"
 _log = logging.getLogger(__name__)
 
 
@@ -63,6 +62,8 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     """
 
     _weight_sync_initialized: bool
+    _actor_options = "remote_configs"
+    """Name of the argument for the options of actors."""
 
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
         self._remote_collectors: list[Any] = []
@@ -96,7 +97,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             if starting and time.monotonic() > deadline:
                 raise SyncTimeoutError(
                     f"the actors of workers {list(starting.values())} did not start in {limit:g} s; does the "
-                    "cluster have what remote_configs asks for? (frames_timeout= raises the limit)"
+                    f"cluster have what {self._actor_options} asks for? (frames_timeout= raises the limit)"
                 )
 
     def _default_scheme(self, **options: Any) -> WeightSyncScheme:
@@ -245,7 +246,8 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         """Remove the first finished batch from ``pending``; return its worker and the batch."""
         while True:
             idx, reference = self._finished(pending)
-            has_receivers, batch = _answer_of(idx, reference)
+            lost = f"is lost (Ray restarts its actor if {self._actor_options} has max_restarts)"
+            has_receivers, batch = _answer_of(idx, reference, lost)
             if has_receivers:
                 return idx, batch
             pending[self._ask(idx, **self._joining(idx))] = idx
@@ -325,7 +327,7 @@ def _connect(collector: Any) -> None:
             scheme.connect()
 
 
-def _answer_of(idx: int, reference: Any, trouble: str = _LOST) -> Any:
+def _answer_of(idx: int, reference: Any, trouble: str) -> Any:
     """Return the result of a call of worker ``idx``; raise WorkerError with ``trouble`` if its actor died."""
     import ray
 

@@ -302,7 +302,9 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
     def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         """Apply weights to the models of this collector itself."""
         if request.worker_ids not in (None, 0, [0]):
-            raise UnknownWorkerError(f"no worker {request.worker_ids}: this collector has one process")
+            raise UnknownWorkerError(
+                f"this collector has one process, so worker_ids is None, 0 or [0], not {request.worker_ids!r}"
+            )
         start, began = time.perf_counter(), time.time()
         models = {model_id: _module(model_id, self.get_model(model_id)) for model_id in request.weights}
         weights = {

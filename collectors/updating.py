@@ -83,7 +83,10 @@ class Updating(Observed):
 
     def _update_by_legacy(self, request: Request) -> SyncReport | None:
         if request.several or set(request.weights) != {"policy"}:
-            raise ValueError("a weight_updater serves one model; use weight_sync_schemes for several")
+            raise ValueError(
+                "a weight_updater serves only the model 'policy', without weights_dict=; use "
+                "weight_sync_schemes for others"
+            )
         collector: Any = self
         report = collector.weight_updater(
             policy_or_weights=request.weights["policy"], worker_ids=request.worker_ids

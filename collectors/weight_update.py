@@ -126,7 +126,7 @@ class _LocalUpdater(SchemeUpdater):
             report = super()._deliver(weights, workers)
             live = _addresses(getattr(self.collector, "policy", None))
         elif weights is None:
-            raise NothingToSendError(f"give push_weights() the weights: this {type(self).__name__} has none")
+            raise NothingToSendError(f"give the weights: this {type(self).__name__} has none")
         if weights is not None:
             strategy = WeightStrategy("tensordict")
             for kept in self._kept(workers):
@@ -306,7 +306,7 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase):
 
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
         if policy_or_weights is None:
-            raise LifecycleError(f"give update_policy_weights_() the weights: {type(self).__name__} has none")
+            raise LifecycleError(f"give the weights: {type(self).__name__} has none")
         return super()._maybe_map_weights(policy_or_weights)
 
 

@@ -22,7 +22,7 @@ from weight_update.cli.measuring import rounds, workers
 from weight_update.cli.measuring.advice import network_advice, quartiles, recommendation
 from weight_update.cli.measuring.models import ModelSource
 from weight_update.cli.measuring.rounds import ENCODINGS, Case, Plan, Results, _answers, _connect, measure
-from weight_update.cli.measuring.workers import ProcessWorker
+from weight_update.cli.measuring.workers import ProcessWorker, Worker, WorkerLateError
 from weight_update.errors import WorkerError
 from weight_update.report import SyncReport
 from weight_update.testing.processes import wait_until
@@ -127,7 +127,7 @@ def test_bench_refuses_another_format_of_the_picture_before_it_measures(tmp_path
     assert ".png" in call("bench", "--help").output
 
 
-TOO_LARGE = "give a smaller --size, fewer --workers, or one --scheme"
+TOO_LARGE = "give a smaller {}, fewer --workers, or one --scheme"
 
 
 def test_bench_refuses_a_model_of_the_user_that_does_not_fit_into_memory(
@@ -136,14 +136,41 @@ def test_bench_refuses_a_model_of_the_user_that_does_not_fit_into_memory(
     monkeypatch.setattr(rounds, "available_memory", lambda: 1_000)
     result = call("bench", "--model", "cli_parts:Model")
     assert result.exit_code == 1
-    assert TOO_LARGE in result.stderr
+    assert TOO_LARGE.format("--model") in result.stderr, "--size is refused with --model"
+
+
+def test_bench_advises_no_size_for_a_model_of_the_user_when_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rounds._Clock, "left", lambda self: 0.0)
+    result = call("bench", "--model", "cli_parts:Model")
+    assert result.exit_code == 1
+    assert "a larger --seconds, a smaller --model, or fewer schemes" in result.stderr
+
+
+class Slow(Worker):
+    """A worker that answers after some seconds."""
+
+    seconds = 0.0
+
+    def answer(self, timeout: float) -> Any:
+        time.sleep(min(self.seconds, timeout))
+        if self.seconds > timeout:
+            raise WorkerLateError(f"worker {self.index} did not answer within {timeout:.1f} s")
+
+
+def test_a_worker_that_does_not_answer_is_told_with_the_whole_time_that_it_had() -> None:
+    workers = [Slow(0), Slow(1)]
+    workers[0].seconds, workers[1].seconds = 0.18, 9.0
+    with pytest.raises(WorkerLateError, match=r"worker 1 did not answer within 0\.2 s"):
+        rounds._answers(workers, 0.2)
 
 
 def test_bench_makes_no_model_that_does_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelSource, "make", lambda self: pytest.fail("it was made"))
     result = call("bench", "--size", "1e12")
     assert result.exit_code == 1
-    assert TOO_LARGE in result.stderr
+    assert TOO_LARGE.format("--size") in result.stderr
 
 
 @pytest.mark.parametrize(

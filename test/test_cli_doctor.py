@@ -21,6 +21,7 @@ from marks import slow
 
 from weight_update.cli.checks import memory, network, packages, ray
 from weight_update.cli.checks.base import Check, Finding, ok, run
+from weight_update.wire import unchanged
 
 DOCTOR = """
 import ctypes, os, resource, subprocess, sys
@@ -317,3 +318,16 @@ def test_doctor_looks_at_the_gpu(breaking: str, status: dict[str, str]) -> None:
     done = run_python("-c", DOCTOR.format(breaking=breaking))
     found = {row["check"]: row for row in json.loads(done.stdout)["findings"]}
     assert {name: found[name]["status"] for name in status} == status, found
+
+
+def test_a_library_that_is_out_of_date_is_named_and_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops = [packages.kernels, packages.ans, packages.dense, packages.transfer, unchanged]
+    for module in loops:
+        monkeypatch.setattr(module, "library", object())
+    assert packages.look_at_kernels().found == "compiled"
+    monkeypatch.setattr(unchanged, "library", None)
+    found = packages.look_at_kernels()
+    assert (found.status, found.found) == (
+        "warn",
+        "not compiled, so these take longer: comparisons of modules",
+    )

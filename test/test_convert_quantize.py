@@ -169,8 +169,10 @@ def test_extreme_values(converter: Converter, dtype: torch.dtype, suffix: str) -
     "value", [numbers(4), numbers(2, 2, 2), torch.ones(2, 2).long(), torch.zeros(0, 2), torch.zeros(2, 0)]
 )
 def test_what_cannot_be_quantized(make: object, value: torch.Tensor) -> None:
-    with pytest.raises(ConversionError, match=r"x: .* cannot be quantized"):
+    with pytest.raises(ConversionError, match=r"x: .* cannot be quantized, .* that are not empty; leave"):
         convert(make(only=["x"]), [("x", value)])
+    with pytest.raises(ConversionError, match=r"x: has a NaN or an infinity in float32"):
+        convert(make(only=["x"]), [("x", torch.full((2, 2), 1e39, dtype=torch.float64))])
     with pytest.raises(ConversionError, match=r"x: torch.float8_e4m3fn .* cannot be quantized"):
         convert(make(only=["x"]), [("x", torch.ones(2, 2).to(torch.float8_e4m3fn))])
 

@@ -561,11 +561,17 @@ def test_a_server_without_our_loader(stand_in: Any) -> None:
 
 
 @both
-def test_ranks_that_do_not_answer(stand_in: Any) -> None:
-    stand_in.info["tp_size"] = 2
+@pytest.mark.parametrize(
+    ("kind", "why"), [("tp", "memory"), ("pp", r"memory, or .* took longer than 0\.1 s")]
+)
+def test_ranks_that_do_not_answer(
+    stand_in: Any, monkeypatch: pytest.MonkeyPatch, kind: str, why: str
+) -> None:
+    monkeypatch.setattr("weight_update.engines.sglang.session._STAGE_SECONDS", 0.1)
+    stand_in.info[f"{kind}_size"] = 2
     engine = adapter(stand_in)
     engine.begin_update(0)
-    with pytest.raises(UnreachableMemoryError, match=r"1 of SGLang's 2 processes.*same container"):
+    with pytest.raises(UnreachableMemoryError, match=rf"1 of SGLang's 2 processes.*{why}: .*same container"):
         engine.load_weights(iter([("layers.0.out", torch.ones(6, 6))]))
     engine.abort_update(0)
 

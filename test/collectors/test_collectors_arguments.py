@@ -1,5 +1,7 @@
 """Arguments of collectors with workers that are refused before a worker starts."""
 
+import inspect
+import re
 from functools import partial
 
 import pytest
@@ -13,6 +15,8 @@ from collectors import (
     RayCollector,
     RPCCollector,
 )
+from collectors.llm import RayLLMCollector
+from weight_update import WorkerError
 
 
 @pytest.mark.parametrize(
@@ -60,3 +64,18 @@ def test_a_list_of_policy_factories_for_one_function_that_makes_environments(mon
     monkeypatch.setattr(RayCollector, "_default_scheme", stop)
     with pytest.raises(NotImplementedError, match="would be made now"):
         RayCollector(Env, num_collectors=2, policy_factory=[make_policy] * 2, frames_per_batch=8)
+
+
+@pytest.mark.parametrize("cls", [RayCollector, RayLLMCollector])
+def test_a_lost_actor_is_told_with_an_argument_that_its_collector_takes(cls, monkeypatch):
+    ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
+
+    def get(reference):
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(cls, "_finished", lambda self, pending: (0, None))
+    with pytest.raises(WorkerError, match="worker 0 is lost") as caught:
+        cls._next_of(object.__new__(cls), {})
+    name = re.search(r"if (\w+) has max_restarts", str(caught.value))[1]
+    assert name in inspect.signature(cls).parameters

@@ -178,8 +178,10 @@ def test_ways_to_update_and_refusals(kind, made):
         updater.push_weights(weights_of(5.0).exclude(("module", "layers", "0")))
     with pytest.raises(UnknownWorkerError):
         updater.push_weights(weights_of(5.0), worker_ids=7)
-    with pytest.raises(ValueError, match="serves one model"):
-        collector.update_policy_weights_(weights_dict={"policy": weights_of(5.0)})
+    weights = weights_of(5.0)
+    for others in ({"weights_dict": {"policy": weights}}, {"weights": weights, "model_id": "q"}):
+        with pytest.raises(ValueError, match="serves only the model 'policy', without weights_dict="):
+            collector.update_policy_weights_(**others)
     assert calls == [1, 2, 3]
 
 
@@ -400,6 +402,8 @@ def test_the_updater_that_sends_nothing(made):
     assert next(iter(collector))["action"].unique().tolist() == [1.0]
     with pytest.raises(RuntimeError, match=r"the weights: RemoteModuleWeightUpdater has none"):
         collector.update_policy_weights_()
+    with pytest.raises(RuntimeError, match=r"^give the weights: "):
+        updater.push_weights()
 
 
 @SILENT

@@ -8,7 +8,7 @@ from interpreters import JOB_PYTHON, run_python
 from marks import slow
 from test_collectors_programs import PROGRAMS
 
-from collectors import DistributedCollector, DistributedSyncCollector, RPCCollector
+from collectors import Collector, DistributedCollector, DistributedSyncCollector, RPCCollector
 from collectors.nodes import free_port
 
 PYTHON_OF = {"DistributedCollector": {"JOB_PYTHON": JOB_PYTHON}}
@@ -59,6 +59,14 @@ def test_a_launcher_that_cannot_be_used(kind, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ImportError, match=r'pip install "weight-update\[slurm\]"'):
         kind([Env], frames_per_batch=8)
+
+
+def test_a_backend_whose_launcher_cannot_be_used(monkeypatch):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ImportError, match=r'launcher="mp" \(Collector takes that with backend="distrib'):
+        Collector([Env], frames_per_batch=8, backend="submitit")
+    with pytest.raises(ValueError, match="backend='submitit' requires launcher='submitit', not 'mp'"):
+        Collector([Env], frames_per_batch=8, backend="submitit", launcher="mp")
 
 
 @pytest.mark.slow

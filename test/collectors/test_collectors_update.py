@@ -30,6 +30,7 @@ from weight_update import (
     NothingToSendError,
     NoWeightSyncScheme,
     SharedMemWeightSyncScheme,
+    UnknownWorkerError,
     UnsupportedSourceError,
     WeightStrategy,
 )
@@ -323,3 +324,12 @@ def test_every_call_is_exact_in_the_data(made):
     for value in range(1, 4):
         collector.update_policy_weights_(weights_of(float(value)))
         require_exact(next(frames))
+
+
+@pytest.mark.parametrize("workers", [(0,), [0, 1], 1])
+def test_a_collector_without_workers_states_which_worker_ids_it_takes(workers, made):
+    collector = made(Collector, Env, make_policy(), frames_per_batch=8, total_frames=-1, **OPTIONS)
+    with pytest.raises(UnknownWorkerError, match=r"worker_ids is None, 0 or \[0\], not [\[(1]"):
+        collector.update_policy_weights_(weights_of(2.0), worker_ids=workers)
+    for taken in (None, 0, [0]):
+        collector.update_policy_weights_(weights_of(2.0), worker_ids=taken)

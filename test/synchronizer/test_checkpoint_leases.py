@@ -129,7 +129,7 @@ def test_a_stopped_reader_loses_only_its_lease(tmp_path: Path, caplog: pytest.Lo
         (lease,) = tmp_path.glob("*.lease")
         lease.unlink()  # as one does who takes it for dead
         time.sleep(SHORT / 2)
-        assert "considered expired" in caplog.text
+        assert "considered expired, or somebody removed it" in caplog.text
         store.publish(1, weights(1), step=1)
         assert versions(store) == [1]
         assert same_bits(tensors, weights(0)), "what is mapped stays, on one machine"

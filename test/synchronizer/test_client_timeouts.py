@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -147,6 +148,18 @@ def test_a_host_that_lives_may_take_longer_than_the_timeout() -> None:
             began = time.monotonic()
             assert not client.blocking.need_sync()
             assert time.monotonic() - began >= 2.2
+
+
+def test_a_call_that_a_living_synchronizer_does_not_answer_is_told_with_its_whole_time() -> None:
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        server = where.serve()
+        with ExplorerClient(server, model_at(-1)) as client:
+            over = threading.Event()
+            where.service.explorer_needs = lambda **args: {"done": over.wait(10.0)}
+            calling = partial(client.blocking.channel.call, "explorer_needs", {}, 0.4, 0.6)
+            with pytest.raises(LinkClosedError, match=r"call was not answered within 1 s, unlike others"):
+                calling()
+            over.set()
 
 
 @contextmanager

@@ -329,6 +329,17 @@ def test_a_killed_synchronizer_leaves_no_part_of_its_version_file(tmp_path: Path
     assert visible(tmp_path) == ["synchronizer.log.1"]
 
 
+def test_a_first_version_that_cannot_be_written_leaves_none_for_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = VersionFile(tmp_path)
+    tmp_path.rmdir()
+    file.keep(1, 10)
+    assert "synchronizer.json could not be written; a restart may begin with an older version, or none" in (
+        caplog.text
+    )
+
+
 def test_an_explorer_that_says_hello_again_keeps_its_id() -> None:
     with Synchronizer(SyncMethod.MEMORY) as where:
         service = where.service
@@ -342,6 +353,10 @@ def test_a_synchronizer_in_a_ray_actor_serves_nobody_here() -> None:
     where._servers.append(object.__new__(RayHost))
     with pytest.raises(LifecycleError, match="Ray actor"):
         TrainerClient(where, model_at(0))
+    with pytest.raises(LifecycleError, match="Ray actor"):
+        where.serve()
+    with pytest.raises(LifecycleError, match=r"make another one, and serve\(\) that"):
+        where.add_observer(print)
 
 
 @pytest.mark.parametrize("synced_at", [None, 8])

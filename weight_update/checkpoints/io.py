@@ -69,7 +69,9 @@ def naming_free_space(directory: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "free some space, keep fewer versions, or use another directory"
+        remedy = (
+            "free some space, use another directory, or give a CheckpointStore of your own a smaller keep="
+        )
         reasons = {
             errno.ENOSPC: ("the disk is full", remedy),
             errno.EDQUOT: ("a quota is used up", remedy),

@@ -74,7 +74,8 @@ def _renew(path: Path, ended: threading.Event, pause: float) -> None:
             os.utime(path)  # the time of the file server, if there is one
         except FileNotFoundError:
             if not ended.is_set():
-                _log.warning("the lease %s was considered expired; its file may be removed", path)
+                why = "it was considered expired, or somebody removed it"
+                _log.warning("the lease %s is gone (%s); its file may be removed", path, why)
             return
         except OSError as error:  # a server that is away for a moment
             _log.debug("the lease %s was not renewed: %s", path, error)

@@ -138,11 +138,11 @@ def _quantized(quantize: _Quantize, suffix: str, only: Only, items: Iterator[Ite
         if not wide or tensor.dim() != 2 or not tensor.numel():
             raise ConversionError(
                 f"{name}: {tensor.dtype} of the shape {list(tensor.shape)} cannot be quantized, which "
-                "takes floating matrices of 16 or more bits; leave it out with only="
+                "takes floating matrices of 16 or more bits that are not empty; leave it out with only="
             )
         weight, scale = quantize(tensor.float())
         if not bool(scale.isfinite().all()):
-            raise ConversionError(f"{name}: has a NaN or an infinity, for which there is no scale")
+            raise ConversionError(f"{name}: has a NaN or an infinity in float32, for which there is no scale")
         return [(name, weight), (name + suffix, scale)]
 
     return stream(items, rule, choice.finish)

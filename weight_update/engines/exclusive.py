@@ -45,11 +45,13 @@ class ExclusiveEngine(InferenceEngine):
         """Return a context manager that keeps updates out.
 
         Raises:
-            SyncTimeoutError: an update took longer than ``timeout`` seconds.
+            SyncTimeoutError: an update or other generation took longer than ``timeout`` seconds.
             LifecycleError: an update failed midway, so the weights are a mixture until the next one.
         """
         if not self._turn.acquire(timeout=self.timeout):
-            raise SyncTimeoutError(f"an update took longer than {self.timeout:g} s (raise timeout=)")
+            raise SyncTimeoutError(
+                f"an update or other generation took longer than {self.timeout:g} s (raise timeout=)"
+            )
         try:
             if self.version is None:
                 raise LifecycleError("this engine has no complete version of the weights; wait for an update")

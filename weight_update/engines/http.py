@@ -42,7 +42,10 @@ def call(
     headers = {"Content-Type": "application/json"}
     if key is not None:
         if not (key.isascii() and key.isprintable()):
-            raise ValueError("the key has a line break, or a character that is not ASCII; strip() it")
+            raise ValueError(
+                "the key has a line break or another control character, or one that is not ASCII; strip() "
+                "removes a line break at its end"
+            )
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     deadline = time.monotonic() + timeout

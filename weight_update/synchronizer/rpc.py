@@ -183,7 +183,10 @@ class SocketChannel(Channel):
         """Wait for the answer. While none comes, check that the synchronizer answers other calls."""
         last = deadline + longer
         while longer and not connection.wait_readable(max(deadline - time.monotonic(), 0.0) / 2):
-            if time.monotonic() >= last or not self._is_alive(deadline):
+            if time.monotonic() >= last:
+                whole = format_seconds(timeout + longer)
+                raise SyncTimeoutError(f"this call was not answered within {whole}, unlike others meanwhile")
+            if not self._is_alive(deadline):
                 raise SyncTimeoutError(f"the other end said nothing for {format_seconds(timeout)}")
             deadline = min(time.monotonic() + timeout, last)
         return connection.receive_json(seconds_left(deadline))

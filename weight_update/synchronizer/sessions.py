@@ -375,4 +375,5 @@ class VersionFile:
                 file.write(json.dumps({"version": version, "step": step}))
             beside.replace(self._path)
         except OSError as error:
-            _log.warning("%s could not be written; a restart begins with an older version: %s", beside, error)
+            then = "a restart may begin with an older version, or none"
+            _log.warning("%s could not be written; %s: %s", self._path, then, error)

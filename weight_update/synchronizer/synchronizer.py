@@ -173,8 +173,8 @@ class Synchronizer:
         """
         if self._in_actor:
             raise LifecycleError(
-                "this synchronizer runs in a Ray actor, which cannot call functions of this process; serve() "
-                "it from this process to observe it"
+                "this synchronizer runs in a Ray actor, which cannot call functions of this process; make "
+                "another one, and serve() that from this process, to observe it"
             )
         return self._observers.add(observer)
 

@@ -72,6 +72,11 @@ class Plan:
     share: float
     seconds: float
 
+    @property
+    def smaller_model(self) -> str:
+        """Advice for a model that is too large; ``--size`` cannot be given with ``--model``."""
+        return "a smaller --size" if self.source.path is None else "a smaller --model"
+
 
 @dataclass(eq=False)
 class Case:
@@ -122,7 +127,7 @@ def measure(plan: Plan, tell: Tell) -> Results:
         SyncTimeoutError: the time limit passed before anything was measured.
         WorkerError: a worker could not start.
     """
-    clock = _Clock(plan.seconds, tell)
+    clock = _Clock(plan, tell)
     clock.begin("making the model")
     if plan.source.path is None:  # or making it could take all memory
         _check_memory(plan, round(plan.source.megabytes * 1e6))
@@ -174,8 +179,9 @@ def _workers_of(case: Case, workers: Sequence[Worker]) -> list[Worker]:
 class _Clock:
     """The time limit of a measurement."""
 
-    def __init__(self, seconds: float, tell: Tell) -> None:
-        self._start, self._seconds, self._tell = time.monotonic(), seconds, tell
+    def __init__(self, plan: Plan, tell: Tell) -> None:
+        self._start, self._seconds, self._tell = time.monotonic(), plan.seconds, tell
+        self._smaller_model = plan.smaller_model
 
     def left(self) -> float:
         """Return the seconds that are left."""
@@ -194,8 +200,8 @@ class _Clock:
     def error(self, what: str) -> SyncTimeoutError:
         """Return the error for a time limit that passed before anything was measured."""
         return SyncTimeoutError(
-            f"the time limit passed while {what}, and nothing was measured; give a larger --seconds, a "
-            "smaller --size, or fewer schemes and workers"
+            f"the time limit passed while {what}, and nothing was measured; give a larger --seconds, "
+            f"{self._smaller_model}, or fewer schemes and workers"
         )
 
 
@@ -206,7 +212,7 @@ def _check_memory(plan: Plan, nbytes: int) -> None:
         processes = f"{plural(cases, 'sender')} and {plural(plan.workers, 'worker')}"
         raise NotEnoughMemoryError(
             f"up to {format_size(needed)} are needed for {processes}, and {format_size(free)} are free; "
-            "give a smaller --size, fewer --workers, or one --scheme"
+            f"give {plan.smaller_model}, fewer --workers, or one --scheme"
         )
 
 
@@ -244,6 +250,8 @@ def _answers(workers: Sequence[Worker], timeout: float) -> list[Any]:
     for worker in workers:
         try:
             found.append(worker.answer(max(0.0, deadline - time.monotonic())))
+        except WorkerLateError:  # it names the seconds that workers before it have left
+            errors.append(WorkerLateError(f"worker {worker.index} did not answer within {timeout:.1f} s"))
         except WorkerError as error:
             errors.append(error)
     if errors:

@@ -158,10 +158,12 @@ class Session:
                 which = f"{batch[0][0]!r} to {batch[-1][0]!r}" if batch else "a version"
                 raise RuntimeError(f"SGLang did not load {which}:\n{content['error']}")
         if len(answers) < self._ranks:
+            seconds = self._answer_seconds
+            late = f", or are pipeline stages that took longer than {seconds:g} s" if seconds else ""
             raise UnreachableMemoryError(
                 f"{len(answers)} of SGLang's {self._ranks} processes read the weights; the others cannot "
-                "open this process's memory: run the receiver as the same user, on the same host and in the "
-                "same container as the server"
+                f"open this process's memory{late}: run the receiver as the same user, on the same host and "
+                "in the same container as the server"
             )
         found: list[dict[str, bool]] = [content["in_place"] for content in answers]
         return {name: all(one.get(name, True) for one in found) for name in set().union(*found)}
