@@ -58,7 +58,7 @@ class DistributedTransport(SharedMemTransport):
     """
 
     capabilities: Capabilities = Capabilities(shares_memory=True, allows_rejoin=True)
-    _unreached: ClassVar[str] = ": then give it and this worker different host="
+    _advice: ClassVar[str] = ": then give it and this worker different host="
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class RayTransport(SharedMemTransport):
         directory: see :class:`~weight_update.SharedMemWeightSyncScheme`.
     """
 
-    _unreached: ClassVar[str] = ": then give it and this worker different host="
+    _advice: ClassVar[str] = ": then give it and this worker different host="
 
     def __init__(
         self,

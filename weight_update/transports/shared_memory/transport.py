@@ -220,7 +220,8 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
     """
 
     capabilities: Capabilities = Capabilities(shares_memory=True, send_never_blocks=True, allows_rejoin=True)
-    _unreached: ClassVar[str] = ", as of a container, or address= is not the sender's scheme.address"
+    _advice: ClassVar[str] = ", as of a container, or address= is not the sender's scheme.address"
+    """End of the error about a sender that is not there, after "it runs in another network namespace"."""
 
     def __init__(
         self,
@@ -296,7 +297,7 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
                 shown = address.replace("\0", "@", 1)  # as ss and lsof show an abstract address
                 raise LinkClosedError(
                     f"no sender at {shown!r} ({error}); it has shut down or died, perhaps because its "
-                    f"connect_timeout has passed, or it runs in another network namespace{self._unreached}"
+                    f"connect_timeout has passed, or it runs in another network namespace{self._advice}"
                 ) from None
         self.authenticate(stream, _context(address), deadline)
         return SlotStream(stream, self._slots, self._token, self._slots_are_on_gpu)
