@@ -104,7 +104,7 @@ class WorkerEvent:
             - ``"lost"``: its process ended, or its connection failed.
             - ``"late"``: it did not apply an update in time.
             - ``"full_update"``: it was sent all weights instead of a patch: it missed too many versions, its
-              weights were changed, or a patch would not have been smaller.
+              weights were changed or only partly loaded, or a patch would not have been smaller.
             - ``"applied"``: it applied a version that no report covers in time: the first weights of a worker
               that joins during training, an update that it applied earlier or later than a busy worker, or,
               for an explorer of a :class:`~weight_update.Synchronizer`, any version.

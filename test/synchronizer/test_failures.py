@@ -78,7 +78,7 @@ def test_a_timeout_leaves_nothing_half_done_and_the_next_step_tries_again(
             assert "explorer 0 now has version 0: no new" in caplog.text
         else:
             assert (said["version"], step_of(model)) == (None, -1)
-            assert "explorer 0 keeps version None: no new" in caplog.text
+            assert "explorer 0 has no version yet: no new" in caplog.text
         set_to(source, 6)
         assert not trainer.blocking.need_sync(), "no explorer waits any more"
         assert not explorer.blocking.need_sync()

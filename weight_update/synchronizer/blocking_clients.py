@@ -161,8 +161,12 @@ class BlockingExplorer(ClientBase):
                 metrics["reason"] = reply["reason"]
                 expected = self.closed.is_set() or reply["reason"] == TRAINER_STOPPED
                 level = logging.INFO if expected else logging.WARNING
-                held = "keeps" if self.version == before else "now has"  # that of the sender that it joined
-                _log.log(level, "explorer %s %s version %s: %s", self.id, held, self.version, reply["reason"])
+                held = f"keeps version {before}"
+                if self.version is None:
+                    held = "has no version yet"
+                elif self.version != before:  # that of the sender that it joined
+                    held = f"now has version {self.version}"
+                _log.log(level, "explorer %s %s: %s", self.id, held, reply["reason"])
                 self._method.check_link()
             else:
                 self._synced_at = step

@@ -165,7 +165,8 @@ class CheckpointExplorer(ExplorerMethod):
             if newest is not None:
                 reason = self._read_newest(client, newest.version)
             if reason is not None and not (warned or closed.is_set()):
-                _log.warning("explorer %s keeps version %s: %s", client.id, client.version, reason)
+                held = "has no version yet" if client.version is None else f"keeps version {client.version}"
+                _log.warning("explorer %s %s: %s", client.id, held, reason)
             have, warned = -1 if client.version is None else client.version, reason is not None
             del client
             if reason is not None:
