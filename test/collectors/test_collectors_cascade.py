@@ -108,7 +108,7 @@ def test_an_updater_of_torchrl_in_one_process(made):
     data = next(frames)
     assert data["action"].unique().tolist() == [3.0]
     assert data["policy_version"].unique().tolist() == [1]
-    with pytest.raises(ValueError, match="serves one model"):
+    with pytest.raises(ValueError, match="serves only the model 'policy'"):
         collector.update_policy_weights_(weights_dict={"policy": weights_of(1.0)})
 
 
