@@ -246,11 +246,11 @@ def wait_for_none(
             notice(f"waiting for workers {awaited} to connect")
 
 
-LONGER = "raise connect_timeout=, or timeout= of connect() if that was given"
+_LONGER = "raise connect_timeout=, or timeout= of connect() if that was given"
 """Advice for a connect() that ended too early."""
 _UNWATCHED = "? Set scheme.worker_alive to their processes to learn at once of one that dies."
 _UNREPORTED = "(scheme.worker_alive), and the transport did not report it"
-_WATCHED = f"? None of their processes is known to have ended; if they need longer to start, {LONGER}."
+_WATCHED = f"? None of their processes is known to have ended; if they need longer to start, {_LONGER}."
 
 
 def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str]) -> None:
@@ -281,16 +281,16 @@ def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str])
         lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
         raise SyncFailedError(f"workers could not connect:{lines}{refused}", failures)
     if away:
-        joined = f" (others did: {others}; do the indices match?)" if others else ""
-        joined += f"; workers {slow} {slowness}" if slow else ""
+        more = f" (others did: {others}; do the indices match?)" if others else ""
+        more += f"; workers {slow} {slowness}" if slow else ""
         hint = "; have they called connect()" + (_UNWATCHED if table[away[0]].alive is None else _WATCHED)
-        raise SyncTimeoutError(f"workers {away} did not connect within {limit}{joined}{refused or hint}")
+        raise SyncTimeoutError(f"workers {away} did not connect within {limit}{more}{refused or hint}")
     if slow:
         ended = [idx for idx in slow if table[idx].has_ended]
         cause = f"the processes of {ended} have ended {_UNREPORTED}; start them again"
+        advice = cause if ended else f"if they need longer, {_LONGER}"
         raise SyncTimeoutError(
-            f"workers {slow} joined, but did not apply the first weights within {limit}; "
-            f"{cause if ended else f'if they need longer, {LONGER}'}"
+            f"workers {slow} joined, but did not apply the first weights within {limit}; {advice}"
         )
 
 

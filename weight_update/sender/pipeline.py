@@ -23,6 +23,7 @@ from weight_update.sender.buffers import (
 )
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import FullGroup
+from weight_update.sender.reasons import delay_of
 from weight_update.sender.workers import GroupAssignment, WorkerState
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Kind, Step, WeightChunk, frames_of
@@ -95,12 +96,9 @@ class PipelineSender:
         timeout = self._delivery.timeout
         self._delivery.changed.wait_for(lambda: not any(map(busy, states)), timeout)
         for worker in filter(busy, states):
-            cause = "it is stopped, or in hold() or a long forward pass, or takes long to apply it"
-            if worker.writing:
-                cause = "that is still being sent, because the worker or the link is slow or stopped"
             worker.failures[step.version] = SyncTimeoutError(
-                f"was busy with an earlier version for {timeout:g} s: {cause}; it gets all weights with the "
-                "next send() (or raise timeout=)"
+                f"was busy with an earlier version for {timeout:g} s: {delay_of(worker)}; the worker gets "
+                "all weights with the next send() (or raise timeout=)"
             )
         return [worker for worker in states if worker.joined and not busy(worker)]
 

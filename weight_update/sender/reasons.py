@@ -25,14 +25,13 @@ def reason_of(worker: WorkerState, version: int, timeout: float) -> Exception:
         reason = (
             "its process has ended (scheme.worker_alive), and the transport did not report it; start it again"
         )
-    elif worker.writing:
-        reason = (
-            "it is still being sent, because the worker or the link is slow or stopped; the worker gets the "
-            "newest version when it goes on (or raise timeout=)"
-        )
     else:
-        reason = (
-            "it is stopped, or in hold() or a long forward pass, or takes long to apply it; it gets the "
-            "newest version when it goes on (or raise timeout=)"
-        )
+        reason = f"{delay_of(worker)}; the worker gets the newest version when it goes on (or raise timeout=)"
     return SyncTimeoutError(f"did not apply it within {format_seconds(timeout)}: {reason}")
+
+
+def delay_of(worker: WorkerState) -> str:
+    """Return why a worker has not applied the version that it is being sent, or was sent."""
+    if worker.writing:
+        return "it is still being sent, because the worker or the link is slow or stopped"
+    return "it is stopped, or in hold() or a long forward pass, or takes long to apply it"
