@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import glob
 import itertools
 import logging
 import pickle
@@ -133,7 +134,8 @@ def nudge(model: nn.Module) -> None:
 
 
 def frames(directory: str) -> list[Path]:
-    return sorted(Path(directory).glob("*/*.frame"))
+    """Return the frames in a directory, from which a sender may be removing folders."""
+    return sorted(map(Path, glob.glob(f"{directory}/*/*.frame")))  # Path.glob raises where a folder vanishes
 
 
 ENCODINGS = ["dense", "bucket", BucketEncoding(bucket_size=4096), "patch", PatchEncoding(compression="ans")]
