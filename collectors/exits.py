@@ -11,7 +11,7 @@ from typing import Any
 _REAP_SECONDS = 5.0
 _CAUSES = {-one.value: one.name for one in signal.Signals}  # by exit code
 _CAUSES[-signal.SIGKILL] += ", often the kernel when memory ran out"
-_CAUSES[1] = "an exception, which its output shows"
+_CAUSES[1] = "probably an exception; see its output"
 
 
 def describe_exit(process: Any) -> str:

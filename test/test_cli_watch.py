@@ -116,7 +116,7 @@ def test_watch_follows_a_trainer_until_it_is_gone(trainer: Trainer) -> None:
         assert json.loads(watching.stdout.readline())["updates_per_second"] == 0
         trainer.observer.close()
         assert watching.wait(timeout=30) == 1
-        assert f"the trainer at {trainer.url} is gone: " in watching.stderr.read()
+        assert f"{trainer.url} can no longer be watched: " in watching.stderr.read()
 
 
 def test_watch_in_a_terminal_ends_with_ctrl_c(trainer: Trainer) -> None:

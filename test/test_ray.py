@@ -546,5 +546,5 @@ def test_a_synchronizer_in_an_actor() -> None:
             assert explorer.blocking.need_sync()
             assert explorer.blocking.sync_weight()["version"] == 0
             assert fingerprint(model) == fingerprint(source)
-    with pytest.raises(LinkClosedError, match="no synchronizer in the actor"):
+    with pytest.raises(LinkClosedError, match="no synchronizer answers in the actor"):
         ExplorerClient("ray:synchronizer", model, timeout=0.1)

@@ -180,7 +180,7 @@ def test_a_killed_process_is_not_alive_once_its_end_was_awaited(method):
     ("code", "text"),
     [
         (0, "has ended (exit code 0)"),
-        (1, "has ended (exit code 1, an exception, which its output shows)"),
+        (1, "has ended (exit code 1, probably an exception; see its output)"),
         (3, "has ended (exit code 3)"),
         (-signal.SIGSEGV, "has ended (exit code -11, SIGSEGV)"),
         (-signal.SIGKILL, "has ended (exit code -9, SIGKILL, often the kernel when memory ran out)"),

@@ -51,7 +51,7 @@ def command(url: str, every: float, once: bool, as_json: bool) -> None:
 
     URL is the address of the trainer's PrometheusObserver. Workers that are lost or late come first. With
     --json, each look is one line. Ctrl-C ends the command. The exit status is 1 if the trainer cannot be
-    reached, or is gone.
+    reached, or no longer answers.
     """
     with contextlib.suppress(KeyboardInterrupt), screen(as_json=as_json, live=not once) as draw:
         for document in _looks(url, every):
@@ -64,7 +64,7 @@ def _looks(url: str, every: float) -> Iterator[Document]:
     """Yield one document after the other, for ever.
 
     Raises:
-        click.ClickException: the trainer cannot be reached, or is gone.
+        click.ClickException: the trainer cannot be reached, or no longer answers.
     """
     before: Metrics | None = None
     while True:
@@ -75,7 +75,7 @@ def _looks(url: str, every: float) -> Iterator[Document]:
             reason = _reason(error)
             if before is None:
                 raise click.ClickException(f"cannot watch {url}: {reason}. {_CURE}") from error
-            raise click.ClickException(f"the trainer at {url} is gone: {reason}") from error
+            raise click.ClickException(f"{url} can no longer be watched: {reason}") from error
         before = now
         yield document
         time.sleep(every)

@@ -102,7 +102,7 @@ class BlockingTrainer(ClientBase):
                 self.version: int | None = metrics["version"]
                 self._synced_at = step
             else:
-                _log.warning("step %d: nothing was published: %s", step, metrics["reason"])
+                _log.warning("step %d: publishing failed: %s", step, metrics["reason"])
             return Metrics({"bytes": 0, "waited": 0.0, **metrics})
 
 

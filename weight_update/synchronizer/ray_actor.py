@@ -95,5 +95,5 @@ class RayChannel(Channel):
             reply: Reply = self._ray.get(coming, timeout=0)
         except (errors.RayActorError, errors.GetTimeoutError, ValueError) as error:
             self._actor = None
-            raise LinkClosedError(f"no synchronizer in the actor {self._name!r} ({error})") from None
+            raise LinkClosedError(f"no synchronizer answers in the actor {self._name!r} ({error})") from None
         return reply
