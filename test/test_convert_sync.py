@@ -162,6 +162,27 @@ def test_a_converter_with_one_buffer(encoding: str) -> None:
         assert procs.ask("fingerprint") == before
 
 
+@pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
+def test_a_converter_that_computes_in_inference_mode(encoding: str) -> None:
+    @torch.inference_mode()
+    def doubled(value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+    strategy = WeightStrategy(
+        "state_dict",
+        encoding=encoding,
+        convert=lambda items: ((name, doubled(value)) for name, value in items),
+    )
+    source = nn.Linear(4, 3)
+    with connected(MemoryWeightSyncScheme(strategy, timeout=20.0), source, nn.Linear(4, 3)) as procs:
+        for seed in range(2):
+            change(source, seed)
+            procs.scheme.send()
+            assert procs.ask("fingerprint") == [
+                fingerprint({name: value * 2 for name, value in source.state_dict().items()})
+            ]
+
+
 def test_a_converter_that_fails_leaves_workers_alone() -> None:
     source = nn.Sequential(nn.Linear(4, 3))
     strategy = WeightStrategy("state_dict", convert=quantize_int8())
