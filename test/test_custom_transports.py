@@ -18,6 +18,7 @@ import torch
 
 from examples.custom_transport import FileScheme, FileTransport, PipeListener, PipeScheme, PipeTransport
 from weight_update import (
+    Capabilities,
     FormatError,
     JoinRefusedError,
     LinkClosedError,
@@ -157,6 +158,18 @@ class Oblivious(MemoryTransport):
         super().close()
 
 
+class Polite(MemoryTransport):
+    """A transport that waits until the other end has read, though it declares that it does not."""
+
+    capabilities = Capabilities(send_never_blocks=True)
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        super().send_chunk(chunk, timeout)
+        end = time.monotonic() + 2.0
+        while not self._outbox.empty() and time.monotonic() < end:
+            time.sleep(0.001)
+
+
 class Locked(MemoryTransport):
     """A transport that cannot send while it waits."""
 
@@ -208,6 +221,7 @@ class Locked(MemoryTransport):
         (Copyless, "payload_goes_where_the_receiver_says", (SIZES[-1],), "payload in other memory"),
         (Overtaking, "order_of_large_and_small_chunks", (), "another kind or header"),
         (Forgetful, "order_of_large_and_small_chunks", (), "keeps the part of a chunk that arrived"),
+        (Polite, "send_never_blocks_where_that_is_declared", (), "waits for the other end, though"),
         (
             Oblivious,
             "both_ends_learn_of_close",
@@ -221,7 +235,7 @@ def test_the_contract_says_what_a_transport_did_wrong(
     kind: type[MemoryTransport], test: str, arguments: tuple[int, ...], message: str
 ) -> None:
     contract, ends = TransportContract(), kind.pair()
-    contract.limit, contract.moment = 0.5, 0.05
+    contract.limit, contract.moment, contract.slack = 0.5, 0.05, 0.1
     with pytest.raises((AssertionError, pytest.fail.Exception), match=message):
         getattr(contract, f"test_{test}")(ends, *arguments)
 

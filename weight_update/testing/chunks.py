@@ -72,7 +72,7 @@ def send_numbers(end: TransportBackend, timeout: float) -> None:
         end.send_chunk(number(version), timeout)
 
 
-def send_all(end: TransportBackend, chunks: Sequence[WeightChunk], timeout: float) -> None:
+def send_all(end: TransportBackend, chunks: Sequence[WeightChunk], timeout: float | None) -> None:
     """Send ``chunks``, one after the other."""
     for chunk in chunks:
         end.send_chunk(chunk, timeout)
