@@ -306,3 +306,20 @@ def test_benchmark_measures_every_compression(kind):
         cells = row(kind, name, data.numel(), one)
         assert float(str(cells[2])) == pytest.approx(data.numel() / one.packed_bytes, abs=0.006)
         assert (cells[-1] == "never") == (one.packed_bytes >= data.numel())
+
+
+class Scratch(NoCompression):
+    """A compression whose results lie in one buffer."""
+
+    memory = torch.empty(1 << 20, dtype=torch.uint8)
+
+    @classmethod
+    def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
+        return cls.memory[:nbytes].copy_(super().decompress(data, nbytes))
+
+
+def test_the_contract_finds_results_that_do_not_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    contract = CompressionContract()
+    monkeypatch.setattr(contract, "make_compression", Scratch)
+    with pytest.raises(AssertionError, match="changed an earlier result"):
+        contract.test_results_are_kept_apart()

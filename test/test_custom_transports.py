@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import os
 import pickle
 import re
@@ -17,6 +18,7 @@ import torch
 
 from examples.custom_transport import FileScheme, FileTransport, PipeListener, PipeScheme, PipeTransport
 from weight_update import (
+    Capabilities,
     FormatError,
     JoinRefusedError,
     LinkClosedError,
@@ -33,7 +35,9 @@ from weight_update.testing.chunks import (
     must_receive,
     number,
 )
+from weight_update.testing.transports import SIZES
 
+LARGE = 65_536
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "custom_transport.py"
 
 
@@ -94,6 +98,78 @@ class Referring(MemoryTransport):
         self._outbox.put(chunk)
 
 
+class Borrowing(Referring):
+    """A transport that copies only small payloads before ``send_chunk`` returns."""
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        kind = Referring if chunk.payload_bytes > LARGE else MemoryTransport
+        kind.send_chunk(self, chunk, timeout)
+
+
+class Ring(MemoryTransport):
+    """A transport that receives payloads in eight buffers, one after the other."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.memory = itertools.cycle(torch.empty(8, 1 << 20, dtype=torch.uint8).unbind())
+
+    def recv_chunk(self, timeout: float | None = None, allocate: Any = None) -> WeightChunk | None:
+        return super().recv_chunk(timeout, allocate or (lambda nbytes: next(self.memory)[:nbytes]))
+
+
+class Copyless(MemoryTransport):
+    """A transport that ignores ``allocate`` for large payloads."""
+
+    def recv_chunk(self, timeout: float | None = None, allocate: Any = None) -> WeightChunk | None:
+        chunk = super().recv_chunk(timeout)
+        if chunk is None or chunk.payload is None or allocate is None or chunk.payload_bytes > LARGE:
+            return chunk
+        return replace(chunk, payload=allocate(chunk.payload_bytes).copy_(chunk.payload))
+
+
+class Overtaking(MemoryTransport):
+    """A transport that sends large chunks in a thread of their own."""
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        delay = 0.01 if chunk.payload_bytes > LARGE else 0.0
+        threading.Timer(delay, super().send_chunk, (chunk, timeout)).start()
+        time.sleep(0.001)
+
+
+class Forgetful(MemoryTransport):
+    """A transport that drops a large chunk of which a part arrived in a call that does not wait."""
+
+    def recv_chunk(self, timeout: float | None = None, allocate: Any = None) -> WeightChunk | None:
+        chunk = super().recv_chunk(timeout, allocate)
+        return None if chunk is not None and chunk.payload_bytes > LARGE and timeout == 0 else chunk
+
+
+class Oblivious(MemoryTransport):
+    """A transport whose ``send_chunk`` does not notice that the other end was closed."""
+
+    own_end = False
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        with contextlib.nullcontext() if self.own_end else contextlib.suppress(LinkClosedError):
+            super().send_chunk(chunk, timeout)
+
+    def close(self) -> None:
+        self.own_end = True
+        super().close()
+
+
+class Polite(MemoryTransport):
+    """A transport that waits until the other end has read, though it declares that it does not."""
+
+    capabilities = Capabilities(send_never_blocks=True)
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        super().send_chunk(chunk, timeout)
+        end = time.monotonic() + 2.0
+        while not self._outbox.empty() and time.monotonic() < end:
+            time.sleep(0.001)
+
+
 class Locked(MemoryTransport):
     """A transport that cannot send while it waits."""
 
@@ -139,7 +215,19 @@ class Locked(MemoryTransport):
         ),
         (Lossy, "payload_arrives_whole", (7,), "a payload arrived with another size"),
         (Reusing, "payloads_of_consecutive_chunks_are_kept_apart", (), "bytes of a payload changed"),
-        (Referring, "payload_may_be_reused_after_sending", (), "bytes of a payload changed"),
+        (Referring, "payload_may_be_reused_after_sending", (1000,), "bytes of a payload changed"),
+        (Borrowing, "payload_may_be_reused_after_sending", (SIZES[-1],), "bytes of a payload changed"),
+        (Ring, "payloads_of_consecutive_chunks_are_kept_apart", (), "bytes of a payload changed"),
+        (Copyless, "payload_goes_where_the_receiver_says", (SIZES[-1],), "payload in other memory"),
+        (Overtaking, "order_of_large_and_small_chunks", (), "another kind or header"),
+        (Forgetful, "order_of_large_and_small_chunks", (), "keeps the part of a chunk that arrived"),
+        (Polite, "send_never_blocks_where_that_is_declared", (), "waits for the other end, though"),
+        (
+            Oblivious,
+            "both_ends_learn_of_close",
+            (0,),
+            r"send_chunk\(\) returned after recv_chunk\(\) of its end had raised LinkClosedError",
+        ),
         (Locked, "waiting_end_can_send", (0,), r"send_chunk\(\) waited for a recv_chunk\(\) of the same end"),
     ],
 )
@@ -147,7 +235,7 @@ def test_the_contract_says_what_a_transport_did_wrong(
     kind: type[MemoryTransport], test: str, arguments: tuple[int, ...], message: str
 ) -> None:
     contract, ends = TransportContract(), kind.pair()
-    contract.limit, contract.moment = 0.3, 0.05
+    contract.limit, contract.moment, contract.slack = 0.5, 0.05, 0.1
     with pytest.raises((AssertionError, pytest.fail.Exception), match=message):
         getattr(contract, f"test_{test}")(ends, *arguments)
 

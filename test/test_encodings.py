@@ -1,7 +1,9 @@
 """The encodings keep their contract; names that are not known."""
 
 import struct
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -213,3 +215,81 @@ def test_an_own_delta_encoding_need_not_know_of_devices(monkeypatch: pytest.Monk
     monkeypatch.setitem(_registry, Own.name, Own)
     payload = torch.zeros(3, dtype=torch.uint8)
     assert read_delta(Own.name, payload, SCHEMA, torch.device("cuda:1")) == (payload, SCHEMA)
+
+
+class _Early(PatchTracker):
+    """A tracker that remembers weights when it compares them, not when receivers are sent them."""
+
+    def compare(self, tensors: Sequence[torch.Tensor | None]) -> Any:
+        difference = super().compare(tensors)
+        self.advance(difference)
+        return difference
+
+
+class _ByValue(PatchTracker):
+    """A tracker for which 0.0 and -0.0 are the same."""
+
+    def compare(self, tensors: Sequence[torch.Tensor | None]) -> Any:
+        return super().compare([None if one is None else one.detach() + 0 for one in tensors])
+
+
+class _Referring(PatchTracker):
+    """A tracker that keeps the weights themselves until it advances."""
+
+    def compare(self, tensors: Sequence[torch.Tensor | None]) -> Any:
+        self.given = tensors
+        return super().compare(tensors)
+
+    def advance(self, difference: Any) -> None:
+        super().advance(super().compare(self.given))
+
+
+@dataclass(frozen=True)
+class _Mistaken(PatchEncoding):
+    """Patches with a tracker that makes a mistake."""
+
+    kind: ClassVar[type[PatchTracker]]
+
+    def tracker(self, schema: WeightSchema, tracked: Any) -> PatchTracker:
+        return self.kind(self, schema, tracked)
+
+
+class _Careless(PatchEncoding):
+    """Patches that are not checked before they are read."""
+
+    @classmethod
+    def read_for(cls, payload: torch.Tensor, schema: WeightSchema, device: torch.device) -> Any:
+        try:
+            return super().read_for(payload, schema, device)
+        except FormatError as error:
+            raise IndexError(str(error)) from error
+
+
+@pytest.mark.parametrize(
+    ("kind", "test", "message"),
+    [
+        (_Early, "update_that_was_not_committed", "decoded weights differ .*: the update after a lost one"),
+        (_ByValue, "bits_that_compare_equal", "decoded weights differ .*: 0.0 to -0.0"),
+        (
+            _Referring,
+            "weights_that_change_before_the_commit",
+            "the result of compare.. refers to the weights",
+        ),
+    ],
+)
+def test_the_contract_says_what_a_tracker_did_wrong(
+    kind: type[PatchTracker], test: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contract, arguments = EncodingContract(), [torch.float32] if kind is _ByValue else []
+    monkeypatch.setattr(_Mistaken, "kind", kind, raising=False)
+    monkeypatch.setattr(contract, "make_encoding", _Mistaken)
+    with pytest.raises(AssertionError, match=message):
+        getattr(contract, f"test_{test}")(*arguments)
+
+
+def test_the_contract_finds_payloads_that_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    contract = EncodingContract()
+    monkeypatch.setattr(contract, "make_encoding", _Careless)
+    monkeypatch.setitem(_registry, PatchEncoding.name, _Careless)
+    with pytest.raises(IndexError):
+        contract.test_changed_bytes()

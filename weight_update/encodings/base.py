@@ -190,7 +190,10 @@ class Tracker(ABC, Generic[_D]):
     """The sender's memory of the weights that a set of receivers has.
 
     Call sequence: ``begin`` once; then for each update ``compare`` and ``encode``, which change nothing, and
-    ``advance`` when receivers are sent it.
+    ``advance`` when receivers are sent it. ``advance`` is not called for an update that failed.
+
+    One thread at a time calls a method. Only ``encode`` may overlap with ``bootstrap``, ``weights`` or
+    ``copy``, which the thread of a joining worker calls.
     """
 
     @abstractmethod
@@ -199,7 +202,10 @@ class Tracker(ABC, Generic[_D]):
 
     @abstractmethod
     def compare(self, tensors: Sequence[torch.Tensor | None]) -> _D:
-        """Compare ``tensors`` with the remembered ones; tensors that are not tracked may be None."""
+        """Compare the bits of ``tensors`` with the remembered ones; tensors that are not tracked may be None.
+
+        The result does not refer to ``tensors``, which the trainer may change before :meth:`advance`.
+        """
 
     @abstractmethod
     def encode(self, difference: _D, base: int, version: int, lend: Lend) -> torch.Tensor | None:

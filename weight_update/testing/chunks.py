@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,6 +70,12 @@ def send_numbers(end: TransportBackend, timeout: float) -> None:
     """Send a hundred numbered chunks."""
     for version in range(100):
         end.send_chunk(number(version), timeout)
+
+
+def send_all(end: TransportBackend, chunks: Sequence[WeightChunk], timeout: float | None) -> None:
+    """Send ``chunks``, one after the other."""
+    for chunk in chunks:
+        end.send_chunk(chunk, timeout)
 
 
 def send_unread(

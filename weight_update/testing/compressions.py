@@ -138,6 +138,15 @@ class CompressionContract:
         with pytest.raises(ValueError, match=expected):
             compression.decompress(elsewhere, 8)
 
+    def test_results_are_kept_apart(self) -> None:
+        """A later call does not change the result of an earlier one, in memory that is used again."""
+        compression = self.make_compression()
+        many = [self.few_values(5000 + i) for i in range(10)]
+        packed = [compression.compress(data) for data in many]
+        found = [compression.decompress(one, data.numel()) for one, data in zip(packed, many, strict=True)]
+        for data, result in zip(many, found, strict=True):
+            assert torch.equal(data, result), "a later compress() or decompress() changed an earlier result"
+
     def test_many_threads(self) -> None:
         """One compression may be used by several threads at once."""
         compression = self.make_compression()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import pickle
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,15 +65,60 @@ class EncodingContract:
                 model.scalar.data.fill_(version)
             channel.must_carry(named, f"update {version}")
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    def test_bits_that_compare_equal(self, dtype: torch.dtype) -> None:
+        """Changes arrive that a comparison of values overlooks: the sign of 0, other NaNs, small steps."""
+        named = {"a": torch.zeros(4, 8, dtype=dtype), "b": torch.ones(3, dtype=dtype)}
+        channel = Channel(self.make_encoding(), named)
+        channel.must_carry(named)
+        element = next(
+            one for one in (torch.int16, torch.int32, torch.int64) if one.itemsize == dtype.itemsize
+        )
+        bits = named["a"].view(element)[1]
+        steps: list[tuple[str, float, int]] = [
+            ("0.0 to -0.0", -0.0, 0),
+            ("-0.0 to NaN", math.nan, 0),
+            ("a NaN to another", math.nan, 1),
+            ("a NaN to 0.0", 0.0, 0),
+            ("0.0 to the smallest number above it", 0.0, 1),
+            ("a number to the next one", 1.0, 0),
+            ("a number to the next one", 1.0, 1),
+            ("a number to infinity", math.inf, 0),
+            ("infinity to the largest number", math.inf, -1),
+        ]
+        for what, value, more in steps:
+            named["a"][1, 2] = value
+            bits[2] += more
+            channel.must_carry(named, what)
+
     def test_update_that_was_not_committed(self) -> None:
         """The update after a failed one is right for a receiver that has neither."""
-        named = {"a": random_bits((50,), torch.float32, 0)}
+        named = {name: random_bits((50,), torch.float32, seed) for seed, name in enumerate("abc")}
         channel = Channel(self.make_encoding(), named)
         channel.send(named)
-        named["a"].copy_(random_bits((50,), torch.float32, 1))
+        named["a"].copy_(random_bits((50,), torch.float32, 7))
+        named["b"][:3].fill_(6)
         channel.encode(named)  # lost on its way
         named["a"][:3].fill_(7)
+        named["c"][:3].fill_(8)
         channel.must_carry(named, "the update after a lost one")
+        channel.must_carry(named, "the same update again")
+
+    def test_weights_that_change_before_the_commit(self) -> None:
+        """The tracker remembers the weights that were sent, not those that the model has by then."""
+        channel, named = self.tracked()
+        assert channel.tracker is not None
+        named["0.weight"].view(-1)[3] += 1
+        payloads, sent = channel.encode(named), fingerprint(named)
+        for value in named.values():
+            value.fill_(7)
+        assert fingerprint(dict(zip(named, channel.decode(payloads), strict=True))) == sent, (
+            "the payload follows later changes of the weights"
+        )
+        channel.commit()
+        assert fingerprint(dict(zip(named, channel.tracker.weights(), strict=True))) == sent, (
+            "the result of compare() refers to the weights, which change before advance(); copy them"
+        )
 
     def test_memory_is_exactly_lent(self) -> None:
         """Payloads lie in what ``lend`` gave, and tensors are not kept alive or changed."""
@@ -104,6 +152,21 @@ class EncodingContract:
         for wrong in ([payloads[0][:-1], *payloads[1:]], [longer, *payloads[1:]], [], [*payloads, longer]):
             with pytest.raises(FormatError):
                 channel.decode(wrong)
+
+    def test_changed_bytes(self) -> None:
+        """Payloads with a wrong byte decode to something or are a FormatError; nothing else is raised."""
+        named, choose = {name: value.detach() for name, value in mlp(1).named_parameters()}, random.Random(0)
+        channel = Channel(self.make_encoding(), named)
+        for _ in range(2):  # all weights, then changes if the encoding sends these
+            payloads = [payload.clone() for payload in channel.encode(named)]
+            for _ in range(200):
+                wrong = [payload.clone() for payload in payloads]
+                spoilt = choose.choice([payload for payload in wrong if payload.numel()])
+                spoilt[choose.randrange(len(spoilt))] = choose.randrange(256)
+                with contextlib.suppress(FormatError):
+                    channel.decode(wrong, trusted=False)
+            channel.send(named)
+            named["0.weight"].view(-1)[[3, 30]] += 1
 
     def test_chunks(self) -> None:
         """Payloads have the announced sizes; where there are chunks, they complete each weight once."""
@@ -239,8 +302,13 @@ class Channel:
         assert payload is not None
         return [payload]
 
-    def decode(self, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the weights that ``payloads`` decode to."""
+    def decode(self, payloads: list[torch.Tensor], *, trusted: bool = True) -> list[torch.Tensor]:
+        """Return the weights that ``payloads`` decode to.
+
+        Args:
+            payloads: payloads of :meth:`encode`.
+            trusted: whether no byte of them was changed.
+        """
         if self.tracker is None or self._version is None:
             fed = [self._decoder.feed(i, payload, self.lend) for i, payload in enumerate(payloads)]
             values = self._decoder.decode(fed)
@@ -251,10 +319,15 @@ class Channel:
         if len(payloads) != 1:
             raise FormatError("one delta at a time")
         delta = read_delta(self.encoding.name, payloads[0], self.schema)
-        assert (delta.base, delta.version) == (self._version, self._version + 1)
+        assert not trusted or (delta.base, delta.version) == (self._version, self._version + 1)
         flat = self.flat.clone()
         delta.write(flat)
         return self.schema.views(flat)
+
+    def commit(self) -> None:
+        """Have the tracker remember the weights of the last :meth:`encode`."""
+        assert self.tracker is not None
+        self.tracker.advance(self._difference)
 
     def received(self) -> Named:
         """Return the weights that the receiver has."""
@@ -278,7 +351,7 @@ class Channel:
             if self._version is None:
                 self.tracker.begin([named[name] for name in self.schema.names])
             else:
-                self.tracker.advance(self._difference)
+                self.commit()
             for view, value in zip(self.schema.views(self.flat), values, strict=True):
                 view.copy_(value)
         self._version = 0 if self._version is None else self._version + 1

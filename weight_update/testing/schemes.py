@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
 from weight_update.errors import LifecycleError, LinkClosedError, SyncFailedError, TransportError
+from weight_update.sender.sender import Sender
 from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
 from weight_update.testing.joining import JoiningTests
 from weight_update.testing.models import mlp
 from weight_update.testing.processes import eventually
 from weight_update.testing.updating import UpdatingTests
-from weight_update.testing.worker_processes import context_of
+from weight_update.testing.worker_processes import WorkerProcesses, context_of
+from weight_update.transports import TransportBackend
 
 
 class LifecycleTests(SchemeCase):
@@ -45,6 +48,29 @@ class LifecycleTests(SchemeCase):
         assert_equal(procs, mlp(1), mlp(3))
         with pytest.raises((LifecycleError, TransportError)):
             procs.workers[0].call("receive", 0)
+
+    def test_a_worker_that_is_killed(self, assemble: Assemble) -> None:
+        """``send`` names it within its timeout; the others get each update, and a new process replaces it."""
+        if self.method not in ("fork", "forkserver", "spawn"):
+            pytest.skip("workers are no processes of this machine")
+        procs = assemble(mlp(1), options={"timeout": 3.0})
+        killed = procs.workers.pop(0)
+        killed.runner.kill()
+        killed.runner.join()
+        for seed in (2, 3):
+            start = time.monotonic()
+            with pytest.raises(SyncFailedError, match="worker 0") as caught:
+                procs.scheme.send(mlp(seed))
+            assert time.monotonic() - start < 13.0, "send() took longer than its timeout of 3 s"
+            assert list(caught.value.failures) == [0]
+            assert_equal(procs, mlp(seed))
+        killed.stop()
+        if not links_of(procs)[0].capabilities.allows_rejoin:
+            return
+        procs.hire(0, mlp(4)).call("connect")
+        assert_equal(procs, mlp(3))
+        procs.scheme.send(mlp(5))
+        assert_equal(procs, mlp(5))
 
     def test_with_statement(self) -> None:
         """Leaving the context shuts down, connected or not."""
@@ -81,6 +107,13 @@ class SchemeContract(JoiningTests, UpdatingTests, LifecycleTests):
 
     Set ``method`` to ``"thread"`` for a scheme whose receivers live in the sender's process.
     """
+
+
+def links_of(procs: WorkerProcesses) -> dict[int, TransportBackend]:
+    """Return the sender's end of each link, by the worker's index."""
+    sender = procs.scheme._sender
+    assert isinstance(sender, Sender)
+    return {worker.idx: worker.link for worker in sender.table}
 
 
 def ours(before: set[threading.Thread]) -> list[str]:

@@ -25,6 +25,7 @@ from weight_update.testing.chunks import (
     must_raise_closed,
     must_receive,
     number,
+    send_all,
     send_unread,
     update_of,
 )
@@ -68,6 +69,20 @@ class TransportFailureTests:
             must_be_closed(receiver, self.limit, "send_chunk() of the other end raised SyncTimeoutError")
         else:
             assert receiver.recv_chunk(self.moment) is None, "a chunk arrived that was not sent"
+
+    def test_send_never_blocks_where_that_is_declared(self, ends: Ends) -> None:
+        """A sender that declares ``send_never_blocks`` does not wait for an end that does not read."""
+        sender, receiver = ends
+        if not sender.capabilities.send_never_blocks:
+            pytest.skip("send_chunk() may wait for the other end")
+        thread = in_background(send_all, sender, [number(version) for version in range(10)], None)
+        problem = (
+            "send_chunk() of a short chunk waits for the other end, though send_never_blocks is declared"
+        )
+        must_end(thread, 4 * self.slack, problem)
+        for version in range(10):
+            got = must_receive(receiver, self.limit).header
+            assert got == {"version": version}, "another chunk came than the one that was sent"
 
     @pytest.mark.parametrize("leave", ["sender closes", "sender disconnects", "receiver closes"])
     def test_leaving_wakes_whoever_sends(self, ends: Ends, leave: str) -> None:

@@ -24,6 +24,7 @@ from weight_update.testing.chunks import (
     must_raise_closed,
     must_receive,
     number,
+    send_all,
     send_numbers,
     update_of,
 )
@@ -96,20 +97,40 @@ class TransportContract(TransportFailureTests):
         for end in ends:
             assert end.recv_chunk(0) is None, "a chunk arrived that was not sent, or was received before"
 
+    def test_order_of_large_and_small_chunks(self, ends: Ends) -> None:
+        """Small chunks do not overtake large ones; a call that does not wait loses no part of a chunk."""
+        sender, receiver = ends
+        sent: list[WeightChunk] = []
+        for version, size in enumerate((SIZES[-1], 1 << 20, 100_000)):
+            sent += [update_of(sender, size, version), number(version)]
+        thread = in_background(send_all, sender, sent, self.limit)
+        end, got = time.monotonic() + self.limit, list[WeightChunk]()
+        while len(got) < len(sent):
+            assert time.monotonic() < end, (
+                "a chunk that was sent did not come; recv_chunk() keeps the part of a chunk that arrived "
+                "before its timeout"
+            )
+            if (chunk := receiver.recv_chunk(0)) is not None:
+                got.append(chunk)
+        must_end(thread, self.limit, "all chunks have arrived, but send_chunk() has not returned")
+        for one, other in zip(got, sent, strict=True):
+            assert_same(one, other)
+
     def test_payloads_of_consecutive_chunks_are_kept_apart(self, ends: Ends) -> None:
         """A later chunk does not change the payload of an earlier one."""
         sender, receiver = ends
-        sent = [update_of(sender, size, seed) for seed, size in enumerate((100, 100, 4096, 100))]
+        sent = [update_of(sender, size, seed) for seed, size in enumerate((100, 100, 4096) * 3)]
         got = [exchange(sender, receiver, chunk, self.limit) for chunk in sent]
         for one, other in zip(got, sent, strict=True):
             assert_same(one, other)
 
-    def test_payload_may_be_reused_after_sending(self, ends: Ends) -> None:
+    @pytest.mark.parametrize("size", [1000, SIZES[-1]])
+    def test_payload_may_be_reused_after_sending(self, ends: Ends, size: int) -> None:
         """Once ``send_chunk`` has returned, the sender may write into a payload that is not shared."""
         sender, receiver = ends
         if receiver.capabilities.shares_memory:
             pytest.skip("receivers read the sender's memory")
-        chunk = update_of(sender, 1000)
+        chunk = update_of(sender, size)
         assert chunk.payload is not None
         sent = replace(chunk, payload=chunk.payload.clone())
 
@@ -122,7 +143,8 @@ class TransportContract(TransportFailureTests):
         assert_same(must_receive(receiver, self.limit), sent)
         must_end(thread, self.limit, "the chunk has arrived, but send_chunk() has not returned")
 
-    def test_payload_goes_where_the_receiver_says(self, ends: Ends) -> None:
+    @pytest.mark.parametrize("size", [1000, SIZES[-1]])
+    def test_payload_goes_where_the_receiver_says(self, ends: Ends, size: int) -> None:
         """``allocate`` is used, unless the transport shares memory."""
         sender, receiver = ends
         lent: list[torch.Tensor] = []
@@ -131,9 +153,10 @@ class TransportContract(TransportFailureTests):
             lent.append(torch.empty(nbytes, dtype=torch.uint8))
             return lent[-1]
 
-        sent = update_of(sender, 1000)
-        sender.send_chunk(sent, self.limit)
+        sent = update_of(sender, size)
+        thread = in_background(sender.send_chunk, sent, self.limit)
         got = receiver.recv_chunk(self.limit, allocate)
+        must_end(thread, self.limit, "the chunk has arrived, but send_chunk() has not returned")
         assert got is not None, "recv_chunk() with allocate= returned None: the chunk did not come"
         assert got.payload is not None, "recv_chunk() with allocate= lost the payload"
         assert_same(got, sent)
@@ -226,6 +249,8 @@ class TransportContract(TransportFailureTests):
         problem = "send_chunk() returned after close() of its end"
         must_raise_closed(problem, closed.send_chunk, number(0), self.moment)
         must_be_closed(other, self.limit, "close() of the other end")
+        problem = "send_chunk() returned after recv_chunk() of its end had raised LinkClosedError"
+        must_raise_closed(problem, other.send_chunk, number(0), self.moment)
 
     @pytest.mark.parametrize("closing", [0, 1], ids=["sender", "receiver"])
     @pytest.mark.parametrize("waiting", [0, 1], ids=["sender waits", "receiver waits"])

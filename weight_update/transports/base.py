@@ -187,7 +187,8 @@ class TransportBackend(ABC):
 
         Raises:
             LinkClosedError: the other end is gone, or this end was closed.
-            FormatError: the received bytes are not a chunk. The transport then ends the link, as above.
+            FormatError: the received bytes are not a chunk. A transport that cannot find the beginning of the
+                next chunk ends the link, as above.
         """
 
     @abstractmethod
