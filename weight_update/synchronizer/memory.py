@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from weight_update.errors import (
     LifecycleError,
     LinkClosedError,
@@ -222,9 +220,5 @@ class MemoryService(Service):
 
 def _passing_on(strategy: WeightStrategy) -> WeightStrategy:
     """Return a strategy that sends weights on as the trainer has selected, gathered and converted them."""
-    select = None if strategy.select is None else _always
+    select = None if strategy.select is None else lambda name, tensor: True
     return WeightStrategy(strategy.extract_as, encoding=strategy.encoding, select=select)
-
-
-def _always(name: str, tensor: torch.Tensor) -> bool:
-    return True

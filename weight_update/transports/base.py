@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from weight_update.encodings import decoder_for
-from weight_update.errors import FormatError, SyncTimeoutError
+from weight_update.errors import FormatError, SyncTimeoutError, undo_on_error
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.socket_stream import deadline_of, seconds_left
@@ -317,11 +317,8 @@ class TransportBackend(ABC):
         # A call that timed out leaves what it received to the next one.
         arrived: list[WeightChunk] = self.__dict__.setdefault("_arrived", [])
         while len(arrived) < 2 or len(arrived) - 1 < arrived[1].header["count"]:
-            try:
+            with undo_on_error(arrived.clear):
                 chunk = require_chunk(self.recv_chunk(seconds_left(deadline)), self)
-            except BaseException:
-                arrived.clear()
-                raise
             if chunk is None and not arrived:
                 return None
             if chunk is None:

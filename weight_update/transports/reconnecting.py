@@ -70,8 +70,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         self._connection: _C | None = None
         self._hello: WeightChunk | None = None  # first chunk of the connection, until it is received
         self._asked: Mapping[str, Any] | None = None  # header of the HELLO that waits for its answer
-        self._refused = False  # by the last chunk
-        self._broken = False  # whether send_chunk found that the other end is gone
+        self._is_over = False  # whether restart() needs another connection than the present one
         self._closed = False
 
     @property
@@ -115,7 +114,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             ended = connection if self._closed else self._connection  # the worker notices at once
             if not self._closed:
                 self._hello, self._asked = hello, None  # first: recv_chunk does not take the lock
-                self._broken = False
+                self._is_over = False
                 self._connection = connection
                 self._changed.notify_all()
         if ended is not None:
@@ -126,8 +125,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         if self._closed:
             raise LinkClosedError("this end was closed")
         self._require_receiver("restart")
-        if self._refused or self._broken:  # a listener that refuses a worker closes its end
-            self._refused = False
+        if self._is_over:
             self._drop(self._connection)
         if self._connection is None:
             try:
@@ -154,7 +152,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         except (OSError, EOFError) as error:
             if isinstance(error, TimeoutError | BlockingIOError):
                 self._drop(connection)
-            self._broken = True
+            self._is_over = True
             raise self._error_of(error) from error.__cause__
 
     def recv_chunk(
@@ -178,7 +176,8 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             self._drop(connection)
             raise self._error_of(error) from error.__cause__
         if chunk is not None:
-            self._asked, self._refused = None, chunk.kind is Kind.REFUSED
+            self._asked = None
+            self._is_over |= chunk.kind is Kind.REFUSED  # a listener that refuses a worker closes its end
         return chunk
 
     def receive_weights(self, timeout: float | None = None, **options: Any) -> Any | None:

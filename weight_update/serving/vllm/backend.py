@@ -13,6 +13,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from weight_update.errors import undo_on_error
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.serving.vllm.joining import PauseMode, receiving_scheme
 from weight_update.serving.vllm.loader import ModelLoader
@@ -104,12 +105,8 @@ class VLLMBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         scheme = receiving_scheme(vars(init_info))
         scheme.init_on_receiver(model=engine, worker_idx=init_info.first_worker + self.rank)
         self.scheme = scheme
-        try:
-            with set_current_vllm_config(self.vllm_config), self._turns.inline():
-                scheme.connect()
-        except BaseException:
-            self.shutdown()
-            raise
+        with undo_on_error(self.shutdown), set_current_vllm_config(self.vllm_config), self._turns.inline():
+            scheme.connect()
 
     def start_weight_update(self) -> None:
         """Do nothing: whether weights are loaded as a whole is known when an update has come."""

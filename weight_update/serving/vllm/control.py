@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from weight_update.engines.http import call, not_a_server
+from weight_update.errors import undo_on_error
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.serving.vllm.joining import PauseMode, connect_with, init_info
 
@@ -149,11 +150,8 @@ def update_in_session(client: Any, version: int | None, timeout: float | None = 
     """
     info = {"version": version, "timeout": timeout}
     client.start_weight_update()
-    try:
+    with undo_on_error(lambda: end_session(client)):
         client.update_weights({key: value for key, value in info.items() if value is not None})
-    except BaseException:
-        end_session(client)
-        raise
     client.finish_weight_update(None if version is None else str(version))
 
 

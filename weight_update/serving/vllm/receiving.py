@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import torch
 
 from weight_update.engines.base import InferenceEngine, WeightChange
-from weight_update.errors import TransportError
+from weight_update.errors import TransportError, undo_on_error
 from weight_update.serving.vllm.control import VLLMServer, end_session
 from weight_update.serving.vllm.joining import PauseMode
 from weight_update.serving.vllm.loader import ModelLoader
@@ -104,7 +104,7 @@ class VLLMReceiver(InferenceEngine):
         """
         self._error, self._version = None, version
         self._leading = leading = None if self._turns.is_inline else self._calls
-        try:
+        with undo_on_error(self._stop_leading):
             if leading is not None:
                 leading.begin(version)
             self._whole = False  # from now on any worker of the server may load
@@ -113,9 +113,6 @@ class VLLMReceiver(InferenceEngine):
             else:
                 self._turns.admit(version, leading.check)
             self._in_turn(self._loader.abort)  # of a version whose call ended too early
-        except BaseException:
-            self._stop_leading()
-            raise
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._in_turn(lambda: self._loader.load(weights))

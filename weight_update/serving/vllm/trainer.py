@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
 )
 
-from weight_update.errors import SyncFailedError
+from weight_update.errors import SyncFailedError, undo_on_error
 from weight_update.report import SyncReport
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.schemes.distributed import DistributedWeightSyncScheme
@@ -139,12 +139,10 @@ class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
         if self.scheme is None:
             return
         try:
-            self.scheme.init_on_sender(weights=lambda: self._weights, num_workers=info.world_size - 1)
-            joining = init_info(self.scheme, in_chunks=info.in_chunks)
-            connect_with(self.scheme, [lambda: self.client.init_weight_transfer_engine(joining)])
-        except BaseException:
-            self.shutdown()
-            raise
+            with undo_on_error(self.shutdown):
+                self.scheme.init_on_sender(weights=lambda: self._weights, num_workers=info.world_size - 1)
+                joining = init_info(self.scheme, in_chunks=info.in_chunks)
+                connect_with(self.scheme, [lambda: self.client.init_weight_transfer_engine(joining)])
         finally:
             self._weights = {}
 

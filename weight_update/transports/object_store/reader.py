@@ -135,15 +135,12 @@ class ObjectStoreReader(TransportBackend):
                 _log.warning("the weights are not updated now: %s", error)
             if self._trouble is None or not isinstance(error, SyncTimeoutError):
                 self._trouble = error  # a read that was only late does not hide the cause before
-            self._look_later()
+            self._look_after(min(2 * self._pause, _LONGEST_PAUSE))
             begun, self._begun = self._begun, None
             return None if begun is None else WeightChunk(Kind.ABORT, {"version": begun})
 
     def _look_after(self, pause: float) -> None:
         self._pause, self._next_look = pause, time.monotonic() + pause
-
-    def _look_later(self) -> None:
-        self._look_after(min(2 * self._pause, _LONGEST_PAUSE))
 
     def _recover(self) -> None:
         """Note that nothing is left to be read."""

@@ -1,6 +1,7 @@
 """Links on one machine whose receivers map the sender's slots instead of copying payloads.
 
-A frame with a payload is followed by a record of 33 bytes instead of the payload: the slot's key and a flag.
+A frame with a payload is followed by a record of 33 bytes instead of the payload: the slot's key and the kind
+of the record. The handle of a slot on a GPU follows its first record.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
+from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError, undo_on_error
 from weight_update.progress import advancer
 from weight_update.threads import call_in_thread
 from weight_update.transports.distributed.checksum import BLOCK, Checksum, joint_hex
@@ -106,13 +106,11 @@ class PayloadStream:
             return
         calls: list[futures.Future[None]] = []
         try:
-            for number in range(count):
-                calls.append(call_for_connection(work, number))
-            for done in futures.as_completed(calls):
-                done.result()
-        except BaseException:
-            self.close()  # which ends the other threads
-            raise
+            with undo_on_error(self.close):  # which ends the other threads
+                for number in range(count):
+                    calls.append(call_for_connection(work, number))
+                for done in futures.as_completed(calls):
+                    done.result()
         finally:
             futures.wait(calls)  # the memory of the pieces is the caller's again
 
