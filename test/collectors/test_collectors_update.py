@@ -18,7 +18,7 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose, ModuleTransform
-from torchrl.modules import RandomPolicy
+from torchrl.modules import MultiAgentMLP, RandomPolicy
 from torchrl.weight_update import SharedMemWeightSyncScheme as TorchRLScheme
 from update_calls import require_every_call, require_refusals
 
@@ -75,6 +75,31 @@ def test_workers_start_with_the_weights_that_updates_do_not_carry(strategy, afte
     policy.module.shift.fill_(100.0)
     collector.update_policy_weights_()
     assert used(frames) == [after, after]
+
+
+class Agents(nn.Module):
+    """Two agents, each with weights of its own; the action is the sum of what they compute."""
+
+    def __init__(self):
+        super().__init__()
+        options = {"depth": 0, "centralized": False, "share_params": False}
+        self.agents = MultiAgentMLP(n_agent_inputs=2, n_agent_outputs=1, n_agents=2, **options)
+
+    def forward(self, observation):
+        return self.agents(observation.unsqueeze(-2).expand(2, 2)).sum() + 0 * observation
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", pytest.param("state_dict", marks=pytest.mark.slow)])
+def test_agents_with_weights_of_their_own(strategy, made):
+    """The weights are in a TensorDictParams, which TorchRL sends to workers on the meta device."""
+    policy = TensorDictModule(Agents(), in_keys=["observation"], out_keys=["action"])
+    fill(policy, 1.0)
+    collector = made(two_workers, policy, weight_sync_schemes={"policy": SharedMemWeightSyncScheme(strategy)})
+    frames = iter(collector)
+    assert used(frames) == [2.0, 2.0]  # observations are zero, so the biases remain
+    fill(policy, 3.0)
+    collector.update_policy_weights_()
+    assert used(frames) == [6.0, 6.0]
 
 
 @pytest.mark.parametrize(
