@@ -29,6 +29,7 @@ from weight_update import (
     MultiProcessWeightSyncScheme,
     NothingToSendError,
     NoWeightSyncScheme,
+    SchemaMismatchError,
     SharedMemWeightSyncScheme,
     UnknownWorkerError,
     UnsupportedSourceError,
@@ -147,6 +148,19 @@ def test_all_ways_to_call_in_one_process(scheme, made):
     else:
         fill(policy, 80.0)  # the collector has its own copy
         assert used_now() == [51.0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "name"), [(["policy"], "module"), (["policy", "policy.module"], r"\(policy\)\.module")]
+)
+def test_errors_of_one_process_name_weights_as_the_policy_does(ids, name, made):
+    policy = make_policy()
+    collector = made(Collector, Env, policy, frames_per_batch=8, **OPTIONS)
+    layers = policy.module.state_dict()
+    given = {"policy": {"module.layers.0": torch.ones(3)}, "policy.module": layers}
+    with pytest.raises(SchemaMismatchError, match=rf"\n  - {name}\.layers\.1: .*only in the destination"):
+        collector.update_policy_weights_(weights_dict={model_id: given[model_id] for model_id in ids})
+    assert not any(parameter.any() for parameter in policy.parameters())
 
 
 def test_one_process_without_weights(made):
