@@ -272,6 +272,15 @@ def test_policies_without_weights():
     assert collector.policy_version == 0
 
 
+def test_a_policy_that_is_no_module_with_a_scheme_that_sends_nothing(made):
+    policy = RandomPolicy(Env().action_spec)
+    collector = made(two_workers, policy, weight_sync_schemes={"policy": NoWeightSyncScheme()})
+    frames = iter(collector)
+    assert next(frames)["action"].unique().numel() > 1
+    collector.update_policy_weights_()
+    assert next(frames)["policy_version"].max() == 0
+
+
 class Constant(TensorDictModuleBase):
     in_keys = ("observation",)
     out_keys = ("action",)
