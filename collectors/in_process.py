@@ -20,10 +20,19 @@ def apply_all(models: Mapping[str, nn.Module], weights: Mapping[str, Any]) -> No
         UnsupportedSourceError: weights have a type that cannot be read; nothing was written.
     """
     strategy = WeightStrategy("tensordict")
-    names = {model_id: f"model{number}" for number, model_id in enumerate(models)}
-    targets = nn.ModuleDict({names[model_id]: model for model_id, model in models.items()})
-    found = {names[model_id]: strategy.extract_weights(weights[model_id]) for model_id in models}
-    strategy.apply_weights(targets, found)
+    found = {model_id: strategy.extract_weights(weights[model_id]) for model_id in models}
+    if len(models) == 1:
+        ((model_id, model),) = models.items()
+        strategy.apply_weights(model, found[model_id])
+        return
+    targets = nn.Module()
+    targets._modules.update(_in_parentheses(models))  # add_module() refuses a name with a dot
+    strategy.apply_weights(targets, _in_parentheses(found))
+
+
+def _in_parentheses(by_id: Mapping[str, Any]) -> dict[str, Any]:
+    """Put model ids into parentheses, so that no name of a weight is both ``policy.module`` and a model."""
+    return {f"({model_id})": value for model_id, value in by_id.items()}
 
 
 def receive_here(scheme: WeightSyncScheme, model_id: str, source: Any, model: Any) -> WeightSyncScheme:

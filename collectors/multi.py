@@ -381,8 +381,10 @@ def _unhidden() -> Iterator[None]:
 
 def _needs_first_weights(policy: Any, schemes: Mapping[str, WeightSyncScheme]) -> bool:
     """Return whether there are schemes, but none that sends a policy as a whole."""
-    if not isinstance(policy, nn.Module) or not schemes:
+    if policy is None or not schemes:
         return False
+    if not isinstance(policy, nn.Module):  # TorchRL takes the weights out of a module only
+        return True
     scheme = real(schemes).get("policy")
     return scheme is None or not _sends_all(scheme.strategy, policy)
 

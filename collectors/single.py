@@ -45,6 +45,8 @@ from weight_update import (
     WeightSyncScheme,
 )
 
+_EXIT_SECONDS = 10.0  # an environment may hang
+
 
 class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice):
     """TorchRL's ``Collector``, whose data has the exact version of the policy that made each frame.
@@ -333,6 +335,17 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         return dict.fromkeys(models, report) if request.several else report
 
     # -- end ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Collect in a thread, as in TorchRL.
+
+        When the interpreter exits, it ends: PyTorch aborts a process whose threads run until then.
+        """
+        super().start()
+        self._end_later()
+
+    def _end_at_exit(self) -> None:
+        self.shutdown(timeout=_EXIT_SECONDS, raise_on_error=False)
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True

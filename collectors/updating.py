@@ -102,6 +102,14 @@ class Updating(Observed):
         schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
         close_all(*(scheme.shutdown for scheme in schemes), self._end_observers)
 
+    def _end_later(self) -> None:
+        """Have this collector shut down when the interpreter exits, if it was not before."""
+        _live.add(self)
+
+    def _end_at_exit(self) -> None:
+        collector: Any = self
+        collector.shutdown()
+
 
 class WithWorkers(Updating):
     """A mixin for collectors whose models are in other processes; it ends these at exit."""
@@ -117,7 +125,7 @@ class WithWorkers(Updating):
         self._receivers = {}
         require_unused(schemes)
         group_once(schemes.values())
-        _live.add(self)
+        self._end_later()
 
     def _watch(self, schemes: Iterable[WeightSyncScheme]) -> None:
         """Have schemes ask :meth:`_worker_alive`."""
@@ -148,17 +156,13 @@ class WithWorkers(Updating):
     def _disown(self) -> None:
         _live.discard(self)
 
-    def _end_at_exit(self) -> None:
-        collector: Any = self
-        collector.shutdown()
 
-
-_live: weakref.WeakSet[WithWorkers] = weakref.WeakSet()
+_live: weakref.WeakSet[Updating] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_all() -> None:
-    """Shut down all collectors before ``multiprocessing`` waits for their workers at exit."""
+    """Shut down collectors before ``multiprocessing`` waits for workers, and before threads are lost."""
     close_all(*(collector._end_at_exit for collector in list(_live)))
 
 

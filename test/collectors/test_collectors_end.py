@@ -365,6 +365,35 @@ def test_an_interpreter_exits_without_shutdown(end, tmp_path):
     assert time.monotonic() - start < 90
 
 
+STARTED = """
+    import sys, time
+    sys.path.insert(0, {here!r})
+    from collector_parts import OPTIONS, Env, make_policy
+    from torchrl.data import LazyTensorStorage, ReplayBuffer
+    from collectors import Collector
+
+    frames = ReplayBuffer(storage=LazyTensorStorage(1000))
+    collector = Collector(
+        Env, make_policy(), frames_per_batch=8, total_frames=-1, replay_buffer=frames, **OPTIONS
+    )
+    collector.start()
+    while frames.write_count < 100:
+        time.sleep(0.01)
+    {end}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "code"), [("pass", 0), ("raise KeyError('on purpose')", 1)])
+def test_an_interpreter_exits_while_a_thread_collects(end, code, tmp_path):
+    """PyTorch aborts a process (SIGABRT) in which its threads run to the end of the interpreter."""
+    program = tmp_path / "started.py"
+    program.write_text(textwrap.dedent(STARTED).format(here=str(Path(__file__).parent), end=end))
+    done = run_python(program, timeout=90.0)
+    assert done.returncode == code, done.stderr
+    assert ("Traceback" in done.stderr) == ("on purpose" in done.stderr) == (end != "pass")
+
+
 def test_without_torchrl_the_error_names_the_extra():
     program = "import sys; sys.modules['torchrl'] = None; import collectors"
     done = subprocess.run(

@@ -18,7 +18,7 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose, ModuleTransform
-from torchrl.modules import RandomPolicy
+from torchrl.modules import MultiAgentMLP, RandomPolicy
 from torchrl.weight_update import SharedMemWeightSyncScheme as TorchRLScheme
 from update_calls import require_every_call, require_refusals
 
@@ -29,6 +29,7 @@ from weight_update import (
     MultiProcessWeightSyncScheme,
     NothingToSendError,
     NoWeightSyncScheme,
+    SchemaMismatchError,
     SharedMemWeightSyncScheme,
     UnknownWorkerError,
     UnsupportedSourceError,
@@ -77,6 +78,31 @@ def test_workers_start_with_the_weights_that_updates_do_not_carry(strategy, afte
     assert used(frames) == [after, after]
 
 
+class Agents(nn.Module):
+    """Two agents, each with weights of its own; the action is the sum of what they compute."""
+
+    def __init__(self):
+        super().__init__()
+        options = {"depth": 0, "centralized": False, "share_params": False}
+        self.agents = MultiAgentMLP(n_agent_inputs=2, n_agent_outputs=1, n_agents=2, **options)
+
+    def forward(self, observation):
+        return self.agents(observation.unsqueeze(-2).expand(2, 2)).sum() + 0 * observation
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", pytest.param("state_dict", marks=pytest.mark.slow)])
+def test_agents_with_weights_of_their_own(strategy, made):
+    """The weights are in a TensorDictParams, which TorchRL sends to workers on the meta device."""
+    policy = TensorDictModule(Agents(), in_keys=["observation"], out_keys=["action"])
+    fill(policy, 1.0)
+    collector = made(two_workers, policy, weight_sync_schemes={"policy": SharedMemWeightSyncScheme(strategy)})
+    frames = iter(collector)
+    assert used(frames) == [2.0, 2.0]  # observations are zero, so the biases remain
+    fill(policy, 3.0)
+    collector.update_policy_weights_()
+    assert used(frames) == [6.0, 6.0]
+
+
 @pytest.mark.parametrize(
     "scheme", [None, MultiProcessWeightSyncScheme("state_dict")], ids=["default", "queues"]
 )
@@ -122,6 +148,19 @@ def test_all_ways_to_call_in_one_process(scheme, made):
     else:
         fill(policy, 80.0)  # the collector has its own copy
         assert used_now() == [51.0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "name"), [(["policy"], "module"), (["policy", "policy.module"], r"\(policy\)\.module")]
+)
+def test_errors_of_one_process_name_weights_as_the_policy_does(ids, name, made):
+    policy = make_policy()
+    collector = made(Collector, Env, policy, frames_per_batch=8, **OPTIONS)
+    layers = policy.module.state_dict()
+    given = {"policy": {"module.layers.0": torch.ones(3)}, "policy.module": layers}
+    with pytest.raises(SchemaMismatchError, match=rf"\n  - {name}\.layers\.1: .*only in the destination"):
+        collector.update_policy_weights_(weights_dict={model_id: given[model_id] for model_id in ids})
+    assert not any(parameter.any() for parameter in policy.parameters())
 
 
 def test_one_process_without_weights(made):
@@ -231,6 +270,15 @@ def test_policies_without_weights():
         finally:
             collector.shutdown()
     assert collector.policy_version == 0
+
+
+def test_a_policy_that_is_no_module_with_a_scheme_that_sends_nothing(made):
+    policy = RandomPolicy(Env().action_spec)
+    collector = made(two_workers, policy, weight_sync_schemes={"policy": NoWeightSyncScheme()})
+    frames = iter(collector)
+    assert next(frames)["action"].unique().numel() > 1
+    collector.update_policy_weights_()
+    assert next(frames)["policy_version"].max() == 0
 
 
 class Constant(TensorDictModuleBase):

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, TensorDictParams
 from torch import nn
 
 from weight_update.arguments import require_instance
@@ -60,6 +60,7 @@ class Binding:
         require_writable(destination)
         self._read = read
         self.destination = destination
+        _rejoin(destination)
         is_module = isinstance(destination, nn.Module) and not isinstance(destination, TensorDictBase)
         places = self._module_places(destination) if is_module else _places(destination)
         self._places: dict[str, tuple[Any, str]] = dict(places)
@@ -250,6 +251,7 @@ class Binding:
                     fresh = nn.Parameter(value, target.requires_grad) if parameter else value.detach()
                     made[id(target)] = fresh
                 owner[key] = made[id(target)]
+        _rejoin(self.destination)
         self._find_devices()
 
     def _module_places(self, module: nn.Module) -> Iterator[_Place]:
@@ -272,6 +274,30 @@ class Binding:
                     "can be read but not written; make it a buffer, or use 'tensordict' and select="
                 )
             yield name, places[name]
+
+
+def _rejoin(destination: Any) -> None:
+    """Put the parameters and buffers of each ``TensorDictParams`` into its TensorDict, where they differ.
+
+    A forward pass computes with the TensorDict, and weights are written into the parameters and buffers.
+    ``TensorDict.to_module`` replaces only the former: TorchRL sends workers a policy whose TensorDicts are on
+    the meta device.
+    """
+    if not isinstance(destination, nn.Module) or isinstance(destination, TensorDictBase):
+        return
+    for part in destination.modules():
+        if not isinstance(part, TensorDictParams):
+            continue
+        members = {**part._parameters, **part._buffers}
+        leaves = {key_name(key, part): value for key, value in part.items(True, True)}
+        if any(members.get(name, value) is not value for name, value in leaves.items()):
+            whole = part.named_apply(
+                lambda key, value, members=members, part=part: members.get(key_name(key, part), value),
+                nested_keys=True,
+                device=None,  # its device is that of the old tensors
+                propagate_lock=True,
+            )
+            whole.to_module(part, preserve_module_state=False)
 
 
 def count_writes(targets: Sequence[torch.Tensor]) -> None:

@@ -40,6 +40,21 @@ def as_shape(strategy: WeightStrategy, model: nn.Module, shape: str) -> Any:
     return nested
 
 
+class Functional(nn.Module):
+    """A network that keeps its weights in a TensorDictParams, as TorchRL's multi-agent networks do."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.weights = TensorDictParams(TensorDict.from_module(net))
+        self.__dict__["net"] = net  # not registered
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        net = self.__dict__["net"]
+        with self.weights.to_module(net, preserve_module_state=False):
+            output: torch.Tensor = net(x)
+        return output
+
+
 class StrategyContract:
     """Tests of one strategy; subclass it and write :meth:`make_strategy`."""
 
@@ -131,6 +146,19 @@ class StrategyContract:
             target = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         strategy.apply_weights(target, mlp(1), inplace=inplace)
         assert fingerprint(target, strategy) == fingerprint(mlp(1), strategy)
+
+    @pytest.mark.parametrize("inplace", [True, False])
+    def test_tensordict_params_on_meta(self, inplace: bool) -> None:
+        """A forward pass computes with the TensorDict of a TensorDictParams, so that is written, too."""
+        source, target = mlp(1), Functional(mlp(2).to("meta"))
+        self.make_strategy().apply_weights(target, Functional(source), inplace=inplace)
+        assert fingerprint(target.weights) == fingerprint(source)
+        assert torch.equal(target(torch.ones(4)), source(torch.ones(4)))
+        assert target.weights["0", "weight"] is target.weights.get_parameter("0.weight")
+        split = Functional(mlp(3))  # TensorDict.to_module replaces only the TensorDict
+        split.weights.data.to("meta").to_module(split.weights, preserve_module_state=False)
+        self.make_strategy().apply_weights(split, Functional(source), inplace=inplace)
+        assert torch.equal(split(torch.ones(4)), source(torch.ones(4)))
 
     @pytest.mark.parametrize("destination", SHAPES)
     @pytest.mark.parametrize("inplace", [True, False])
