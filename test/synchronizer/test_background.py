@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sync_parts import (
@@ -25,17 +26,19 @@ from sync_parts import (
 from torch import nn
 
 from weight_update import ExplorerClient, LifecycleError, Synchronizer, SyncMethod, SyncStyle, TrainerClient
-from weight_update.synchronizer import checkpoint
+from weight_update.synchronizer import checkpoint, transfer
 
 ASYNC = SyncStyle.FULLY_ASYNC
 
 
 @contextmanager
-def background(directory: Path) -> Iterator[tuple[TrainerClient, nn.Module, ExplorerClient, nn.Module]]:
+def background(
+    directory: Path, method: SyncMethod = SyncMethod.CHECKPOINT
+) -> Iterator[tuple[TrainerClient, nn.Module, ExplorerClient, nn.Module]]:
     """Yield a trainer and an explorer with files; version 0 is in force in both."""
     source, model = model_at(0), model_at(-1)
     with (
-        Synchronizer(SyncMethod.CHECKPOINT, ASYNC, directory=directory, max_staleness=50) as where,
+        Synchronizer(method, ASYNC, directory=directory, max_staleness=50) as where,
         TrainerClient(where, source) as trainer,
         ExplorerClient(where, model) as explorer,
     ):
@@ -48,6 +51,43 @@ def publish(trainer: TrainerClient, source: nn.Module) -> None:
     trainer.step += 1
     set_to(source, trainer.step)
     assert "reason" not in trainer.blocking.sync_weight()
+
+
+def require_exact_version(explorer: ExplorerClient, model: nn.Module, version: int) -> None:
+    """Fail unless, from the update to ``version`` on, a hold sees the version of the weights."""
+    seen = 0
+    while seen < version:
+        with explorer.blocking.hold():
+            explorer.blocking.need_sync()
+            seen = int(step_of(model))
+            assert explorer.version == seen
+        time.sleep(0.001)
+
+
+def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with a pause at its end."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        time.sleep(0.5)
+        return result
+
+    return call
+
+
+@pytest.mark.parametrize("method", [SyncMethod.MEMORY, SyncMethod.CHECKPOINT])
+def test_inside_hold_the_version_is_that_of_the_weights(
+    method: SyncMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer.Publisher, "send", delayed(transfer.Publisher.send))
+    monkeypatch.setattr(
+        checkpoint.CheckpointExplorer, "_apply", delayed(checkpoint.CheckpointExplorer._apply)
+    )
+    with background(tmp_path, method) as (trainer, source, explorer, model):
+        publishing = threading.Thread(target=publish, args=(trainer, source))
+        publishing.start()
+        require_exact_version(explorer, model, 1)
+        publishing.join()
 
 
 def followers() -> list[threading.Thread]:

@@ -17,7 +17,7 @@ from weight_update.engines.base import InferenceEngine
 from weight_update.errors import CorruptCheckpointError, UnsupportedSourceError
 from weight_update.receiver.gate import Gate
 from weight_update.report import SyncReport
-from weight_update.strategy.named_weights import from_items
+from weight_update.strategy.named_weights import NamedWeights, from_items
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import ExplorerMethod, StoringTrainer
 from weight_update.synchronizer.plan import SyncPlan, SyncStyle
@@ -124,27 +124,30 @@ class CheckpointExplorer(ExplorerMethod):
                 newest = self._store.latest()
                 for candidate in dict.fromkeys([version, -1 if newest is None else newest.version]):
                     if candidate > (-1 if client.version is None else client.version):
-                        manifest = self._apply(candidate, client.closed)
+                        manifest = self._apply(candidate, client)
                         if manifest is not None:
-                            client.advance_to(candidate)
                             self._step = manifest.step
                             return candidate, self._step, ""
             except (OSError, CorruptCheckpointError) as error:
                 return None, 0, str(error)
             return None, 0, f"version {version} cannot be read, and there is no other that is newer"
 
-    def _apply(self, version: int, closed: threading.Event) -> Manifest | None:
+    def _apply(self, version: int, client: ClientBase) -> Manifest | None:
         """Put a version into the model between forward passes; return its manifest, None if unreadable."""
+
+        def put(weights: NamedWeights) -> None:
+            self._strategy.apply_weights(self._model, weights)
+            client.advance_to(version)  # before a forward pass, or a hold, sees the weights
+
         manifest = self._store.manifest(version)
         if manifest is None:
             return None
         try:
             with self._store.reading(version) as found:
                 if self._store.manifest(version) != manifest:  # it was replaced meanwhile
-                    return self._apply(version, closed)
+                    return self._apply(version, client)
                 weights = from_items(iter(found.items()))
-                put = self._strategy.apply_weights
-                self.gate.run(lambda: put(self._model, weights), self._timeout, closed.is_set)
+                self.gate.run(lambda: put(weights), self._timeout, client.closed.is_set)
         except (CorruptCheckpointError, FileNotFoundError) as error:
             _log.warning("checkpoint %d is not used: %s", version, error)
             return None

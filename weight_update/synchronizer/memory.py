@@ -30,6 +30,7 @@ from weight_update.transports.socket_stream import deadline_of
 from weight_update.wire.schema import WeightSchema
 
 _log = logging.getLogger(__name__)
+_LOOK_SECONDS = 0.05
 _SYNCHRONIZER = 0
 """The synchronizer's id among the subscribers of the trainer."""
 
@@ -160,6 +161,21 @@ class MemoryService(Service):
             self._record(publisher.endpoint, transfer.version, newest.version, newest.step)
             self.machine.published(newest.version, newest.step)
         return newest.version, transfer
+
+    def explorer_needs(self, session: str, step: int, held: Held) -> Reply:
+        while self._being_recorded(held):  # the send that brought this update is about to record its version
+            if self._delivering.acquire(timeout=_LOOK_SECONDS):
+                self._delivering.release()
+                break  # it failed, unless it has recorded the version
+        return super().explorer_needs(session, step, held)
+
+    def _being_recorded(self, held: Held) -> bool:
+        """Return whether an explorer has an update of the present publisher without a recorded version."""
+        with self.changed:
+            publisher = self._publisher
+            if held is None or publisher is None or held[0] != key_of(publisher.endpoint):
+                return False
+            return self._version_of(*held) is None
 
     def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
         deadline = deadline_of(timeout)
