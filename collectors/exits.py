@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import signal
 import time
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
+from collectors.torchrl_names import main_of_worker
+
 _REAP_SECONDS = 5.0
+_MOST_TEXT = 20_000  # characters, which a pipe keeps until they are read
 _CAUSES = {-one.value: one.name for one in signal.Signals}  # by exit code
 _CAUSES[-signal.SIGKILL] += ", often the kernel when memory ran out"
 _CAUSES[1] = "probably an exception; see its output"
 
 
-def describe_exit(process: Any) -> str:
-    """Return "has ended" with the exit code of a process, and its cause: an exception or a signal by name."""
+def describe_exit(process: Any, error: str = "") -> str:
+    """Return "has ended" with the exit code of a process and its cause: ``error``, or a signal by name."""
     code = process.exitcode
+    if error:
+        return f"has ended (exit code {code}):\n{error}"
     cause = _CAUSES.get(code)
     return f"has ended (exit code {code}{f', {cause}' if cause else ''})"
+
+
+def run_worker(**arguments: Any) -> None:
+    """Run a worker of TorchRL's ``MultiCollector``; send the exception that ends it to the collector."""
+    try:
+        main_of_worker(**arguments)
+    except Exception:
+        text, half = traceback.format_exc().rstrip(), _MOST_TEXT // 2
+        if len(text) > _MOST_TEXT:
+            text = f"{text[:half]}\n[...]\n{text[-half:]}"
+        with contextlib.suppress(OSError):  # the collector may be gone
+            arguments["pipe_child"].send({"error": True, "traceback": text})
+        raise
+
+
+def error_in(message: Any) -> str:
+    """Return the traceback in a message of a worker; empty if it is another message."""
+    return str(message["traceback"]) if isinstance(message, Mapping) and message.get("error") else ""
+
+
+def read_error(pipe: Any) -> str:
+    """Return the traceback that a worker which has ended has sent; empty if there is none."""
+    error = ""
+    with contextlib.suppress(EOFError, OSError):
+        while not error and pipe.poll(0):
+            message = pipe.recv_bytes()
+            with contextlib.suppress(Exception):  # tensors that are gone with the worker
+                error = error_in(pickle.loads(message))
+    return error
 
 
 def await_all(processes: Iterable[Any], seconds: float) -> None:

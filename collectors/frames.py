@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from collectors.closing import ENDED
-from collectors.exits import await_all, await_any, describe_exit
+from collectors.exits import await_all, await_any, describe_exit, error_in, read_error
 from collectors.substitute import Substitute
 from weight_update import LifecycleError, SyncTimeoutError, WorkerError
 
@@ -149,12 +149,14 @@ class BatchQueue(Substitute):
     Args:
         batches: the queue.
         processes: processes of the workers, by index.
+        pipes: pipes to the workers, by index.
         in_rounds: whether each worker delivers one batch before any delivers a second one.
         frames_timeout: seconds that the collector waits for batches while a worker delivers none.
         may_lose: whether to go on with the other workers when one is lost.
 
     Attributes:
         lost: reasons why workers were lost, by worker index.
+        errors: tracebacks of exceptions that ended workers, by worker index.
         buffers: memory of each worker's batches if they come in rounds; None before its first batch.
         frames_timeout: the argument.
     """
@@ -163,6 +165,7 @@ class BatchQueue(Substitute):
         self,
         batches: Any,
         processes: Sequence[Any],
+        pipes: Sequence[Any],
         *,
         in_rounds: bool,
         frames_timeout: float,
@@ -171,7 +174,8 @@ class BatchQueue(Substitute):
         super().__init__(batches)
         self.lost: dict[int, str] = {}
         self.buffers: list[Any] = [None] * len(processes)
-        self._processes = processes
+        self.errors: dict[int, str] = {}
+        self._processes, self._pipes = processes, pipes
         self._reader = _Reader(batches)
         self._in_rounds, self._may_lose = in_rounds, may_lose
         self.frames_timeout: float = frames_timeout
@@ -236,7 +240,7 @@ class BatchQueue(Substitute):
             WorkerError: a worker has ended, or no worker is left.
             WorkersLateError: workers are late.
         """
-        gone = {idx: describe_exit(one) for idx, one in self._left() if not one.is_alive()}
+        gone = {idx: self._exit_of(idx) for idx, one in self._left() if not one.is_alive()}
         if gone and not self._may_lose:
             raise WorkerError(_describe(gone))
         if self._reader.stuck or not self._may_lose:  # the worker whose batch cannot be read is unknown
@@ -249,19 +253,24 @@ class BatchQueue(Substitute):
             self._processes[idx].kill()
             self._processes[idx].join(_EXIT_SECONDS)
         for idx, why in gone.items():
-            _log.warning("worker %d %s; collection goes on without it", idx, why)
+            _log.warning("collection goes on without worker %d, which %s", idx, why)
             self.lost[idx] = why
             self._waits.end(idx)
             self._unread.add(idx)
         if not self._left():
-            raise WorkerError(f"no worker is left: {_describe(self.lost)}")
+            raise WorkerError(f"no worker is left:\n{_describe(self.lost)}")
 
     def gone(self, worker: int, seconds: float = 0.0) -> str | None:
         """Return the reason why a worker is gone or ends within ``seconds``; None if it is alive."""
         await_all([self._processes[worker]], seconds)
-        ended = None if self._processes[worker].is_alive() else describe_exit(self._processes[worker])
+        ended = None if self._processes[worker].is_alive() else self._exit_of(worker)
         why = self.lost.get(worker, ended)
         return None if why is None else f"worker {worker} {why}"
+
+    def _exit_of(self, worker: int) -> str:
+        if worker not in self.errors:
+            self.errors[worker] = read_error(self._pipes[worker])
+        return describe_exit(self._processes[worker], self.errors[worker])
 
     def close(self) -> None:
         """Close the queue."""
@@ -371,9 +380,13 @@ class ControlPipe(Substitute):
         """Return the next answer; raise WorkerError if the worker is gone."""
         self._answers -= 1
         try:
-            return self._original.recv()
+            answer = self._original.recv()
         except (EOFError, OSError) as error:
             raise self._error() from error
+        if failed := error_in(answer):
+            self._batches.errors[self._worker] = failed
+            raise self._error()
+        return answer
 
     def _drop_answers(self) -> None:
         deadline = time.monotonic() + self._batches.frames_timeout
@@ -423,4 +436,4 @@ class WorkerProcess(Substitute):
 
 
 def _describe(gone: dict[int, str]) -> str:
-    return "; ".join(f"worker {idx} {why}" for idx, why in gone.items())
+    return "\n".join(f"worker {idx} {why}" for idx, why in gone.items())

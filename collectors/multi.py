@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from collectors.closing import close_all
+from collectors.exits import read_error, run_worker
 from collectors.frames import (
     FRAMES_TIMEOUT,
     BatchQueue,
@@ -25,7 +27,7 @@ from collectors.frames import (
 from collectors.locks import WithProcessLock
 from collectors.requests import Request, find_model, real, require_one_each, require_workers
 from collectors.single import Collector
-from collectors.torchrl_names import MultiCollectorMeta
+from collectors.torchrl_names import MultiCollectorMeta, main_of_worker, multi_base
 from collectors.updating import WithWorkers
 from collectors.versions import (
     KEY,
@@ -41,11 +43,14 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncReport,
+    TransportError,
     WeightStrategy,
     WeightSyncError,
     WeightSyncScheme,
     WorkerError,
 )
+
+_EXIT_SECONDS = 1.0  # of a worker that has left its scheme
 
 
 class _Choice(MultiCollectorMeta):
@@ -194,6 +199,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
 
     def _run_processes(self) -> None:
         self._watch((self._weight_sync_schemes or {}).values())
+        multi_base._main_async_collector = run_worker
         try:
             with ExitStack() as stack:
                 for scheme in real(self._receivers).values():  # what comes meanwhile would miss the workers
@@ -206,12 +212,15 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             if not errors:
                 raise
             raise WorkerError(f"workers could not start:\n{errors}") from error
+        finally:
+            multi_base._main_async_collector = main_of_worker
 
     def _watch_workers(self) -> None:
         """Replace the queue of batches by a :class:`BatchQueue`."""
         self.queue_out = batches = BatchQueue(
             self.queue_out,
             self.procs,
+            self.pipes,
             in_rounds=isinstance(self, MultiSyncCollector),
             frames_timeout=self._frames_timeout,
             may_lose=self._may_lose,
@@ -264,7 +273,11 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         self, schemes: Mapping[str, WeightSyncScheme], request: Request
     ) -> SyncReport | dict[str, SyncReport]:
         if not self._may_lose:
-            return super()._send(schemes, request)
+            try:
+                return super()._send(schemes, request)
+            except SyncFailedError as error:
+                self._add_exits(error)
+                raise
         to_all = request.several and request.worker_ids is None
         left = [idx for idx in range(self.num_workers) if idx not in self.queue_out.lost]
         try:
@@ -279,6 +292,13 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
                 raise
             return report
 
+    def _add_exits(self, error: SyncFailedError) -> None:
+        """Add notes about failed workers that have ended, or are ending, to an error."""
+        for idx, failure in error.failures.items():
+            exit = self.queue_out.gone(idx, _EXIT_SECONDS) if isinstance(failure, TransportError) else None
+            if exit is not None and sys.version_info >= (3, 11):
+                error.add_note(exit)
+
     def _errors_of_workers(self) -> str:
         """Return the errors of workers that failed before they connected."""
         found = []
@@ -290,12 +310,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
                     "`if __name__ == '__main__':`"
                 )
                 continue
-            try:
-                message = pipe.recv() if pipe.poll(0) else None
-            except (EOFError, OSError):
-                continue
-            if isinstance(message, Mapping) and message.get("error"):
-                found.append(f"worker {idx}: {message['traceback']}")
+            if error := read_error(pipe):
+                found.append(f"worker {idx}: {error}")
         return "\n".join(found)
 
     def _worker_alive(self, worker_idx: int) -> bool:

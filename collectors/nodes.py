@@ -51,7 +51,7 @@ class _Process:
                 self.error = self.error if message == _READY else message
 
     def describe_exit(self) -> str:
-        return describe_exit(self.process)
+        return describe_exit(self.process, self.error)
 
     def terminate(self) -> None:
         self.process.terminate()
@@ -93,7 +93,7 @@ class _Job:
             self.error = str(self.job.exception() or "")
 
     def describe_exit(self) -> str:
-        return f"has ended (job {self.job.job_id})"
+        return f"has ended (job {self.job.job_id})" + (f":\n{self.error}" if self.error else "")
 
     def terminate(self) -> None:
         self.job.cancel(check=False)
@@ -222,7 +222,7 @@ class Nodes:
     def _exit_of(self, idx: int) -> str:
         node = self._nodes[idx]
         node.listen()
-        return f"worker {idx} {node.describe_exit()}" + (f":\n{node.error}" if node.error else "")
+        return f"worker {idx} {node.describe_exit()}"
 
 
 def _run(pipe: Connection, target: Callable[..., None], by_value: bytes, arguments: dict[str, Any]) -> None:

@@ -23,6 +23,8 @@ __all__ = [
     "contextual_backend_error",
     "get_service_backend",
     "join_group",
+    "main_of_worker",
+    "multi_base",
     "normalize_service_backend",
     "require_hooks",
     "tensorpipe_options",
@@ -79,6 +81,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
     ("torchrl.collectors", "MultiCollector"): (
         "_add_collector_outputs_to_fake_td",
         "_closed",
+        "_main_async_collector",
         "_run_processes",
         "_running_free",
         "_setup_multi_policy_version_tracking",
@@ -198,6 +201,7 @@ if not _found:
 try:
     from torchrl._comm import backends
     from torchrl.collectors import Collector, MultiCollector
+    from torchrl.collectors import _multi_base as multi_base
     from torchrl.collectors.distributed import default_configs, generic
 
     contextual_backend_error = backends._contextual_backend_error
@@ -206,6 +210,7 @@ try:
     tensorpipe_options = default_configs.DEFAULT_TENSORPIPE_OPTIONS
     connect_timeout = generic.MAX_TIME_TO_CONNECT
     join_group = generic._node_init_dist
+    main_of_worker = multi_base._main_async_collector
 except (ImportError, AttributeError) as error:
     raise ImportError(_refusal(str(error)), name="torchrl") from error
 

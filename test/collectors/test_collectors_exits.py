@@ -72,7 +72,8 @@ class InterruptedBatches:
 @contextlib.contextmanager
 def queue_of(*processes, batches=None, may_lose=True, frames_timeout=math.inf, in_rounds=False):
     options = {"frames_timeout": frames_timeout, "may_lose": may_lose}
-    made = BatchQueue(batches or GoneBatches(), processes, in_rounds=in_rounds, **options)
+    pipes = [multiprocessing.Pipe()[0] for _ in processes]
+    made = BatchQueue(batches or GoneBatches(), processes, pipes, in_rounds=in_rounds, **options)
     with contextlib.closing(made):
         yield made
 

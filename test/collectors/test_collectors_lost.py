@@ -3,7 +3,9 @@
 import gc
 import logging
 import os
+import re
 import signal
+import sys
 import time
 from functools import partial
 from multiprocessing.queues import Queue
@@ -14,7 +16,7 @@ from marks import slow
 from torchrl.collectors.utils import _TrajectoryPool
 
 from collectors import MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from weight_update import MultiProcessWeightSyncScheme, SyncTimeoutError, WorkerError
+from weight_update import MultiProcessWeightSyncScheme, SyncFailedError, SyncTimeoutError, WorkerError
 from weight_update.testing.processes import freeze, wait_until
 
 
@@ -37,6 +39,33 @@ def test_a_killed_worker_is_named_with_its_exit_code(cls, made):
     collector.procs[1].kill()
     with pytest.raises(WorkerError, match=r"worker 1 has ended \(exit code -9, SIGKILL, often the kernel"):
         read(frames)
+
+
+class Fails(Env):
+    """An environment whose third step raises an error."""
+
+    steps = 0
+
+    def _step(self, tensordict):
+        self.steps += 1
+        if self.steps == 3:
+            raise RuntimeError("the simulator " + "crashed " * 5000)  # more than a pipe keeps of one message
+        return super()._step(tensordict)
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_the_exception_that_ends_a_worker_reaches_every_call(cls, made):
+    collector = made(cls, [Env, Fails], make_policy(), frames_per_batch=8, total_frames=-1, **OPTIONS)
+    trace = r"(?s)worker 1 has ended \(exit code 1\):\nTraceback .*Error: the simulator crashed crashed"
+    with pytest.raises(WorkerError, match=trace):
+        read(collector.iterator())
+    with pytest.raises(WorkerError, match=trace):
+        collector.state_dict()
+    with pytest.raises(SyncFailedError) as caught:
+        collector.update_policy_weights_()
+    assert list(caught.value.failures) == [1]
+    if sys.version_info >= (3, 11):
+        assert re.match(trace, caught.value.__notes__[0])
 
 
 @pytest.mark.parametrize("cls", [MultiSyncCollector, slow(MultiAsyncCollector)])
@@ -85,8 +114,8 @@ def test_collection_goes_on_without_a_killed_worker(caplog, made):
         for _ in range(20):
             require_exact(next(frames))
     assert [one.getMessage() for one in caplog.records] == [
-        "worker 1 has ended (exit code -9, SIGKILL, often the kernel when memory ran out); "
-        "collection goes on without it"
+        "collection goes on without worker 1, which has ended "
+        "(exit code -9, SIGKILL, often the kernel when memory ran out)"
     ]
     for version in (1, 2):
         report = collector.update_policy_weights_(fill(make_policy(), version))
