@@ -443,7 +443,9 @@ def test_bytes_count_for_workers_that_are_there(hire: Any) -> None:
     worker = procs.hire(3, layers(5))
     worker.post("connect")
     send_until_answered(procs.scheme, worker)
-    assert LAYERS * CHUNK <= procs.scheme.send().wire_bytes < 1.1 * LAYERS * CHUNK
+    report = procs.scheme.send()
+    assert LAYERS * CHUNK <= report.wire_bytes < 1.1 * LAYERS * CHUNK
+    assert report.dense_bytes == sum(one.nbytes for one in source.parameters())
 
 
 def test_sends_that_nobody_waits_for(hire: Any) -> None:

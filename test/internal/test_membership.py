@@ -200,6 +200,33 @@ def test_the_index_of_a_late_joiner_of_this_process_that_left() -> None:
             wait_until(lambda: 5 not in table)
 
 
+def test_senders_may_have_no_workers_yet() -> None:
+    with MemoryWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=0)
+        scheme.connect()
+        assert [scheme.send().version, scheme.send(worker_ids=[]).version] == [1, 2]
+
+
+def test_a_worker_that_sends_a_frame_of_the_sender_joins_again() -> None:
+    with SharedMemWeightSyncScheme(timeout=20.0) as scheme, connect_pair(scheme, mlp(1), mlp(2)) as receiver:
+        worker = scheme._sender.table[0]
+        before = worker.connections
+        receiver._receiver.link.send_chunk(WeightChunk(Kind.COMMIT, {"version": 0}), 1.0)
+        wait_until(lambda: worker.joined and worker.connections > before)
+        assert scheme.send().apply_seconds.keys() == {0}
+
+
+def test_one_thread_reads_from_a_worker_after_several_connects() -> None:
+    with SharedMemWeightSyncScheme(timeout=20.0) as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+        for _ in range(2):
+            with pytest.raises(SyncTimeoutError):
+                scheme.connect(timeout=0.1)
+        with connect_pair(scheme, mlp(1), mlp(2)):
+            names = [thread.name for thread in threading.enumerate()]
+            assert names.count("weight_update-worker-0") == 1
+
+
 @pytest.mark.parametrize("is_its_own_cause", [False, True])
 def test_a_worker_comes_back_after_an_unexpected_error(
     monkeypatch: pytest.MonkeyPatch, is_its_own_cause: bool
