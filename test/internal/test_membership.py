@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from engine_parts import Notebook
 from marks import slow
 from pairs import connect_pair
 from torch import nn
@@ -214,6 +216,19 @@ def test_a_worker_that_sends_a_frame_of_the_sender_joins_again() -> None:
         receiver._receiver.link.send_chunk(WeightChunk(Kind.COMMIT, {"version": 0}), 1.0)
         wait_until(lambda: worker.joined and worker.connections > before)
         assert scheme.send().apply_seconds.keys() == {0}
+
+
+def test_an_engine_gets_updates_after_it_joined_again() -> None:
+    source, engine = mlp(1), Notebook()
+    with SharedMemWeightSyncScheme(timeout=20.0) as scheme, connect_pair(scheme, source, engine):
+        worker = scheme._sender.table[0]
+        before = worker.connections
+        worker.link.disconnect()
+        wait_until(lambda: worker.version == 0 and worker.connections > before)
+        scheme.send(mlp(3))
+        assert scheme.worker_versions == {0: 1}
+        for name, value in mlp(3).named_parameters():
+            assert torch.equal(engine.loaded[name], value)
 
 
 def test_one_thread_reads_from_a_worker_after_several_connects() -> None:
