@@ -32,6 +32,7 @@ from weight_update import (
     WeightChunk,
     WeightStrategy,
     WeightSyncScheme,
+    WorkerEvent,
 )
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.sender import joining as joining_module
@@ -41,6 +42,7 @@ from weight_update.sender.sender import Sender
 from weight_update.sender.workers import ReceiverId
 from weight_update.testing import mlp
 from weight_update.testing.late_joiners import join, wait_until_forgotten, wait_until_left
+from weight_update.testing.models import Brittle
 from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import context_of, start_workers
 from weight_update.transports.shared_memory.transport import SharedMemTransport
@@ -229,6 +231,18 @@ def test_an_engine_gets_updates_after_it_joined_again() -> None:
         assert scheme.worker_versions == {0: 1}
         for name, value in mlp(3).named_parameters():
             assert torch.equal(engine.loaded[name], value)
+
+
+def test_a_worker_that_once_failed_may_leave() -> None:
+    source, told = Brittle(1), list[Any]()
+    with SharedMemWeightSyncScheme(timeout=20.0) as scheme:
+        scheme.add_observer(told.append)
+        with connect_pair(scheme, source, Brittle(2)):
+            source.note = "poison"
+            with pytest.raises(SyncFailedError, match="poison refused"):
+                scheme.send()
+        wait_until(lambda: scheme.worker_versions == {0: None})
+        wait_until(lambda: "left" in [one.kind for one in told if isinstance(one, WorkerEvent)])
 
 
 def test_one_thread_reads_from_a_worker_after_several_connects() -> None:
