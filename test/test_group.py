@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import connect_pair, same
 from torch import nn
 
 from weight_update import (
@@ -34,7 +35,7 @@ from weight_update.sender.pipeline import Pipeline
 from weight_update.sender.workers import WorkerState
 from weight_update.testing import Apart, mlp
 from weight_update.testing.processes import wait_until
-from weight_update.wire.frames import WeightChunk
+from weight_update.wire.frames import Kind, WeightChunk
 
 LIMIT, WAIT = 0.3, 20.0
 
@@ -139,6 +140,21 @@ def test_a_failure_to_stage_covers_all_models(models: Models) -> None:
     }
     after = models.models[0, 0].state_dict().values()
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_a_commit_of_another_version_applies_nothing() -> None:
+    model = mlp(2)
+    with SharedMemWeightSyncScheme(timeout=WAIT) as scheme, connect_pair(scheme, mlp(1), model) as receiver:
+        sender = scheme._sender
+        worker = sender.table[0]
+        handle = scheme.stage(mlp(3), None, "step/1")
+        wait_until(lambda: worker.staged == handle.version)
+        before = worker.connections
+        commit = WeightChunk(Kind.COMMIT, {"version": handle.version + 1})
+        sender._delivery.broadcast([worker], commit)
+        wait_until(lambda: worker.connections > before and worker.version == 0)
+        assert receiver.version == 0
+        assert same(mlp(1), model)
 
 
 @pytest.mark.parametrize("grouped", [False, True])

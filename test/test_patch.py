@@ -250,12 +250,13 @@ def test_a_busy_worker_gets_all_that_it_missed(yard: Yard, missed: int) -> None:
     same(procs, source)
 
 
-def test_many_small_versions_keep_few_buffers(yard: Yard) -> None:
+@pytest.mark.parametrize(("share", "sent"), [(0.0, "patch"), (0.85, "bucket")])  # a patch would be larger
+def test_many_versions_keep_few_buffers(yard: Yard, share: float, sent: str) -> None:
     source = net(1)
     procs = yard.procs(source, [net(2)])
     for step in range(50):
-        poke(source, step)
-        procs.scheme.send()
+        poke(source, step, share)
+        assert procs.scheme.send().encoding == sent
     assert procs.scheme._sender is not None
     assert len(procs.scheme._sender._pool._slots) < 15
     same(procs, source)

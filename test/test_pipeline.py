@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from marks import quick_for, slow
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import (
@@ -184,6 +185,23 @@ def test_what_a_conversion_raises_stops_both_ends(hire: Any, kind: str, fails_at
     report = procs.scheme.send()
     assert procs.ask("fingerprint") == [doubled(source)]
     assert procs.scheme.worker_versions == {0: report.version}
+
+
+def test_an_error_of_a_conversion_is_raised_though_the_worker_left_before() -> None:
+    leaving: list[WeightSyncScheme] = []
+
+    def convert(items: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for item in items:
+            yield item
+            if leaving:
+                leaving.pop().shutdown()
+                wait_until(lambda: scheme.worker_versions == {0: None})
+                raise ZeroDivisionError
+
+    with MemoryWeightSyncScheme(strategy(convert=convert), timeout=20.0) as scheme:
+        leaving.append(connect_pair(scheme, layers(), layers(5)))
+        with pytest.raises(ZeroDivisionError):
+            scheme.send()
 
 
 @pytest.mark.parametrize("kind", ["memory", slow("distributed, several hosts")])
@@ -443,7 +461,9 @@ def test_bytes_count_for_workers_that_are_there(hire: Any) -> None:
     worker = procs.hire(3, layers(5))
     worker.post("connect")
     send_until_answered(procs.scheme, worker)
-    assert LAYERS * CHUNK <= procs.scheme.send().wire_bytes < 1.1 * LAYERS * CHUNK
+    report = procs.scheme.send()
+    assert LAYERS * CHUNK <= report.wire_bytes < 1.1 * LAYERS * CHUNK
+    assert report.dense_bytes == sum(one.nbytes for one in source.parameters())
 
 
 def test_sends_that_nobody_waits_for(hire: Any) -> None:

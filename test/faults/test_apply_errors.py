@@ -154,6 +154,21 @@ def test_an_error_is_not_lost_behind_newer_sends(kind, procs: Processes) -> None
     scheme.send(numbered(model, 5))
 
 
+def test_each_error_of_asynchronous_sends_is_raised(kind, procs: Processes) -> None:
+    scheme, (_, fussy) = start_two(kind, procs, sync=False)
+    model = Fussy()
+    fussy.call(hold)
+    for _ in range(2):
+        scheme.send(numbered(model, 2))
+    fussy.call(let_go)
+    assert eventually(lambda: len(scheme._sender.table[1].failures) == 2)
+    for version in 1, 2:
+        with pytest.raises(SyncFailedError, match="not welcome") as caught:
+            scheme.send(numbered(model, 3))
+        assert caught.value.report.version == version
+    scheme.send(numbered(model, 4))
+
+
 def test_a_handle_raises_what_happened(kind, procs: Processes) -> None:
     scheme, (_, fussy) = start_two(kind, procs)
     model = Fussy()

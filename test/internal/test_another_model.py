@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from engine_parts import Notebook
 from pairs import PATHS, add_one, connect_pair, same
 from torch import nn
 
@@ -70,6 +71,17 @@ def test_a_model_that_does_not_fit_is_not_taken(join: Join) -> None:
         receiver.model = other
     assert receiver.model is target
     assert not other._forward_pre_hooks
+    add_one(source)
+    sender.send()
+    assert same(source, target)
+
+
+def test_an_engine_does_not_replace_a_model(join: Join) -> None:
+    source, target = net(), net()
+    sender, receiver = join(source, target)
+    with pytest.raises(LifecycleError, match="create a receiver for the new engine"):
+        receiver.model = Notebook()
+    assert receiver.model is target
     add_one(source)
     sender.send()
     assert same(source, target)

@@ -8,15 +8,19 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 from faults_tools import Processes, Stripes, Worker, eventually, fill, leave
 from marks import random_interrupts
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
+from weight_update.sender.buffers import ChunkWindow
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import WorkerState
+from weight_update.wire.frames import Kind, WeightChunk
 
 # The other method has its alarm on the timer that sends signals here.
 pytestmark = [pytest.mark.timeout(120, method="thread"), random_interrupts]
@@ -93,3 +97,30 @@ def test_an_answer_that_a_thread_takes_just_before_the_caller() -> None:
         sender.reader.read(sender.table.known([0, 1]), done, start + PROMPT)
         assert asked == {0, 1}
         assert time.monotonic() - start < PROMPT / 2
+
+
+TIMES = {"apply_seconds": 0.0, "stall_seconds": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [(Kind.TAKEN, {"index": 9}), (Kind.STAGED, {}), (Kind.APPLIED, TIMES)],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_late_answer_to_an_earlier_version_frees_no_chunk(kind: Kind, fields: dict[str, Any]) -> None:
+    """The memory of a chunk is written again once every worker has read it."""
+    scheme = SharedMemWeightSyncScheme(timeout=PROMPT)
+    with scheme, connect_pair(scheme, nn.Linear(2, 2), nn.Linear(2, 2)):
+        sender = scheme._require_sender().sender
+        assert isinstance(sender, Sender)
+        worker, slot = sender.table[0], sender._pool.take(64)
+        window = ChunkWindow(5, 1, 0.0, sender.table.changed)
+        with sender.table.lock:
+            window.add(0, slot, [0])
+            worker.window = window
+            sender._answers._handle(worker, WeightChunk(kind, {"version": 4, **fields}))
+            assert worker.window is window
+            assert (window.await_room(), slot.users) == ([0], 1)
+            sender._answers._handle(worker, WeightChunk(kind, {"version": 5, **fields}))
+            assert (window.await_room(), slot.users) == ([], 0)
+            worker.leave_window(reading=False)

@@ -329,6 +329,16 @@ def test_shutdown_while_a_payload_is_opened_logs_nothing(
     assert caplog.messages == []
 
 
+def test_a_receiver_that_was_shut_down_leaves_no_hooks_on_its_model() -> None:
+    model = nn.Linear(2, 2)
+    with MemoryWeightSyncScheme() as scheme:
+        with connect_pair(scheme, nn.Linear(2, 2), model):
+            assert model._forward_pre_hooks
+            assert model._forward_hooks
+        assert not model._forward_pre_hooks
+        assert not model._forward_hooks
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("owner", "method"),

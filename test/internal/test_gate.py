@@ -86,6 +86,18 @@ def test_nesting_counts() -> None:
     assert done == [1]
 
 
+def test_sections_may_end_in_another_order_than_they_began() -> None:
+    gate, done = Gate(), []
+    outer = gate.enter()
+    gate.enter()
+    gate.leave(outer)
+    with pytest.raises(LifecycleError, match="inside hold"):
+        gate.run(lambda: done.append(1))
+    gate.leave()  # the inner one
+    gate.run(lambda: done.append(2), timeout=1.0)
+    assert done == [2]
+
+
 def test_threads_that_overlap_without_pause_do_not_starve_an_update() -> None:
     gate = Gate()
 
@@ -214,6 +226,18 @@ def test_a_forward_pass_that_raises_leaves_the_gate() -> None:
     done: list[int] = []
     gate.run(lambda: done.append(1), timeout=1.0)
     assert done == [1]
+
+
+def test_a_forward_pass_inside_hold_does_not_end_it() -> None:
+    gate, module = Gate(), nn.Linear(2, 2)
+    gate.guard(module)
+    done: list[int] = []
+    with gate.hold():
+        module(torch.ones(1, 2))
+        with pytest.raises(LifecycleError, match="inside hold"):
+            gate.run(lambda: done.append(1))
+    gate.run(lambda: done.append(2), timeout=1.0)
+    assert done == [2]
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from engine_parts import Notebook
 from marks import slow
 from pairs import connect_pair
 from torch import nn
@@ -30,6 +32,7 @@ from weight_update import (
     WeightChunk,
     WeightStrategy,
     WeightSyncScheme,
+    WorkerEvent,
 )
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.sender import joining as joining_module
@@ -39,6 +42,7 @@ from weight_update.sender.sender import Sender
 from weight_update.sender.workers import ReceiverId
 from weight_update.testing import mlp
 from weight_update.testing.late_joiners import join, wait_until_forgotten, wait_until_left
+from weight_update.testing.models import Brittle
 from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import context_of, start_workers
 from weight_update.transports.shared_memory.transport import SharedMemTransport
@@ -198,6 +202,58 @@ def test_the_index_of_a_late_joiner_of_this_process_that_left() -> None:
                 receiver.connect()
                 assert scheme.send().version == version
             wait_until(lambda: 5 not in table)
+
+
+def test_senders_may_have_no_workers_yet() -> None:
+    with MemoryWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=0)
+        scheme.connect()
+        assert [scheme.send().version, scheme.send(worker_ids=[]).version] == [1, 2]
+
+
+def test_a_worker_that_sends_a_frame_of_the_sender_joins_again() -> None:
+    with SharedMemWeightSyncScheme(timeout=20.0) as scheme, connect_pair(scheme, mlp(1), mlp(2)) as receiver:
+        worker = scheme._sender.table[0]
+        before = worker.connections
+        receiver._receiver.link.send_chunk(WeightChunk(Kind.COMMIT, {"version": 0}), 1.0)
+        wait_until(lambda: worker.joined and worker.connections > before)
+        assert scheme.send().apply_seconds.keys() == {0}
+
+
+def test_an_engine_gets_updates_after_it_joined_again() -> None:
+    source, engine = mlp(1), Notebook()
+    with SharedMemWeightSyncScheme(timeout=20.0) as scheme, connect_pair(scheme, source, engine):
+        worker = scheme._sender.table[0]
+        before = worker.connections
+        worker.link.disconnect()
+        wait_until(lambda: worker.version == 0 and worker.connections > before)
+        scheme.send(mlp(3))
+        assert scheme.worker_versions == {0: 1}
+        for name, value in mlp(3).named_parameters():
+            assert torch.equal(engine.loaded[name], value)
+
+
+def test_a_worker_that_once_failed_may_leave() -> None:
+    source, told = Brittle(1), list[Any]()
+    with SharedMemWeightSyncScheme(timeout=20.0) as scheme:
+        scheme.add_observer(told.append)
+        with connect_pair(scheme, source, Brittle(2)):
+            source.note = "poison"
+            with pytest.raises(SyncFailedError, match="poison refused"):
+                scheme.send()
+        wait_until(lambda: scheme.worker_versions == {0: None})
+        wait_until(lambda: "left" in [one.kind for one in told if isinstance(one, WorkerEvent)])
+
+
+def test_one_thread_reads_from_a_worker_after_several_connects() -> None:
+    with SharedMemWeightSyncScheme(timeout=20.0) as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+        for _ in range(2):
+            with pytest.raises(SyncTimeoutError):
+                scheme.connect(timeout=0.1)
+        with connect_pair(scheme, mlp(1), mlp(2)):
+            names = [thread.name for thread in threading.enumerate()]
+            assert names.count("weight_update-worker-0") == 1
 
 
 @pytest.mark.parametrize("is_its_own_cause", [False, True])

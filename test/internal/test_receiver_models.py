@@ -16,13 +16,17 @@ from pairs import PATHS, add_one, connect_pair, same
 from torch import nn
 
 from weight_update import (
+    DenseEncoding,
     InferenceEngine,
     MemoryWeightSyncScheme,
+    PatchEncoding,
+    SharedMemWeightSyncScheme,
     SyncFailedError,
     UnsupportedSourceError,
     WeightStrategy,
     WeightSyncScheme,
 )
+from weight_update.encodings import WholeEncoding
 from weight_update.receiver import flat_buffers
 from weight_update.receiver.flat_buffers import MissingBaseError, OwnCopy
 from weight_update.receiver.targets import EngineTarget, ModelTarget, StagedUpdate, target_for
@@ -111,6 +115,27 @@ def test_patches_stay_patches_when_writes_are_counted(join: Join) -> None:
             source[0].weight[1, 1] += 1
         assert sender.send().encoding == "patch"
     assert same(source, target)
+
+
+class FlatFirst(PatchEncoding):
+    """Patches after weights that arrive as one payload, in the memory of the sender."""
+
+    @property
+    def whole(self) -> WholeEncoding:
+        return DenseEncoding()
+
+
+def test_patches_are_not_written_into_memory_of_the_sender() -> None:
+    """The sender writes to that memory again as soon as the first weights are applied."""
+    source, target = nn.Linear(64, 64), nn.Linear(64, 64)
+    strategy = WeightStrategy(encoding=FlatFirst())
+    sender = SharedMemWeightSyncScheme(strategy, timeout=WAIT)
+    with sender, connect_pair(sender, source, target) as receiver:
+        assert not receiver._receiver.staging.lies_in_payloads
+        with torch.no_grad():
+            source.weight[1, 1] += 1
+        assert sender.send().encoding == "patch"
+        assert same(source, target)
 
 
 # -- parts that are replaced ---------------------------------------------------------------------------
