@@ -96,10 +96,19 @@ def play(env: Any, policy: nn.Module, pace: float) -> tuple[Any, ...]:
 
 @dataclass
 class Shared:
-    """Objects that all processes of a run share: queues, an event for its end, and the time of its start."""
+    """Objects that all processes of a run share.
+
+    Attributes:
+        experience: queue of episodes.
+        records: queue of the spans of each process, and of the mean length of the last episodes.
+        ready: barrier that all processes pass together once they have joined.
+        over: event for the end.
+        start: time of the start, on the monotonic clock.
+    """
 
     experience: Any
     records: Any
+    ready: Any
     over: Any
     start: float
 
@@ -112,6 +121,7 @@ def explore(where: tuple[str, str], idx: int, shared: Shared) -> None:
     recorder = Recorder(f"explorer {idx}", shared.start)
     with ExplorerClient(where[0], policy, id=idx, token=where[1]) as client:
         me = client.blocking
+        shared.ready.wait(100.0)
         with suppress(TransportError):  # the synchronizer may end first
             while not shared.over.is_set():
                 with recorder.doing("computes", me.version), client.hold():
@@ -156,6 +166,7 @@ def train(where: tuple[str, str], steps: int, shared: Shared) -> None:
     lengths: list[float] = []
     with TrainerClient(where[0], policy, token=where[1], timeout=5.0) as client:
         me = client.blocking
+        shared.ready.wait(100.0)
         synchronize(me, recorder)
         episodes: list[Any] = []
         while me.step < steps:
@@ -184,7 +195,8 @@ def run(name: str, method: SyncMethod, steps: int, directory: str) -> tuple[list
     """Run a plan; return the spans of all processes, and the mean length of the last episodes."""
     style = SyncStyle(name.partition(",")[0])
     ctx = mp.get_context("spawn")
-    shared = Shared(ctx.Queue(maxsize=ROOM), ctx.Queue(), ctx.Event(), time.monotonic())
+    ready = ctx.Barrier(EXPLORERS + 1)
+    shared = Shared(ctx.Queue(maxsize=ROOM), ctx.Queue(), ready, ctx.Event(), time.monotonic())
     with Synchronizer(method, style, directory=directory, **PLANS[name]) as synchronizer:
         server = synchronizer.serve()
         where = server.address, server.token

@@ -257,12 +257,14 @@ def test_llm_rollout_with_too_few_updates() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(280)
 @pytest.mark.parametrize("style", ["fixed", "all"])
 def test_trainer_explorer(style: str, tmp_path: Path) -> None:
     picture = tmp_path / "lines.png"
     lines = succeed(
         "trainer_explorer.py",
         *["--style", style, "--steps", "8", "--picture", str(picture)],
+        timeout=250.0,  # all styles need a minute of the processor
         quick_spawn=style == "fixed",
     ).splitlines()
     rows = [line for line in lines if line.startswith(("  explorer", "  trainer"))]
