@@ -284,6 +284,11 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
         Synchronizer("checkpoint", directory=tmp_path / "taken")
 
 
+def test_checkpoints_without_a_directory() -> None:
+    with pytest.raises(ValueError, match=r"SyncMethod.CHECKPOINT needs directory="):
+        Synchronizer("checkpoint")
+
+
 @pytest.mark.parametrize("kind", [CheckpointStore, partial(Synchronizer, "checkpoint")])
 def test_a_directory_that_is_a_url(
     kind: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

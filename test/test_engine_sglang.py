@@ -542,6 +542,19 @@ def test_models_that_compute_from_their_weights(stand_in: Any, connected: Any, k
 
 
 @both
+def test_a_weight_that_one_process_cannot_take_in_parts(stand_in: Any, connected: Any) -> None:
+    """It is loaded as a whole, though the other process has written its elements in place."""
+    stand_in.others, stand_in.info["tp_size"] = [Computing(rank=1)], 2
+    source, engine = Source(), adapter(stand_in)
+    scheme = connected(source, engine, PatchEncoding())
+    source.change()
+    assert scheme.send().encoding == "patch"
+    assert not any(engine.last_patch.values())
+    for model in (stand_in.model, *stand_in.others):
+        assert_loaded(model, source)
+
+
+@both
 def test_a_server_that_was_started_again(stand_in: Any, connected: Any) -> None:
     source = Source()
     scheme = connected(source, adapter(stand_in), PatchEncoding())

@@ -210,6 +210,25 @@ def test_keep_continues_with_the_new_weights_and_the_old_cache(connected: Any) -
     assert answer.tokens != continued((before, LONG))
 
 
+@pytest.mark.parametrize("ends", ["finish_update", "abort_update"])
+def test_no_forward_pass_runs_during_an_update(connected: Any, ends: str) -> None:
+    mine = model_of(2)
+    steps = Steps(mine, stop_at=10)
+    engine = engine_of(mine, pause="keep")
+    connected(model_of(1), engine)
+    engine.submit(PROMPT, max_new_tokens=LONG)
+    assert steps.reached.wait(WAIT)
+    threading.Timer(0.1, steps.go.set).start()
+    engine.begin_update(1)
+    count = steps.count
+    assert count < LONG, "generation has ended, so this test shows nothing"
+    time.sleep(0.3)
+    assert steps.count == count
+    getattr(engine, ends)(1)
+    if ends == "finish_update":
+        wait_until(lambda: steps.count > count, WAIT)
+
+
 def test_wait_finishes_running_requests_first(connected: Any) -> None:
     before, trainer, engine, running = updated_midway(connected, "wait")
     assert running.result(WAIT).versions == [0] * LONG, "the update came before the end of the request"

@@ -126,13 +126,15 @@ def test_a_scheme_that_moves_captured_weights_is_refused():
     collector = Collector(Env, mirror, frames_per_batch=6, total_frames=-1, cudagraph_policy=True, **OPTIONS)
     with pytest.raises(LifecycleError, match="stable_addresses=True"):
         collector.register_scheme_receiver({"policy": receiver})
+    other_sender, stable = connected_here(make_policy(), mirror, stable_addresses=True)
+    collector.register_scheme_receiver({"policy": stable})
     collector.shutdown()
-    receiver.shutdown()
-    sender.shutdown()
+    for scheme in (receiver, sender, stable, other_sender):
+        scheme.shutdown()
 
 
-def connected_here(policy, mirror):
-    sender = MemoryWeightSyncScheme()
+def connected_here(policy, mirror, **options):
+    sender = MemoryWeightSyncScheme(**options)
     sender.init_on_sender(model_id="policy", model=policy, num_workers=1)
     receiver = copy(sender)
     receiver.init_on_receiver(model_id="policy", model=mirror, worker_idx=0)

@@ -312,6 +312,17 @@ def test_tracking_can_be_left_to_the_caller(made):
     assert named.policy_version != before
 
 
+def test_a_state_without_a_version_is_restored(made):
+    """Of a collector that writes no versions, or of TorchRL's without the option."""
+    options = {"frames_per_batch": 10, "total_frames": -1, **OPTIONS}
+    saved = made(Collector, Env, fill(make_policy(), 3), track_policy_version=False, **options).state_dict()
+    assert "policy_version" not in saved
+    for tracks in (False, True):
+        collector = made(Collector, Env, make_policy(), track_policy_version=tracks, **options)
+        collector.load_state_dict(saved)
+        assert (next(iter(collector))["action"] == 3).all()
+
+
 def test_multi_collector_chooses_its_kind():
     for sync, kind in ((True, MultiSyncCollector), (False, MultiAsyncCollector)):
         collector = MultiCollector([Env], make_policy(), sync=sync, frames_per_batch=10, **OPTIONS)

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import closing
 
 import torch
 
-from weight_update.engines.sglang.memory import SharedBatch, answer
+from weight_update.engines.sglang.memory import SharedBatch, answer, read
+
+
+def test_it_leaves_no_open_file() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with closing(SharedBatch()) as memory:
+        order = json.loads(memory.write("weights", {"w": torch.ones(3)}))
+        read(order)
+        answer(order, {"in_place": {}})
+        memory.answers(1, 0.0)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_an_answer_to_an_earlier_order_does_not_count() -> None:

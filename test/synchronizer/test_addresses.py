@@ -52,6 +52,23 @@ def test_directly_a_trainer_beside_the_synchronizer_is_found_where_that_is_serve
             assert explorer.blocking.sync_weight()["version"] == 0, "it joined there"
 
 
+def test_the_weights_of_a_synchronizer_are_sent_where_it_is_served(own_address: str) -> None:
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        server = where.serve(own_address)
+        with TrainerClient(where, model_at(3)) as trainer, ExplorerClient(server, model_at(-1)) as explorer:
+            trainer.step = explorer.step = 1
+            trainer.blocking.sync_weight()
+            assert where.service._publisher.endpoint["address"] == own_address
+            assert explorer.blocking.sync_weight()["version"] == 0
+
+
+def test_serving_after_weights_were_sent_on_another_interface_is_refused(own_address: str) -> None:
+    with Synchronizer(SyncMethod.MEMORY) as where, TrainerClient(where, model_at(3)) as trainer:
+        trainer.blocking.sync_weight()
+        with pytest.raises(LifecycleError, match="already sends weights on another interface"):
+            where.serve(own_address)
+
+
 def test_directly_serving_after_the_trainer_came_is_refused_and_leaves_no_server(own_address: str) -> None:
     with Synchronizer(SyncMethod.NCCL) as where, TrainerClient(where, model_at(0)):
         with pytest.raises(LifecycleError, match=r"serve\(\) before"):

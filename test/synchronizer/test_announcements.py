@@ -86,6 +86,19 @@ def test_giving_up_when_the_wait_has_ended_changes_nothing(tmp_path: Path) -> No
         assert explorer.blocking.need_sync()
 
 
+def test_directly_a_trainer_announces_its_wish_and_takes_it_back(tmp_path: Path) -> None:
+    clients = connected(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN, tmp_path, model_at(0), model_at(-1))
+    with clients as (_, trainer, explorer):
+        for status, needed in ((REQUIRE_SYNC, True), (RUNNING, False)):
+            trainer.blocking.notify(status)
+            assert trainer.blocking.status()["trainer"] is status
+            assert explorer.blocking.need_sync() is needed
+        waiting = Waiting(trainer)
+        wait_until(lambda: trainer.blocking.status()["trainer"] is REQUIRE_SYNC)
+        trainer.blocking.give_up()
+        assert "it went on" in waiting.result()["reason"]
+
+
 @pytest.mark.parametrize("style", list(SyncStyle))
 @pytest.mark.parametrize("method", list(SyncMethod))
 def test_a_wish_that_is_taken_back_leaves_nothing(method: SyncMethod, style: SyncStyle) -> None:

@@ -179,6 +179,15 @@ def test_a_manifest_that_points_elsewhere(tmp_path: Path) -> None:
     assert store.latest().version == 0
 
 
+def test_a_manifest_that_is_nested_too_deep_is_skipped(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.publish(0, weights(0), step=0)
+    (tmp_path / "000000000001.json").write_bytes(b"[" * 200_000)
+    with pytest.raises(CorruptCheckpointError, match="not a manifest"), store.reading(1):
+        pass
+    assert store.latest().version == 0
+
+
 def free(directory: Path) -> int:
     stats = os.statvfs(directory)
     return stats.f_bavail * stats.f_frsize

@@ -373,6 +373,24 @@ def test_directly_old_weights_get_no_new_step_when_the_trainer_comes_back(synced
         assert service.status()["step"] == 0
 
 
+def test_directly_an_explorer_may_come_back_before_the_trainer() -> None:
+    """After a restart, the synchronizer does not know the trainer's updates yet."""
+    with Synchronizer(SyncMethod.NCCL) as where:
+        where.service.hello("explorer", "explorer", version=4, step=9)
+        reply = where.service.call("explorer_needs", {"session": "explorer", "step": 9, "held": ["gone", 4]})
+        assert reply == {"need": True, "version": None}
+
+
+@pytest.mark.parametrize(("version", "lost"), [(1, False), (2, False), (3, True)])
+def test_weights_are_lost_only_if_the_trainer_knows_a_newer_version(version: int, lost: bool) -> None:
+    """A trainer that comes back to the same synchronizer finds its weights there."""
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        where.service.machine.published(2, 20)
+        where.service.hello("trainer", "trainer", version=version, step=30, synced_at=30)
+        assert where.service.machine.lost is lost
+        assert where.service.status()["version"] == max(version, 2)
+
+
 @pytest.mark.parametrize("made", ["Subscriber", "Publisher"])
 def test_closed_while_weights_arrive_the_synchronizer_keeps_no_link(
     made: str, monkeypatch: pytest.MonkeyPatch

@@ -406,6 +406,44 @@ def test_after_the_trainer_stopped_explorers_take_what_is_left_of_it(method: Syn
         assert made.explorer_needs_sync(1)
 
 
+@pytest.mark.parametrize("method", HELD)
+@pytest.mark.parametrize("style", [SyncStyle.FIXED, SyncStyle.TRAINER_DRIVEN])
+def test_after_the_trainer_stopped_an_explorer_with_its_last_version_asks_no_more(
+    method: SyncMethod, style: SyncStyle
+) -> None:
+    made = machine(method, style, sync_interval=10)
+    made.published(0, 0)
+    made.trainer_left()
+    assert made.explorer_needs_sync(0)
+    made.has(0, 0)
+    made.explorer_at(0, 10)
+    assert not made.explorer_needs_sync(0)
+
+
+@pytest.mark.parametrize("method", HELD)
+def test_an_explorer_goes_on_with_the_version_that_reached_it_while_a_newer_one_came(
+    method: SyncMethod,
+) -> None:
+    """It would not end to wait if the trainer were faster than each transfer."""
+    made = machine(method, SyncStyle.TRAINER_DRIVEN)
+    made.published(0, 0)
+    made.explorer_requires(0)
+    made.begin([0])
+    made.published(1, 1)
+    made.delivered(0, 0)
+    assert made.explorers[0].outcome == SyncOutcome(0)
+    assert made.explorer_needs_sync(0)
+
+
+def test_directly_an_explorer_asks_for_its_first_weights_once_the_trainer_is_there() -> None:
+    """It joins the trainer by asking, and otherwise would get no update in the background."""
+    made = StateMachine(SyncPlan(SyncMethod.NCCL, SyncStyle.FULLY_ASYNC, max_staleness=5))
+    made.joined(0)
+    assert not made.explorer_needs_sync(0)
+    made.trainer_joined()
+    assert made.explorer_needs_sync(0)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
