@@ -80,10 +80,21 @@ def test_sizes_that_do_not_divide(heads: int, groups: int) -> None:
         split_qkv(torch.zeros(11, 2), heads, groups)
 
 
+def test_heads_that_do_not_divide_into_groups_though_the_rows_do() -> None:
+    with pytest.raises(ValueError, match="do not divide"):
+        split_qkv(torch.zeros(10, 2), 4, 3)
+
+
 def test_parts_of_different_shapes() -> None:
     with pytest.raises(ValueError, match=r"2 groups do not divide the shapes \[12, 8\], \[6, 8\], \[4, 8\]"):
         fuse_qkv(torch.zeros(12, 8), torch.zeros(6, 8), torch.zeros(4, 8), 2)
-    for query, key, groups in (([6, 1], [3, 2], 1), ([0, 2], [0, 2], 1), ([4, 2], [2, 2], 0), ([], [2], 1)):
+    for query, key, groups in (
+        ([6, 1], [3, 2], 1),
+        ([6, 2], [4, 2], 2),
+        ([0, 2], [0, 2], 1),
+        ([4, 2], [2, 2], 0),
+        ([], [2], 1),
+    ):
         with pytest.raises(ValueError, match="do not divide the shapes"):
             fuse_qkv(torch.zeros(query), torch.zeros(key), torch.zeros(key), groups)
     for gate, up in ((torch.zeros(2), torch.zeros(3)), (torch.tensor(1.0), torch.tensor(1.0))):

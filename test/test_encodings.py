@@ -187,6 +187,11 @@ def test_a_lying_head_of_a_bucket(whole: bool, place: int, form: str, value: Any
         decode()
 
 
+def test_all_weights_are_no_delta() -> None:
+    with pytest.raises(FormatError, match=r"unknown encoding 'dense/1' \(known: "):
+        read_delta("dense/1", torch.zeros(8, dtype=torch.uint8), SCHEMA)
+
+
 def test_own_encoding_is_found_by_both_ends() -> None:
     @register_encoding
     class Own(DenseEncoding):

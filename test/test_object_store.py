@@ -6,6 +6,7 @@ import contextlib
 import copy
 import glob
 import itertools
+import json
 import logging
 import pickle
 import threading
@@ -538,6 +539,14 @@ def test_a_signed_manifest_is_checked_too(ends: Ends, url: str, fields: dict[str
         object.__setattr__(broken, name, value)
     (Path(url) / "latest.json").write_bytes(broken.encode(TOKEN))
     with pytest.raises(SyncTimeoutError, match="not a manifest"):
+        ends.reader(mlp(2), connect_timeout=0.5)
+
+
+def test_a_manifest_of_another_format(ends: Ends, url: str) -> None:
+    ends.sender(mlp(1))
+    manifest = Path(url) / "latest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_bytes()), "format": 99}))
+    with pytest.raises(SyncTimeoutError, match="not a manifest of weight_update: its format is 99"):
         ends.reader(mlp(2), connect_timeout=0.5)
 
 

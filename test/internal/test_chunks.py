@@ -66,6 +66,14 @@ def rejected(data: bytes) -> None:
 # -- frames --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_chunk_has_one_head_with_a_checksum_of_the_payload_and_one_without(first: bool) -> None:
+    chunk, alone = update(), {True: update().encode_head(), False: update().encode_head(checksum=False)}
+    assert alone[True] != alone[False]
+    for checksum in (first, not first, first):
+        assert chunk.encode_head(checksum=checksum) == alone[checksum]
+
+
 @given(st.binary(max_size=300), st.integers(0, 2**60), st.text(max_size=20))
 @fuzz
 def test_round_trip(payload: bytes, version: int, group: str) -> None:

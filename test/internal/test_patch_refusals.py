@@ -161,6 +161,21 @@ def test_lying_arrays(layout: str, delta: bool, array: int, items: list[int], me
         decode_patch(torch.frombuffer(raw, dtype=torch.uint8), schema)
 
 
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("row", [3, 7])
+def test_a_row_that_only_another_tensor_has(row: int, delta: bool) -> None:
+    """Without this check, a change would lie outside its tensor."""
+    schema = WeightSchema.of({"a": torch.empty(2, 2), "b": torch.empty(8, 2)})
+    positions = torch.tensor([0, schema.tensors[1].offset // 4])
+    part = Sparse.of(4, positions, torch.tensor([10, 20], dtype=torch.int32))
+    payload = encode_patch(Changes((part,)), schema, 0, 1, options("coo", delta), lend)
+    raw = bytearray(payload.numpy().tobytes())
+    arrays = struct.unpack_from("<I", raw, 12)[0]
+    raw[TABLE + arrays * ENTRY + 8 * 2] = row
+    with pytest.raises(FormatError, match="row or column that its tensor does not have"):
+        decode_patch(torch.frombuffer(raw, dtype=torch.uint8), schema)
+
+
 def test_byte_ranges_that_overlap() -> None:
     schema = WeightSchema.of({"a": torch.empty(4)})
     ranges = tuple(ByteRange(start, torch.arange(8, dtype=torch.uint8)) for start in (0, 7))
