@@ -181,6 +181,7 @@ def test_an_actor_that_ray_restarts_joins_again(sync: bool, retries: int, made: 
     version = collector.update_policy_weights_().version
     frames = iter(collector)
     ray.kill(collector.remote_collectors[1], no_restart=False)
+    wait_until(lambda: scheme.worker_versions[1] is None, 30.0)
     deadline = time.monotonic() + 90.0
     while (joined := scheme.worker_versions[1] or 0) < 2 or joined < version:
         assert time.monotonic() < deadline

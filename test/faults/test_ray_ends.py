@@ -13,8 +13,9 @@ import pytest
 from weight_update import LifecycleError, LinkClosedError, RayWeightSyncScheme, SyncFailedError
 from weight_update.testing import mlp
 from weight_update.testing.processes import wait_until
+from weight_update.transports.ray import rendezvous
 from weight_update.transports.ray.actors import ActorWatch
-from weight_update.transports.ray.rendezvous import until_ray_ends
+from weight_update.transports.ray.rendezvous import ask, is_done, until_ray_ends
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
 from ray_parts import WAIT, JoiningActor, small_cluster  # noqa: E402
@@ -83,6 +84,36 @@ def test_shutdown_ends_the_search_for_the_sender(data: str) -> None:
         scheme.connect()
     closing.join()
     assert time.monotonic() - began < LATE / 2
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_call_just_after_the_shutdown_starts_no_new_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's functions start a Ray where none runs; another thread may end it just before they are called."""
+    reference = ray.put(1)
+    assert is_done(reference, 10.0)
+    assert ask(reference, 10.0) == 1
+    ray.shutdown()
+    monkeypatch.setattr(rendezvous, "ray_runs", iter([True, True, False]).__next__)
+    with pytest.raises(LinkClosedError, match="Ray was shut down in this process"):
+        is_done(reference, 10.0)
+    with pytest.raises(LinkClosedError, match="Ray was shut down in this process"):
+        ask(reference, 10.0)
+    assert not ray.is_initialized()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("data", ["torch", "object_store"])
+def test_schemes_of_an_earlier_ray_end_without_an_error(data: str, caplog: pytest.LogCaptureFixture) -> None:
+    scheme = launch(data)
+    scheme.connect()
+    ray.shutdown()
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+    with pytest.raises(SyncFailedError):
+        scheme.send()
+    scheme.shutdown()
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("weight_update")])
+    assert not [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("end", ["wait", "signal"])

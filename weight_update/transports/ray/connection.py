@@ -17,10 +17,12 @@ from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import (
     POLL_SECONDS,
     ask,
+    is_done,
     one_line,
-    ray_runs,
     running_ray,
+    tell,
     until_ray_ends,
+    without_start,
 )
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.socket_stream import deadline_of, seconds_left
@@ -66,8 +68,7 @@ class RayConnection(LinkConnection):
     def _end_if_lost(self, liveness: Future[None]) -> None:
         if not self._closed and liveness.exception() is not None:
             self._lost = True
-            if ray_runs():
-                self._actor.finish.remote(self._name, 1, 0)
+            tell(self._actor.finish, self._name, 1, 0)
 
     def send(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         """Send a chunk to the other end; the first one of a worker is its join request. Does not wait."""
@@ -120,22 +121,19 @@ class RayConnection(LinkConnection):
         ray = running_ray()
         try:
             with until_ray_ends():
-                return ray.get(ref, timeout=_ANSWER_SECONDS + nbytes / _LEAST_RATE)
+                return without_start(ray.get)(ref, timeout=_ANSWER_SECONDS + nbytes / _LEAST_RATE)
         except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
             self._send_message(_PREFIX.pack(_LOST, 0), [])
             raise LinkClosedError(f"Ray's object store lost an update ({one_line(error)})") from None
 
     def _next(self, deadline: float | None) -> tuple[bytes, list[Any]] | None:
-        ray = running_ray()
         while not self._messages:
             if self._closed:
                 raise LinkClosedError("this end was closed")
             if self._call is None:
+                running_ray()
                 self._call = self._actor.take.remote(self._name, self._end, self._taken, POLL_SECONDS)
-            left = seconds_left(deadline)
-            with until_ray_ends():
-                done, _ = ray.wait([self._call], timeout=left)
-            if not done:
+            if not is_done(self._call, seconds_left(deadline)):
                 return None
             call, self._call = self._call, None
             messages, over = ask(call, None)
@@ -150,5 +148,4 @@ class RayConnection(LinkConnection):
             if self._closed:
                 return
             self._closed = True
-        if ray_runs():
-            self._actor.finish.remote(self._name, self._end, self._put)
+        tell(self._actor.finish, self._name, self._end, self._put)

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError, optional
 from weight_update.text import format_seconds
@@ -22,6 +22,7 @@ _GRACE_SECONDS = 1.0
 _ENDED = "Ray was shut down in this process"
 _ENDING_SECONDS = 5.0
 """Most seconds between the end of Ray's core in a process and the end of ``ray.shutdown()``."""
+_F = TypeVar("_F")
 
 
 def import_ray() -> Any:
@@ -263,20 +264,43 @@ def ask(call: Any, timeout: float | None) -> Any:
     ray = running_ray()
     try:
         with until_ray_ends():
-            return ray.get(call, timeout=timeout)
+            return without_start(ray.get)(call, timeout=timeout)
     except ray.exceptions.RayError as error:
+        running_ray()
         raise LinkClosedError(
             f"the named actor of the scheme, which ends with the sender, does not answer ({one_line(error)})"
         ) from None
 
 
-def stop_rendezvous(actor: Any) -> None:
-    """End the actor after workers have taken their messages; do nothing if Ray has ended."""
+def is_done(call: Any, timeout: float | None) -> bool:
+    """Return whether a call has ended within ``timeout`` seconds; LinkClosedError if Ray is gone."""
+    ray = running_ray()
+    try:
+        with until_ray_ends():
+            return bool(without_start(ray.wait)([call], timeout=timeout)[0])
+    except ray.exceptions.RaySystemError:
+        raise LinkClosedError(_ENDED) from None
+
+
+def without_start(function: _F) -> _F:
+    """Return a function of Ray that does not start a new Ray if another thread has just shut Ray down."""
+    found: _F = getattr(function, "__wrapped__", function)
+    return found
+
+
+def tell(method: Any, *arguments: Any) -> None:
+    """Call a method of an actor without waiting; do nothing if Ray has ended, even if it was started anew."""
     if ray_runs():
-        ray = import_ray()
-        with contextlib.suppress(LinkClosedError), until_ray_ends():
-            ray.wait([actor.drain.remote(_GRACE_SECONDS)], timeout=2 * _GRACE_SECONDS)
-            ray.kill(actor)
+        with contextlib.suppress(Exception):  # a new Ray does not know the actor
+            method.remote(*arguments)
+
+
+def stop_rendezvous(actor: Any) -> None:
+    """End the actor after workers have taken their messages; do nothing if its Ray has ended."""
+    if ray_runs():
+        with contextlib.suppress(Exception):  # a new Ray does not know the actor
+            is_done(actor.drain.remote(_GRACE_SECONDS), 2 * _GRACE_SECONDS)
+            import_ray().kill(actor)
 
 
 def one_line(error: Exception) -> str:

@@ -15,7 +15,7 @@ from weight_update.transports.host_name import shares_sockets, this_host
 from weight_update.transports.join_listener import BACK_OFF_SECONDS, JoinListener
 from weight_update.transports.ray.connection import RayConnection
 from weight_update.transports.ray.object_store import RayObjectStore
-from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, look_up, ray_runs, running_ray
+from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, look_up, ray_runs, running_ray, tell
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
 from weight_update.transports.socket_stream import seconds_left
@@ -107,8 +107,7 @@ class RayListener(JoinListener[RayTransport]):
         super().close()
 
     def wake(self) -> None:
-        if ray_runs():
-            self._actor.request_join.remote("", (b"", b""), [])
+        tell(self._actor.request_join, "", (b"", b""), [])
 
     def accept(self) -> tuple[RayConnection, WeightChunk] | None:
         if not ray_runs():
