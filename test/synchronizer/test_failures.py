@@ -72,7 +72,7 @@ def test_a_timeout_leaves_nothing_half_done_and_the_next_step_tries_again(
     ):
         explorer.step = 1
         said = explorer.blocking.sync_weight()
-        assert re.search(r"came within 0\.[0-9]{1,2} s$", said["reason"])
+        assert re.search(r"came within 0\.[0-9]+ s$", said["reason"])
         if method is SyncMethod.NCCL:  # who joins has what the trainer began with
             assert (said["version"], step_of(model)) == (0, 5)
             assert "explorer 0 now has version 0: no new" in caplog.text
