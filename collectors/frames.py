@@ -156,7 +156,7 @@ class BatchQueue(Substitute):
 
     Attributes:
         lost: reasons why workers were lost, by worker index.
-        errors: tracebacks of exceptions that ended workers, by worker index.
+        errors: tracebacks of exceptions that ended workers, by worker index; empty for another end.
         buffers: memory of each worker's batches if they come in rounds; None before its first batch.
         frames_timeout: the argument.
     """
@@ -266,6 +266,10 @@ class BatchQueue(Substitute):
         ended = None if self._processes[worker].is_alive() else self._exit_of(worker)
         why = self.lost.get(worker, ended)
         return None if why is None else f"worker {worker} {why}"
+
+    def reasons(self, workers: Iterable[int]) -> list[str]:
+        """Return the reasons of those workers that are gone; wait for workers that are ending."""
+        return [why for idx in workers if (why := self.gone(idx, _GONE_SECONDS)) is not None]
 
     def _exit_of(self, worker: int) -> str:
         if worker not in self.errors:

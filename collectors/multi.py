@@ -50,8 +50,6 @@ from weight_update import (
     WorkerError,
 )
 
-_EXIT_SECONDS = 1.0  # of a worker that has left its scheme
-
 
 class _Choice(MultiCollectorMeta):
     """The metaclass of :class:`MultiCollector`, which creates one of its subclasses by ``sync=``."""
@@ -276,7 +274,10 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             try:
                 return super()._send(schemes, request)
             except SyncFailedError as error:
-                self._add_exits(error)
+                cut = [idx for idx, one in error.failures.items() if isinstance(one, TransportError)]
+                if sys.version_info >= (3, 11):
+                    for reason in self.queue_out.reasons(cut):
+                        error.add_note(reason)
                 raise
         to_all = request.several and request.worker_ids is None
         left = [idx for idx in range(self.num_workers) if idx not in self.queue_out.lost]
@@ -291,13 +292,6 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             if report is None or request.several:
                 raise
             return report
-
-    def _add_exits(self, error: SyncFailedError) -> None:
-        """Add notes about failed workers that have ended, or are ending, to an error."""
-        for idx, failure in error.failures.items():
-            exit = self.queue_out.gone(idx, _EXIT_SECONDS) if isinstance(failure, TransportError) else None
-            if exit is not None and sys.version_info >= (3, 11):
-                error.add_note(exit)
 
     def _errors_of_workers(self) -> str:
         """Return the errors of workers that failed before they connected."""

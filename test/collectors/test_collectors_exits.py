@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from collectors import exits
 from collectors.exits import await_any, describe_exit
 from collectors.frames import BatchQueue, ControlPipe
 from collectors.nodes import Nodes, _Process
@@ -175,6 +176,21 @@ def test_a_killed_process_is_not_alive_once_its_end_was_awaited(method):
         assert [process.is_alive() for process in processes] == [True, False]
         processes[0].kill()
         processes[0].join()
+
+
+def test_a_long_error_is_shortened_to_what_a_pipe_keeps(monkeypatch):
+    def fail(pipe_child):
+        pipe_child.send("an answer")
+        raise RuntimeError("x" * 1_000_000 + " at the end")
+
+    monkeypatch.setattr(exits, "main_of_worker", fail)
+    ours, theirs = multiprocessing.Pipe()
+    with pytest.raises(RuntimeError):
+        exits.run_worker(pipe_child=theirs)
+    error = exits.read_error(ours)
+    assert error.startswith("Traceback")
+    assert error.endswith("x at the end")
+    assert len(error) < 21_000
 
 
 @pytest.mark.parametrize(

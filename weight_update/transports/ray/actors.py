@@ -7,7 +7,13 @@ from typing import Any
 from weight_update.errors import LinkClosedError, SyncFailedError
 from weight_update.text import brief
 from weight_update.threads import in_threads
-from weight_update.transports.ray.rendezvous import ray_runs, require_ray, until_ray_ends
+from weight_update.transports.ray.rendezvous import (
+    is_done,
+    ray_runs,
+    require_ray,
+    until_ray_ends,
+    without_start,
+)
 
 _PROBE_SECONDS = 2.0
 """Seconds to wait for Ray's reason of a lost link.
@@ -55,12 +61,11 @@ class ActorWatch:
         if known is not actor or seconds:  # an old call may have been answered before the actor died
             probe = actor.__ray_ready__.remote()  # waits behind the methods of a busy actor, fails if it died
         try:
+            if not is_done(probe, seconds):
+                self._probes[idx] = actor, probe
+                return True, None
             with until_ray_ends():
-                done, _ = ray.wait([probe], timeout=seconds)
-                if not done:
-                    self._probes[idx] = actor, probe
-                    return True, None
-                ray.get(probe)
+                without_start(ray.get)(probe)
         except LinkClosedError as ended:
             return True, str(ended)
         except ray.exceptions.ActorUnavailableError:
