@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import resource
@@ -179,6 +180,7 @@ def large() -> Stripes:
 
 def limit_memory(me: Worker) -> None:
     """Leave this process no block of memory that is much larger than 1 MB."""
+    gc.collect()  # garbage of earlier tests, which this process inherited, would make room later
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (2 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
