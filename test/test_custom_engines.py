@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -160,10 +161,16 @@ class Swallowing(Notebook):
     """Logs errors."""
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        try:
+        with contextlib.suppress(OSError):
             super().load_weights(weights)
-        except OSError:
-            return
+
+
+class Careless(Notebook):
+    """Logs errors of patches."""
+
+    def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
+        with contextlib.suppress(OSError):
+            super().load_changes(changes, base)
 
 
 class Halting(Notebook):
@@ -350,7 +357,13 @@ def answering(kind: type[Answering]) -> EngineContract:
             notes(Swallowing),
             "an_update_that_fails",
             ("dense", "last weight"),
-            "the iterator of weights had raised",
+            r"load_weights\(\) returned, though its iterator had raised",
+        ),
+        (
+            notes(Careless, changes=True),
+            "a_patch_that_fails",
+            ("first weight",),
+            "before it took all changes",
         ),
         (notes(Halting), "an_update_that_fails", ("patch", "finish"), r"abort_update\(\) raised ValueError"),
         (notes(Collecting), "an_update_that_fails", ("bucket", "last weight"), "failed at: last weight"),

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -97,11 +97,9 @@ class EngineContract:
     def test_patches_of_one_weight(self) -> None:
         """A patch may change one element, or all of a weight, and leave all other weights as they are."""
         with self.connected("patch") as link:
-            for name, weight in link.source.state_dict().items():
-                if not isinstance(weight, torch.Tensor) or not weight.numel() or weight.dtype is torch.bool:
-                    continue
+            for name, weight in numbers_of(link.source).items():
                 for part in (weight[(-1,) * weight.dim()], weight):
-                    part.add_(1)
+                    part.copy_(part.double() + 1)
                     self.require_equal(link, link.sender.send().version, f"and a change of {name}")
             engine = link.engine
             if engine.loads_changes and not engine.keeps_tensors and "load_changes" not in engine.calls:
@@ -179,10 +177,23 @@ class EngineContract:
         """The sender gets the error, no version is in force, and the next update repairs the engine."""
         with self.connected(encoding) as link:
             self.update(link)
+            change(link.source, 2)
             self.fail_once(link, place)
             change(link.source, 3)
             assert link.sender.send().version == 3
             self.require_equal(link, 3, f"after an update that failed at: {place}")
+
+    @pytest.mark.parametrize("place", ["first weight", "finish"])
+    def test_a_patch_that_fails(self, place: str) -> None:
+        """The engine recovers from a patch of which it has a part."""
+        with self.connected("patch") as link:
+            self.update(link)
+            for weight in numbers_of(link.source).values():
+                element = weight[(0,) * weight.dim()]
+                element.copy_(element.double() + 1)
+            self.fail_once(link, place)
+            assert link.sender.send().version == 3
+            self.require_equal(link, 3, f"after a patch that failed at: {place}")
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -243,6 +254,7 @@ class EngineContract:
         with self.connected() as link:
             engine = link.engine.engine
             before = self.generate(engine)
+            change(link.source, 1)
             self.fail_once(link, "last weight")
             request = start(partial(self.generate, engine))
             wait([request], self.moment)
@@ -268,10 +280,12 @@ class EngineContract:
         with sender, receiver:
             sender.init_on_sender(model=source, num_workers=1)
             receiver.init_on_receiver(model=engine, worker_idx=0)
-            with ThreadPoolExecutor(1) as pool:
-                joining = pool.submit(receiver.connect)
+            joining = start(receiver.connect)
+            try:
                 sender.connect()
-                joining.result()
+            finally:
+                wait([joining], self.limit)
+            joining.result(0)
             yield Link(sender, receiver, engine, source)
 
     def update(self, link: Link) -> None:
@@ -290,12 +304,11 @@ class EngineContract:
                 failed.set()
                 raise OSError("an error of the test")
 
-        change(link.source, 50)
         engine.before = fail
         text = ""
         try:
             link.sender.send()
-            pytest.fail("load_weights() returned, though the iterator of weights had raised an error")
+            pytest.fail(f"{engine.calls[-2]}() returned, though its iterator had raised an error")
         except SyncFailedError as error:
             text = str(error)
         assert "an error of the test" in text, f"another error than that of the iterator: {text}"
@@ -335,6 +348,16 @@ class EngineContract:
 def change(source: nn.Module, seed: int) -> None:
     """Write new finite numbers into every tensor of ``source``."""
     scramble(source, 7000 + seed, finite=True)  # a user's source may have a small seed
+
+
+def numbers_of(source: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights of ``source`` to which 1 can be added in float64."""
+    state = WeightStrategy("state_dict").named(source).tensors
+    return {
+        name: weight.detach()
+        for name, weight in state.items()
+        if weight.numel() and weight.dtype is not torch.bool and not weight.is_complex()
+    }
 
 
 def start(call: Callable[[], object]) -> Future[object]:
