@@ -38,7 +38,7 @@ class TestNotebookInChunks(NotebookContract):
 
 
 class Keeping(InferenceEngine):
-    """Keeps the tensors, and generates with those of a version as soon as all of it is there."""
+    """An engine that keeps the tensors, and generates with them at once."""
 
     keeps_tensors = True
 
@@ -65,7 +65,7 @@ class TestKeeping(EngineContract):
 
 
 class Answering(ExclusiveEngine):
-    """Has bfloat16 weights of its own, and answers with a hash of them."""
+    """An engine that has bfloat16 weights of its own, and answers with a hash of them."""
 
     loads_changes = True
 
@@ -114,21 +114,21 @@ class TestAnsweringStaged(AnsweringContract):
 
 
 class Borrowing(Notebook):
-    """Keeps tensors without a copy."""
+    """An engine that keeps tensors without a copy."""
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self.loaded.update(weights)
 
 
 class Clinging(Keeping):
-    """Keeps a tensor of a version after the next one is in force."""
+    """An engine that keeps a tensor of a version after the next one is in force."""
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self.weights = {**dict(weights), **dict(list(self.weights.items())[:1])}
 
 
 class Late(Keeping):
-    """Uses the tensors only from ``finish_update`` on, which is not called when the sender leaves."""
+    """An engine that waits for ``finish_update``, which is not called when the sender leaves."""
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self.loaded = dict(weights)
@@ -138,7 +138,7 @@ class Late(Keeping):
 
 
 class Adding(Notebook):
-    """Loads patches as if they were differences."""
+    """An engine that loads patches as if they were differences."""
 
     def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
         for change in changes:
@@ -147,7 +147,7 @@ class Adding(Notebook):
 
 
 class Scaling(Notebook):
-    """Stores a weight and a bias in one form, and forgets that it needs both: the other one is lost."""
+    """An engine that stores a weight and a bias together, but does not ask for both in ``needs_with``."""
 
     def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
         found = {change.name: change.weight.clone() for change in changes}
@@ -158,7 +158,7 @@ class Scaling(Notebook):
 
 
 class Swallowing(Notebook):
-    """Logs errors."""
+    """An engine that logs errors."""
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         with contextlib.suppress(OSError):
@@ -166,7 +166,7 @@ class Swallowing(Notebook):
 
 
 class Careless(Notebook):
-    """Logs errors of patches."""
+    """An engine that logs errors of patches."""
 
     def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
         with contextlib.suppress(OSError):
@@ -174,14 +174,14 @@ class Careless(Notebook):
 
 
 class Halting(Notebook):
-    """Is not ready after a failure."""
+    """An engine that is not ready after a failure."""
 
     def abort_update(self, version: int) -> None:
         raise ValueError("abort_update() does not work")
 
 
 class Collecting(Notebook):
-    """Keeps weights of an update that failed for the next one."""
+    """An engine that keeps weights of an update that failed for the next one."""
 
     def __init__(self) -> None:
         super().__init__(in_chunks=True)
@@ -196,7 +196,7 @@ class Collecting(Notebook):
 
 
 class Counting(Notebook):
-    """Expects versions without a gap."""
+    """An engine that expects versions without a gap."""
 
     last = -1
 
@@ -207,14 +207,14 @@ class Counting(Notebook):
 
 
 class Fusing(Answering):
-    """Expects weights by the names under which it stores them."""
+    """An engine that expects weights by the names under which it stores them."""
 
     def expected_weights(self) -> dict[str, torch.Tensor]:
         return {name.replace("0.", "1."): value for name, value in super().expected_weights().items()}
 
 
 class Promising(Answering):
-    """Stores weights in another dtype than it declares."""
+    """An engine that stores weights in another dtype than it declares."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Promising(Answering):
 
 
 class Clearing(Answering):
-    """Makes its weights anew for ``expected_weights()``."""
+    """An engine that makes its weights anew for ``expected_weights()``."""
 
     def expected_weights(self) -> dict[str, torch.Tensor]:
         if self.version:
@@ -234,14 +234,14 @@ class Clearing(Answering):
 
 
 class Unpausing(Answering):
-    """Answers while it is updated, and after a failure."""
+    """An engine that answers while it is updated, and after a failure."""
 
     def answer(self) -> dict[str, str]:
         return fingerprint(self.model)
 
 
 class Silent(Answering):
-    """Gives a request that arrives after a failure neither an answer nor an error."""
+    """An engine that gives a request that arrives after a failure neither an answer nor an error."""
 
     def answer(self) -> dict[str, str]:
         while self.version is None:
@@ -252,7 +252,7 @@ class Silent(Answering):
 
 
 class Impatient(Answering):
-    """Fails if it is updated while it answers."""
+    """An engine that fails if it is updated while it answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class Impatient(Answering):
 
 
 class Stuck(Answering):
-    """Does not let requests continue after a failure."""
+    """An engine that does not let requests continue after a failure."""
 
     def __init__(self) -> None:
         super().__init__()
