@@ -39,6 +39,7 @@ from weight_update import (
 from weight_update.engines import SGLangEngine, SGLangServer
 from weight_update.engines.exclusive import batches
 from weight_update.engines.sglang import load
+from weight_update.testing import EngineContract
 
 WAIT = 20.0
 LOADER = "weight_update.engines.sglang.load"
@@ -668,3 +669,29 @@ def test_a_proxy_for_the_web_is_not_used(stand_in: Any, monkeypatch: pytest.Monk
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     assert adapter(stand_in).version is None
+
+
+@both
+class TestContract(EngineContract):
+    """The contract of engines, with a model that fuses weights."""
+
+    @pytest.fixture(autouse=True)
+    def _stand_in(self, stand_in: Any) -> None:
+        self.stand_in = stand_in
+
+    def make_engine(self) -> Any:
+        return adapter(self.stand_in)
+
+    def make_source(self) -> Source:
+        """Return weights of which one process has all of each."""
+        source = Source()
+        for layer in source.layers:
+            del layer["split"], layer["cut"]
+        return source
+
+    def read_weights(self, engine: Any) -> dict[str, torch.Tensor]:
+        found = {}
+        for number, layer in enumerate(self.stand_in.model.layers):
+            parts = {"q": layer.qk[:8], "k": layer.qk[8:], "out": layer.out, "turned": layer.turned.t()}
+            found |= {f"layers.{number}.{name}": weight for name, weight in parts.items()}
+        return found

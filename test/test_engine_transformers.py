@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ from weight_update import (  # noqa: E402
     WeightStrategy,
 )
 from weight_update.engines import Answer, TransformersEngine  # noqa: E402
+from weight_update.testing import EngineContract  # noqa: E402
 from weight_update.testing.processes import wait_until  # noqa: E402
 
 WAIT = 20.0
@@ -554,3 +555,39 @@ def test_arguments_of_other_types() -> None:
     for timeout in (0, -1):
         with pytest.raises(ValueError, match=f"timeout is a positive number of seconds, .* got {timeout}"):
             engine_of(model, timeout=timeout)
+
+
+class TestContract(EngineContract):
+    options: ClassVar[dict[str, Any]] = {}
+
+    def setup_method(self) -> None:
+        self.engines: list[TransformersEngine] = []
+
+    def teardown_method(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    def make_engine(self) -> TransformersEngine:
+        self.engines.append(engine_of(model_of(2, dtype=torch.bfloat16), **self.options))
+        return self.engines[-1]
+
+    def make_source(self) -> Any:
+        return model_of(1)
+
+    def read_weights(self, engine: Any) -> dict[str, torch.Tensor]:
+        weights: dict[str, torch.Tensor] = engine.expected_weights()
+        return weights
+
+    def generate(self, engine: Any) -> list[int]:
+        (answer,) = engine.generate([PROMPT])
+        tokens: list[int] = answer.tokens
+        return tokens
+
+
+class TestContractInChunks(TestContract):
+    options: ClassVar[dict[str, Any]] = {"loads_in_chunks": True, "pause": "keep"}
+
+
+@pytest.mark.slow
+class TestContractCopied(TestContract):
+    options: ClassVar[dict[str, Any]] = {"stable_addresses": True}

@@ -32,6 +32,7 @@ from weight_update.testing.apart import Apart, ApartInTwos
 from weight_update.testing.chunks import Ends, greet
 from weight_update.testing.compressions import CompressionContract
 from weight_update.testing.encodings import EncodingContract
+from weight_update.testing.engines import EngineContract
 from weight_update.testing.late_joiners import LateJoinerContract
 from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble
 from weight_update.testing.schemes import SchemeContract
@@ -47,6 +48,7 @@ __all__ = [
     "CompressionContract",
     "EncodingContract",
     "Ends",
+    "EngineContract",
     "LateJoinerContract",
     "SchemeContract",
     "StrategyContract",
