@@ -484,6 +484,37 @@ def test_generation_and_updates_take_turns() -> None:
     assert engine.version == 1
 
 
+def test_an_update_goes_before_the_next_generation() -> None:
+    engine, order = Idle(timeout=10.0), []
+    engine.begin_update(0)
+    engine.finish_update(0)
+
+    def update() -> None:
+        engine.begin_update(1)
+        order.append("update")
+        engine.finish_update(1)
+
+    updating = threading.Thread(target=update)
+    with engine.generating():
+        updating.start()
+        time.sleep(0.1)  # now it waits
+    with engine.generating():
+        order.append("generation")
+    updating.join(10.0)
+    assert order == ["update", "generation"]
+
+
+def test_an_update_that_gives_up_lets_generation_continue() -> None:
+    engine = Idle(timeout=10.0)
+    engine.begin_update(0)
+    engine.finish_update(0)
+    engine.timeout = 0.1
+    with engine.generating(), pytest.raises(SyncTimeoutError):
+        engine.begin_update(1)
+    with engine.generating():
+        assert engine.version == 0
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_parts_of_any_size(seed: int) -> None:
     chance = random.Random(seed)

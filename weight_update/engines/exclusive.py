@@ -38,26 +38,30 @@ class ExclusiveEngine(InferenceEngine):
         self.loads_in_chunks: bool = loads_in_chunks
         self.timeout: float = require_seconds("timeout", timeout)
         self.version: int | None = None
-        self._turn = threading.Lock()
+        self._turn = threading.Condition()
+        self._taken = False
+        self._update_waits = False
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
-        """Return a context manager that keeps updates out.
+        """Return a context manager that keeps updates out. An update that waits goes first.
 
         Raises:
             SyncTimeoutError: an update or other generation took longer than ``timeout`` seconds.
             LifecycleError: an update failed midway, so the weights are a mixture until the next one.
         """
-        if not self._turn.acquire(timeout=self.timeout):
-            raise SyncTimeoutError(
-                f"an update or other generation took longer than {self.timeout:g} s (raise timeout=)"
-            )
-        try:
+        with self._turn:
+            if not self._turn.wait_for(lambda: not (self._taken or self._update_waits), self.timeout):
+                raise SyncTimeoutError(
+                    f"an update or other generation took longer than {self.timeout:g} s (raise timeout=)"
+                )
             if self.version is None:
                 raise LifecycleError("this engine has no complete version of the weights; wait for an update")
+            self._taken = True
+        try:
             yield
         finally:
-            self._turn.release()
+            self._end_turn()
 
     def begin_update(self, version: int) -> None:
         """Wait for generation to end, and keep it out.
@@ -65,18 +69,30 @@ class ExclusiveEngine(InferenceEngine):
         Raises:
             SyncTimeoutError: generation took longer than ``timeout`` seconds.
         """
-        if not self._turn.acquire(timeout=self.timeout):
-            raise SyncTimeoutError(f"generation took longer than {self.timeout:g} s (raise timeout=)")
+        with self._turn:
+            self._update_waits = True
+            try:
+                if not self._turn.wait_for(lambda: not self._taken, self.timeout):
+                    raise SyncTimeoutError(f"generation took longer than {self.timeout:g} s (raise timeout=)")
+                self._taken = True
+            finally:
+                self._update_waits = False
+                self._turn.notify_all()
 
     def finish_update(self, version: int) -> None:
         """Let generation continue. A subclass that overrides this calls it last."""
         self.version = version
-        self._turn.release()
+        self._end_turn()
 
     def abort_update(self, version: int) -> None:
         """Make :meth:`generating` raise until an update succeeds."""
         self.version = None
-        self._turn.release()
+        self._end_turn()
+
+    def _end_turn(self) -> None:
+        with self._turn:
+            self._taken = False
+            self._turn.notify_all()
 
 
 def batches(

@@ -72,7 +72,7 @@ class SGLangEngine(ExclusiveEngine):
         try:
             self._session.open()
         except BaseException:
-            self._turn.release()  # the version before stays in force
+            self._end_turn()  # the version before stays in force
             raise
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
