@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import pickle
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -629,6 +630,31 @@ def test_a_store_that_cannot_be_written(
     arrives(reader, 1)  # the sender tries again by itself
     assert fingerprint(model) == fingerprint(source)
     assert sender.send().version == 2
+
+
+def test_a_write_that_the_disk_cuts_off_leaves_nothing(
+    ends: Ends, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a frame would take up the last space of a full disk, and each retry would leave another."""
+    monkeypatch.setattr(publisher, "_FIRST_PAUSE", 30.0)  # no retry before the files are compared
+    source, model = mlp(1), mlp(2)
+    sender, reader = ends.sender(source), ends.reader(model)
+    before = files_in(url)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # fewer bytes than a frame has
+    try:
+        scramble(source, 3)
+        with pytest.raises(SyncFailedError, match=r"cannot write .*/000000000001-.*File too large"):
+            sender.send()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert files_in(url) == before
+    assert reader.version == 0
+
+
+def files_in(url: str) -> dict[str, bytes]:
+    """Return the files below a directory, by name."""
+    return {str(path): path.read_bytes() for path in Path(url).rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import resource
 import socket
 import struct
 import threading
@@ -276,6 +277,17 @@ def test_an_address_of_another_machine_and_a_taken_port() -> None:
     with listen("127.0.0.1") as sock, pytest.raises(OSError, match=r"port=, or 0 for any$") as caught:
         listen("127.0.0.1", port := sock.getsockname()[1])
     assert f"cannot listen on 127.0.0.1:{port} (Address already in use); give address=" in str(caught.value)
+
+
+def test_a_listener_without_a_descriptor_names_the_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(OSError, match=r"\(Too many open files\); raise .*\(ulimit -n\)$") as caught:
+            listen("127.0.0.1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caught.value.errno == errno.EMFILE
 
 
 def test_a_name_whose_first_address_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ not used before its signature is checked. Nothing is encrypted.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
@@ -165,17 +166,19 @@ def listen(address: str, port: int = 0) -> socket.socket:
     """Return a socket that listens on one address; port 0 takes a free one.
 
     Raises:
-        OSError: the address does not belong to this machine, or the port is taken; the message names the fix.
+        OSError: the address does not belong to this machine, the port is taken, or the process has too many
+            open files; the message names the fix.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         sock = socket.create_server((address, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # create_server() adds the address
-        raise OSError(
-            error.errno,
-            f"cannot listen on {address}:{port} ({reason}); give address= of a network interface "
-            "of this machine, and a free port=, or 0 for any",
-        ) from None
+        remedy = (
+            "raise the process's limit of open files (ulimit -n)"
+            if error.errno == errno.EMFILE
+            else "give address= of a network interface of this machine, and a free port=, or 0 for any"
+        )
+        raise OSError(error.errno, f"cannot listen on {address}:{port} ({reason}); {remedy}") from None
     _set_tcp_options(sock)  # and all that it accepts
     return sock

@@ -123,10 +123,16 @@ class ObjectStore:
             self._write_into(path, parts)
 
     def _write_into(self, path: str, parts: list[bytes | memoryview]) -> None:
-        with self._fs.open(path, "wb") as file:
-            for part in parts:
-                for start in range(0, len(part), _SLICE):
-                    file.write(part[start : start + _SLICE])
+        try:
+            with self._fs.open(path, "wb") as file:
+                for part in parts:
+                    for start in range(0, len(part), _SLICE):
+                        file.write(part[start : start + _SLICE])
+        except Exception:
+            if self._is_directory:  # a part of the object would take up the last space of a full disk
+                with contextlib.suppress(OSError):
+                    os.remove(path)
+            raise
 
     def names(self) -> list[str]:
         """Return the names of all objects; raise as :meth:`read`."""
