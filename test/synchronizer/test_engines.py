@@ -58,3 +58,57 @@ def test_a_reason_has_the_whole_message_of_the_engine(method: SyncMethod, tmp_pa
         wait_until(trainer.blocking.need_sync)
         trainer.blocking.sync_weight()
         assert waiting.result()["reason"] == "Verbose: the engine broke at begin\n\nBuy another one."
+
+
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_an_engine_that_failed_in_the_background_asks_for_weights(method: SyncMethod, tmp_path: Path) -> None:
+    source, engine = model_at(0), Notebook()
+    options = {"max_staleness": 8}
+    with connected(method, SyncStyle.FULLY_ASYNC, tmp_path, source, engine, **options) as (
+        _,
+        trainer,
+        explorer,
+    ):
+        first = exchange(trainer, explorer)
+        engine.fails = "finish"
+        set_to(source, 1)
+        trainer.step = 1
+        trainer.blocking.sync_weight()
+        wait_until(lambda: engine.fails is None)
+        wait_until(explorer.blocking.need_sync)
+        assert explorer.version is None
+        waiting = Waiting(explorer)
+        if method is SyncMethod.NCCL:
+            wait_until(trainer.blocking.need_sync)
+            trainer.blocking.sync_weight()
+        said = waiting.result()
+        assert "reason" not in said
+        assert said["version"] == explorer.version > first
+        assert fingerprint(engine.loaded) == fingerprint(source)
+        assert not explorer.blocking.need_sync()
+
+
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_an_explorer_has_no_version_after_its_engine_failed(
+    method: SyncMethod, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, engine = model_at(0), Notebook()
+    with connected(method, SyncStyle.EXPLORER_DRIVEN, tmp_path, source, engine) as (where, trainer, explorer):
+        exchange(trainer, explorer)
+        engine.fails = "finish"
+        waiting = Waiting(explorer)
+        wait_until(trainer.blocking.need_sync)
+        trainer.blocking.sync_weight()
+        said = waiting.result()
+        assert said["reason"] == "ZeroDivisionError: the engine broke at finish"
+        assert "sync/version" not in said
+        assert explorer.version is None
+        assert "explorer 0 has no complete version: ZeroDivisionError" in caplog.text
+        assert not explorer.blocking.need_sync()  # it failed at this step
+        assert where.service.status()["versions"]["0"] is None
+        set_to(source, 2)
+        explorer.step = trainer.step = 1
+        trainer.blocking.need_sync()  # tells its step, so that the explorer waits for it
+        version = exchange(trainer, explorer)
+        assert explorer.version == version
+        assert fingerprint(engine.loaded) == fingerprint(source)

@@ -21,7 +21,7 @@ from weight_update.synchronizer.methods import ExplorerMethod, SubscribingExplor
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import SyncMethod, SyncStyle
 from weight_update.synchronizer.rpc import Channel
-from weight_update.synchronizer.sessions import Reply
+from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.state import TRAINER_STOPPED
 from weight_update.transports.distributed.relay.nccl import require_known
 
@@ -137,9 +137,17 @@ class BlockingExplorer(ClientBase):
 
     def need_sync(self) -> bool:
         """Return whether :meth:`sync_weight` should be called now."""
-        reply = self.ask("explorer_needs", step=self.step, held=self._method.held(self.version))
-        self.advance_to(reply["version"])
+        held = self._method.held(self.version)
+        reply = self.ask("explorer_needs", step=self.step, held=held)
+        self._note_version(held, reply["version"])
         return bool(reply["need"])
+
+    def _note_version(self, held: Held, version: int | None) -> None:
+        """Note the version in force, which is none if the update that is ``held`` has no number."""
+        if held is not None and held[1] is None:
+            self.version = None
+        else:
+            self.advance_to(version)
 
     def sync_weight(self) -> Metrics:
         """Wait for weights that are new enough; without them, the metrics have a ``reason``.
@@ -155,7 +163,7 @@ class BlockingExplorer(ClientBase):
                 reply = self._method.sync(self, step, metrics)
             except TransportError as error:
                 reply = {"version": self.version, "reason": str(error)}
-            self.advance_to(reply["version"])
+            self._note_version(self._method.held(self.version), reply["version"])
             metrics["version"] = self.version
             if reply["reason"] is not None:
                 metrics["reason"] = reply["reason"]
@@ -163,7 +171,7 @@ class BlockingExplorer(ClientBase):
                 level = logging.INFO if expected else logging.WARNING
                 held = f"keeps version {before}"
                 if self.version is None:
-                    held = "has no version yet"
+                    held = "has no version yet" if before is None else "has no complete version"
                 elif self.version != before:  # that of the sender that it joined
                     held = f"now has version {self.version}"
                 _log.log(level, "explorer %s %s: %s", self.id, held, reply["reason"])

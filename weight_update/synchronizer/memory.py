@@ -173,7 +173,9 @@ class MemoryService(Service):
         """Return whether an explorer has an update of the present publisher without a recorded version."""
         with self.changed:
             publisher = self._publisher
-            if held is None or publisher is None or held[0] != key_of(publisher.endpoint):
+            if held is None or held[1] is None:
+                return False
+            if publisher is None or held[0] != key_of(publisher.endpoint):
                 return False
             return self._version_of(*held) is None
 

@@ -74,8 +74,9 @@ class ExplorerMethod(ABC):
 
     @abstractmethod
     def held(self, version: int | None) -> Held:
-        """Return source and number of the update in force, for the synchronizer; None for none.
+        """Return source and number of the update in force, for the synchronizer; None without a source.
 
+        The number is None if an update failed midway in an engine, which then has no complete version.
         ``version`` is the version in force, as far as the client knows.
         """
 
@@ -109,9 +110,7 @@ class SubscribingExplorer(ExplorerMethod):
 
     def held(self, version: int | None) -> Held:
         subscriber = self.subscriber  # another thread may close it
-        if subscriber is None or (number := subscriber.scheme.version) is None:
-            return None
-        return [key_of(subscriber.endpoint), number]
+        return None if subscriber is None else [key_of(subscriber.endpoint), subscriber.scheme.version]
 
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
         start = time.perf_counter()

@@ -145,6 +145,9 @@ class Service(SessionManager, ABC):
         if explorer.step != step:
             self.machine.explorer_at(explorer.id, step)
         found.linked = None if held is None else held[0]
+        if held is not None and held[1] is None:
+            self.machine.has_none(explorer.id)
+            return found, explorer
         known = None if held is None else self._version_of(*held)
         if known is not None:
             self.machine.published(*known)

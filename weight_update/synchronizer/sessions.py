@@ -28,7 +28,11 @@ Reply = dict[str, Any]
 """The answer to a call: plain values."""
 
 Held = list[Any] | None
-"""The update that an explorer has in force: its publisher's key and its number. None if it has none."""
+"""The update that an explorer has in force: its publisher's key and its number.
+
+None if it has no publisher. The number is None if its engine failed to load an update, and so has no complete
+version.
+"""
 
 _log = logging.getLogger(__name__)
 

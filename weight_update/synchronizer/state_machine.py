@@ -206,6 +206,10 @@ class StateMachine(State):
             explorer.version = version
         self._settle()
 
+    def has_none(self, id: int) -> None:
+        """Note that an explorer has no complete version any more, because its engine failed to load one."""
+        self.explorers[id].version = None
+
     def transferred(self) -> None:
         """End the transfer (NCCL); explorers that it has not reached by now failed."""
         self._end_transfer("the transfer did not reach it")
