@@ -7,6 +7,7 @@ import errno
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import struct
@@ -24,13 +25,14 @@ from background import repeating
 from marks import slow
 from torch.distributed import DistError, TCPStore
 
-from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.testing.chunks import in_background
 from weight_update.testing.processes import eventually, freeze
 from weight_update.transports.distributed import rendezvous
 from weight_update.transports.distributed import transport as distributed
 from weight_update.transports.distributed.rendezvous import Announcement, SenderStore, find_sender
 from weight_update.transports.host_name import this_host
+from weight_update.transports.signed_stream import listen
 
 HERE = "127.0.0.1"
 TOKEN = "confidential"
@@ -102,7 +104,7 @@ def test_a_worker_that_comes_before_the_sender(store: SenderStore) -> None:
 
 def test_another_token(store: SenderStore) -> None:
     start = time.monotonic()
-    with pytest.raises(JoinRefusedError, match=r"has another token: pass the scheme .* same token= \(or"):
+    with pytest.raises(JoinRefusedError, match=r"has another token, or .* same token= \(or"):
         find_sender(HERE, store.port, "another", LONG)
     assert time.monotonic() - start < SOON
 
@@ -384,10 +386,27 @@ def test_a_store_that_cannot_be_opened_listens_no_more(monkeypatch: pytest.Monke
         raise RuntimeError("no descriptors")
 
     monkeypatch.setattr(rendezvous, "TCPStore", fail)
-    with pytest.raises(RuntimeError, match="no descriptors"):
+    with pytest.raises(TransportError, match=r"cannot open its store at .* \(no descriptors\); if"):
         SenderStore(HERE, 0)
     assert listening() == before
     assert rendezvous._listening == set()
+
+
+def test_a_store_without_a_descriptor_for_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch waits five minutes unless it is told otherwise."""
+    monkeypatch.setattr(rendezvous, "REPLY_SECONDS", 1.0)
+    before, (soft, hard) = time.monotonic(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(listen(HERE))
+        monkeypatch.setattr(rendezvous, "listen", lambda *_: sock)
+        for _ in range(20):  # of workers that wait
+            stack.enter_context(socket.create_connection(sock.getsockname()))
+        used = {int(number) for number in os.listdir("/proc/self/fd")}
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(used) + 6, hard))
+        with pytest.raises(TransportError, match=r"cannot open its store .*\(ulimit -n\)"):
+            SenderStore(HERE, 0)
+    assert time.monotonic() - before < 20.0
 
 
 def listening() -> set[int]:

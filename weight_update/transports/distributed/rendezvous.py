@@ -15,8 +15,15 @@ import struct
 import threading
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    SyncTimeoutError,
+    TransportError,
+)
 from weight_update.text import format_seconds
 from weight_update.threads import start_thread
 from weight_update.transports.distributed.store import TCPStore, disown, own
@@ -59,7 +66,12 @@ class Announcement:
 
 
 class SenderStore:
-    """A TCPStore in this process that keeps the sender's announcement; raises as :func:`listen`."""
+    """A TCPStore in this process that keeps the sender's announcement.
+
+    Raises:
+        OSError: as :func:`listen`.
+        TransportError: the store does not work, for example because the process has too many open files.
+    """
 
     def __init__(self, address: str, port: int) -> None:
         sock = listen(address, port)
@@ -72,15 +84,26 @@ class SenderStore:
         identity = os.fstat(self._descriptor).st_ino
         try:
             store = TCPStore(
-                address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=self._descriptor
+                address,
+                self.port,
+                is_master=True,
+                timeout=timedelta(seconds=REPLY_SECONDS),
+                wait_for_workers=False,
+                master_listen_fd=self._descriptor,
             )
             self._server = own(store)
-        except BaseException:
+        except BaseException as error:
             _listening.discard(self._descriptor)
             with contextlib.suppress(OSError):
                 if os.fstat(self._descriptor).st_ino == identity:  # else the store has closed it
                     os.close(self._descriptor)
-            raise
+            if not isinstance(error, RuntimeError):
+                raise
+            reason = str(error).partition("\n")[0]
+            raise TransportError(
+                f"the sender cannot open its store at {address}:{self.port} ({reason}); if it has too many "
+                "open files, raise the process's limit (ulimit -n)"
+            ) from None
 
     def announce(self, where: Announcement, token: str) -> None:
         """Write the announcement, and keep writing it until :meth:`close`; called once."""
@@ -166,8 +189,8 @@ def _read_announcement(
     if time.monotonic() >= deadline:
         raise SyncTimeoutError
     raise JoinRefusedError(
-        f"the sender at {address}:{port} has another token: pass the scheme to the worker after "
-        "init_on_sender(), or give both ends the same token= (or WEIGHT_UPDATE_TOKEN)"
+        f"the sender at {address}:{port} has another token, or its init_on_sender() failed: pass the scheme "
+        "to the worker after init_on_sender(), or give both ends the same token= (or WEIGHT_UPDATE_TOKEN)"
     )
 
 
