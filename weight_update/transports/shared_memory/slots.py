@@ -14,7 +14,6 @@ import fcntl
 import io
 import mmap
 import os
-import resource
 import select
 import shutil
 import threading
@@ -36,13 +35,12 @@ from weight_update.errors import (
 )
 from weight_update.transports.base import Buffer
 from weight_update.transports.memory_limits import available_memory
+from weight_update.transports.shared_memory.private_pages import PrivatePages
 from weight_update.wire.memory import pin
 from weight_update.wire.schema import aligned
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; mmap has no constant for it
 _PAGE = mmap.PAGESIZE
-_ENTRY = 8  # bytes of one page's entry in /proc/self/pagemap
-_PRESENT_OR_SWAPPED, _FILE_OR_SHARED = 0b11 << 6, 1 << 5  # in its last byte
 _ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _SEAL_FUTURE_WRITE = 16  # Linux 5.1: mappings that exist stay writable; Python has no constant for it
@@ -271,25 +269,20 @@ class HostSlotMapping(SlotMapping):
         with contextlib.suppress(OSError, ValueError):
             self._map.madvise(_MADV_POPULATE_READ)  # otherwise the first forward pass takes the page faults
         super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:-1])
-        self._faults = _page_faults()
+        self._pages = PrivatePages(self._map, self._whole)
         self._read_before = False
 
     @property
     def released(self) -> bool:
         return self._map[-1] != 0
 
-    def release(self) -> None:
-        """Drop the pages that this process wrote to, so that it sees the sender's next write.
+    def first(self, nbytes: int) -> torch.Tensor:
+        payload = super().first(nbytes)
+        self._pages.use()
+        return payload
 
-        The first write to a page is a page fault. Without a fault since the last call there are no private
-        pages, which saves the search for them: 10 ms a GB.
-        """
-        faults = _page_faults()
-        if faults == self._faults:
-            return
-        self._faults = faults
-        if self._has_own_pages():
-            self._map.madvise(mmap.MADV_DONTNEED)
+    def release(self) -> None:
+        self._pages.drop()
 
     def pinned(self, payload: torch.Tensor) -> torch.Tensor:
         again, self._read_before = self._read_before, True
@@ -297,20 +290,6 @@ class HostSlotMapping(SlotMapping):
             return payload
         pin(self._read_only, read_only=True)
         return self._read_only[: payload.numel()]
-
-    def _has_own_pages(self) -> bool:
-        pages = -(-self._whole.numel() // _PAGE)
-        try:
-            pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                raw = os.pread(pagemap, pages * _ENTRY, self._whole.data_ptr() // _PAGE * _ENTRY)
-            finally:
-                os.close(pagemap)
-        except (OSError, MemoryError):
-            return True
-        # An update may wait for this, so nothing is done for each page.
-        kinds = set(raw[_ENTRY - 1 :: _ENTRY])
-        return any(kind & _PRESENT_OR_SWAPPED and not kind & _FILE_OR_SHARED for kind in kinds)
 
 
 def _mapped_read_only(fd: int, size: int) -> torch.Tensor:
@@ -320,12 +299,6 @@ def _mapped_read_only(fd: int, size: int) -> torch.Tensor:
     memory: Any = (ctypes.c_uint8 * size).from_address(address)  # torch warns of a buffer that is read-only
     memory.mapped = mapped  # the mapping lives as long as the tensor
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _page_faults() -> int:
-    """Return the number of page faults of this process so far, of all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_minflt + usage.ru_majflt
 
 
 class SlotTable:
