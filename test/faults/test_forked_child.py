@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from faults_tools import START, WAIT, Processes, Stripes, Worker, fill, weights_of
+from marks import slow
 from pairs import connect_pair
 
 from weight_update import (
@@ -149,7 +150,12 @@ def weights_of_the_player(me: Worker) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, DistributedWeightSyncScheme]
+    "kind",
+    [
+        SharedMemWeightSyncScheme,
+        slow(MultiProcessWeightSyncScheme),
+        slow(DistributedWeightSyncScheme),
+    ],
 )
 def test_a_child_of_a_worker_keeps_its_weights(procs: Processes, kind: type[WeightSyncScheme]) -> None:
     model, value = make(), 1.0
