@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from faults_tools import START, WAIT, Processes, Stripes, Worker, fill
+import torch
+from faults_tools import START, WAIT, Processes, Stripes, Worker, fill, weights_of
+from marks import slow
 from pairs import connect_pair
 
 from weight_update import (
@@ -119,5 +121,55 @@ def test_a_child_does_not_send_in_the_name_of_the_trainer(kind: type[WeightSyncS
             with scheme._sender_side._sending:
                 assert "not a sender in this process" in error_in_a_child(scheme.send)
             assert "init_on_receiver() in this process first" in error_in_a_child(receiver.connect)
+            assert "gets no updates" in error_in_a_child(receiver.receive)
             scheme.send(fill(model, 1.0))
             assert target(START).tolist() == [1.0, 1.0]
+
+
+def fork_a_player(me: Worker) -> None:
+    """Fork a child that waits until the end of a pipe, and writes the weights that it has then."""
+    go, me.go = os.pipe()
+    me.found, found = os.pipe()
+    me.child = os.fork()
+    if me.child == 0:
+        os.close(me.go)
+        os.read(go, 1)
+        with me.scheme.hold():
+            values = me.model(START)
+        os.write(found, repr(sorted(set(values.tolist()))).encode())
+        os._exit(0)
+    os.close(go)
+    os.close(found)
+
+
+def weights_of_the_player(me: Worker) -> str:
+    os.close(me.go)
+    with os.fdopen(me.found) as pipe:
+        os.waitpid(me.child, 0)
+        return pipe.read()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        SharedMemWeightSyncScheme,
+        slow(MultiProcessWeightSyncScheme),
+        slow(DistributedWeightSyncScheme),
+    ],
+)
+def test_a_child_of_a_worker_keeps_its_weights(procs: Processes, kind: type[WeightSyncScheme]) -> None:
+    model, value = make(), 1.0
+    scheme = procs.scheme(kind, timeout=WAIT)
+    (worker,) = procs.launch(scheme, fill(model, value), make, 1)
+    for _ in range(4):  # each slot is in use once before a fork
+        worker.call(fork_a_player)
+        expected = str([value])
+        for _ in range(5):  # the sender comes to each slot again
+            value += 1.0
+            scheme.send(fill(model, value))
+            assert weights_are(worker.call(weights_of), value)
+        assert worker.call(weights_of_the_player) == expected
+
+
+def weights_are(weights: dict[str, torch.Tensor], value: float) -> bool:
+    return all(bool((weight == value).all()) for weight in weights.values())

@@ -8,6 +8,7 @@ import operator
 import os
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -28,9 +29,9 @@ from weight_update.transports.shared_memory.slots import (
     HostSlotMapping,
     SharedBuffer,
     SlotTable,
-    may_run,
     open_slot,
 )
+from weight_update.transports.watched_process import may_run
 
 
 def test_clearing_while_another_thread_releases():
@@ -220,6 +221,54 @@ def test_a_child_does_not_give_up_the_slots_of_its_parent() -> None:
     slot.close()
 
 
+def test_a_slot_in_use_is_not_written_again_while_a_forked_child_lives() -> None:
+    slot, free, table = SharedBuffer(64), SharedBuffer(64), SlotTable()
+    payload = name(table, slot)
+    table.release(name(table, free))
+    assert not slot.is_read_elsewhere()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    end, held = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(held)
+        os.read(end, 1)
+        os._exit(0)
+    table.release(payload)  # the child has it still
+    assert (slot.is_read_elsewhere(), free.is_read_elsewhere()) == (True, False)
+    for one in (end, held):
+        os.close(one)
+    os.waitpid(pid, 0)
+    assert not slot.is_read_elsewhere()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    for buffer in (slot, free):
+        buffer.close()
+
+
+def test_a_child_of_a_child_reads_a_slot_longer() -> None:
+    slot, table = SharedBuffer(64), SlotTable()
+    payload = name(table, slot)
+    end, held = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(held)
+        if os.fork() == 0:
+            os.read(end, 1)
+        os._exit(0)
+    os.close(end)
+    os.waitpid(pid, 0)
+    table.release(payload)
+    assert slot.is_read_elsewhere()
+    os.close(held)
+    assert eventually(lambda: not slot.is_read_elsewhere())
+    slot.close()
+
+
+def test_a_program_that_is_started_keeps_no_slot() -> None:
+    slot, table = SharedBuffer(64), SlotTable()
+    name(table, slot)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, preexec_fn=lambda: None):
+        assert not slot.is_read_elsewhere()
+    slot.close()
+
+
 def test_no_memory_to_map_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     slot, table = SharedBuffer(64), SlotTable()
     with monkeypatch.context() as patch:
@@ -267,7 +316,7 @@ def test_a_process_is_watched_until_the_end_of_this_one() -> None:
     program = (
         "import os\n"
         "from multiprocessing.util import Finalize\n"
-        "from weight_update.transports.shared_memory.slots import WatchedProcess\n"
+        "from weight_update.transports.watched_process import WatchedProcess\n"
         "other = WatchedProcess(os.getppid())\n"
         "Finalize(other, lambda: print(other.ended), exitpriority=1)\n"
     )

@@ -166,11 +166,16 @@ class SchemeUpdates(SchemeLifecycle):
             an engine.
 
         Raises:
-            LifecycleError: this is not a connected receiver, or it was shut down.
+            LifecycleError: this is not a connected receiver in this process, or it was shut down.
             TransportError: the sender is gone.
         """
         receiver = self._require_receiver()
         self._require_open()
+        if self._owner != os.getpid():
+            raise LifecycleError(
+                "this process was forked from the receiver and gets no updates; call init_on_receiver() and "
+                "connect() here, with an index of its own, or receive() in the process that connected"
+            )
         if timeout is not None:
             timeout = require_seconds("timeout", timeout, zero=True)
         return receiver.receive(timeout)

@@ -149,6 +149,9 @@ class BufferPool:
         """Return a free slot of exactly this size, else a new one; NotEnoughMemoryError if there is none."""
         self._drop([slot for slot in self._slots if slot.abandoned and slot.users == 0])
         free = [slot for slot in self._slots if slot.users == 0]
+        for slot in [slot for slot in free if slot.buffer.is_read_elsewhere()]:
+            free.remove(slot)
+            self._drop([slot])
         for slot in free:
             if slot.buffer.tensor.numel() == nbytes:
                 slot.buffer.use += 1

@@ -20,7 +20,7 @@ from weight_update.sender.observers import Observers, PendingUpdate
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.threads import start_thread
 from weight_update.transports.base import TransportBackend
-from weight_update.transports.shared_memory.slots import may_run
+from weight_update.transports.watched_process import may_run
 from weight_update.wire.frames import Step
 from weight_update.wire.schema import WeightSchema
 

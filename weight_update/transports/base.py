@@ -35,6 +35,13 @@ class Buffer:
         self.tensor = tensor
         self.use = 0
 
+    def is_read_elsewhere(self) -> bool:
+        """Return whether a process reads it of which the sender knows nothing; it is then not written again.
+
+        Called while no worker reads it.
+        """
+        return False
+
     def close(self) -> None:
         """Give the memory back; receivers that still read it keep it alive on their side."""
 

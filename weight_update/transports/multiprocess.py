@@ -25,7 +25,6 @@ from weight_update.transports.queue_reader import QueueReader
 from weight_update.transports.shared_memory.slots import (
     SharedBuffer,
     SlotTable,
-    WatchedProcess,
     open_slot,
     slot_of,
 )
@@ -35,6 +34,7 @@ from weight_update.transports.socket_stream import (
     peer_credentials,
     seconds_left,
 )
+from weight_update.transports.watched_process import WatchedProcess
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 
 _Item = tuple[bytes, tuple[int, int, str] | None]

@@ -15,7 +15,6 @@ import io
 import mmap
 import os
 import resource
-import select
 import shutil
 import threading
 import uuid
@@ -36,6 +35,8 @@ from weight_update.errors import (
 )
 from weight_update.transports.base import Buffer
 from weight_update.transports.memory_limits import available_memory
+from weight_update.transports.shared_memory.child_locks import SlotFile
+from weight_update.transports.watched_process import may_run
 from weight_update.wire.memory import pin
 from weight_update.wire.schema import aligned
 
@@ -107,6 +108,14 @@ class SharedBuffer(SharedSlot):
             super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes], key)
             self._file = io.FileIO(f"/proc/self/fd/{writable}")
             self.fd = self._file.fileno()
+
+    def is_read_elsewhere(self) -> bool:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # a child of a worker has locked it
+            return True
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        return False
 
     def close(self) -> None:
         """Release the slot; workers that still use it keep its memory until they switch to another one."""
@@ -266,6 +275,7 @@ class HostSlotMapping(SlotMapping):
             raise FormatError("the sender's slot is empty")
         with _naming_limits(f"the sender's slot of {size / 1e6:.1f} MB"):
             self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+            self._file = SlotFile(fd)
             on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             self._read_only = _mapped_read_only(fd, size) if on_gpu else None
         with contextlib.suppress(OSError, ValueError):
@@ -278,12 +288,18 @@ class HostSlotMapping(SlotMapping):
     def released(self) -> bool:
         return self._map[-1] != 0
 
+    def first(self, nbytes: int) -> torch.Tensor:
+        payload = super().first(nbytes)
+        self._file.users += 1
+        return payload
+
     def release(self) -> None:
         """Drop the pages that this process wrote to, so that it sees the sender's next write.
 
         The first write to a page is a page fault. Without a fault since the last call there are no private
         pages, which saves the search for them: 10 ms a GB.
         """
+        self._file.users -= 1
         faults = _page_faults()
         if faults == self._faults:
             return
@@ -391,36 +407,6 @@ class SlotTable:
         """Close all slots that no tensor uses any more."""
         with self._lock:
             self._slots.clear()
-
-
-class WatchedProcess:
-    """A process of this pid namespace, recognized even after the kernel has used its id again.
-
-    Raises:
-        ProcessLookupError: there is no such process.
-        AttributeError, OSError: this kernel, or a sandbox, does not tell.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._fd = os.pidfd_open(pid)
-        weakref.finalize(self, os.close, self._fd).atexit = False  # it is asked until the end of the process
-
-    @property
-    def ended(self) -> bool:
-        """Whether all its threads have ended, even before it is reaped."""
-        poller = select.poll()
-        poller.register(self._fd, select.POLLIN)
-        return any(event & select.POLLIN for _, event in poller.poll(0))
-
-
-def may_run(pid: int) -> bool:
-    """Return whether a process of this pid namespace may still execute; True when that is unknown."""
-    try:
-        return not WatchedProcess(pid).ended
-    except ProcessLookupError:
-        return False
-    except (OSError, AttributeError):
-        return True
 
 
 def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> SlotMapping:

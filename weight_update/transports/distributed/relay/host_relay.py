@@ -205,6 +205,8 @@ class HostRelay:
         The sender writes into a slot again only when no worker reads it, so an arriving payload may be
         written into the copy at once.
         """
+        if slot in self._replicas and self._replicas[slot].is_read_elsewhere():
+            self._forget([slot])
         if slot not in self._replicas:
             self._replicas[slot] = SharedBuffer(nbytes, self._directory)
         return self._replicas[slot]
