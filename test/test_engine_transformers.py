@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from interpreters import run_python
+from marks import slow
 from pairs import connect_pair
 
 transformers = pytest.importorskip(
@@ -60,10 +61,14 @@ def model_of(seed: int, *, tied: bool = True, dtype: torch.dtype = torch.float32
     return transformers.Qwen3ForCausalLM(config).to(dtype).eval()
 
 
+def greedy() -> Any:
+    """Return the options of a generation of 8 tokens."""
+    return transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
+
+
 def engine_of(model: Any, **options: Any) -> TransformersEngine:
-    generation = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
     batching = transformers.ContinuousBatchingConfig(page_size=PAGE, num_blocks=256, max_batch_tokens=64)
-    return TransformersEngine(model, generation, batching, **{"timeout": WAIT, **options})
+    return TransformersEngine(model, greedy(), batching, **{"timeout": WAIT, **options})
 
 
 @torch.no_grad()
@@ -147,6 +152,57 @@ def test_answers_are_those_of_the_trainers_model(
     if in_place:
         assert places == [parameter.data_ptr() for parameter in mine.parameters()]
     assert (mine.lm_head.weight is mine.model.embed_tokens.weight) == tied
+
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.5,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+WINDOW = {"sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("Gemma3Text", {"head_dim": 8, **WINDOW}),
+        ("Mixtral", EXPERTS),
+        *(
+            slow(kind, more)
+            for kind, more in (
+                ("Llama", {}),
+                ("Mistral", WINDOW),
+                ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}),
+                ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, **EXPERTS}),
+                ("Gemma2", {"head_dim": 8, **WINDOW}),
+                ("Phi3", {}),
+                ("Olmo2", {}),
+                ("Cohere", {}),
+            )
+        ),
+    ],
+)
+def test_architectures(connected: Any, kind: str, more: dict[str, Any]) -> None:
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **more)
+    trainer, mine = (transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    engine = engine_of(mine)
+    scheme = connected(trainer, engine, encoding="patch")
+    for seed in range(2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in trainer.parameters():
+                parameter += (torch.rand_like(parameter) < 0.1) * torch.randn_like(parameter)
+        assert scheme.send().encoding == "patch"
+        assert all(torch.equal(mine.state_dict()[name], one) for name, one in trainer.state_dict().items())
+        (answer,) = engine.generate([PROMPT])
+        whole = trainer.generate(torch.tensor([PROMPT]), generation_config=greedy())
+        assert answer.tokens == whole[0, len(PROMPT) :].tolist()
 
 
 def test_a_patch_writes_what_changed(connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
