@@ -1,6 +1,7 @@
 """Properties of shared memory slots that the contract suites of the transports do not cover."""
 
 import errno
+import fcntl
 import itertools
 import mmap
 import multiprocessing
@@ -258,6 +259,22 @@ def test_a_child_of_a_child_reads_a_slot_longer() -> None:
     assert slot.is_read_elsewhere()
     os.close(held)
     assert eventually(lambda: not slot.is_read_elsewhere())
+    slot.close()
+
+
+def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    slot, table = SharedBuffer(64), SlotTable()
+    name(table, slot)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        assert not slot.is_read_elsewhere()
+        child = multiprocessing.get_context("fork").Process(target=lambda: None)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
     slot.close()
 
 

@@ -110,11 +110,12 @@ class SharedBuffer(SharedSlot):
             self.fd = self._file.fileno()
 
     def is_read_elsewhere(self) -> bool:
+        """Return whether a child of a worker has locked the file."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # a child of a worker has locked it
-            return True
-        fcntl.flock(self.fd, fcntl.LOCK_UN)
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
+        except OSError as error:  # if it is another one, the file system has no locks
+            return isinstance(error, BlockingIOError)
         return False
 
     def close(self) -> None:
