@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -229,3 +230,27 @@ def test_a_weight_that_is_saved_twice_is_sent() -> None:
     target.register_buffer("packed_scale", target.scale)
     with MemoryWeightSyncScheme(timeout=10.0) as scheme:
         connect_pair(scheme, source, target).shutdown()
+
+
+def test_comparing_thousands_of_tensors_collects_no_garbage() -> None:
+    """Forward passes wait for the comparisons, and each collection looks at thousands of objects."""
+    model = nn.ParameterList(nn.Parameter(torch.zeros(2, 4)) for _ in range(5000))
+    strategy = WeightStrategy()
+    schema, bound = strategy.named(model).schema(), strategy.bind(model)
+    values = [torch.ones(2, 4) for _ in schema.names]
+    bound.switch(schema.names, bound.prepare(schema, values))
+    collections: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collections.append(f"generation {info['generation']}")
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        ready = bound.prepare(schema, values)
+        changed = bound.changed(schema.names)
+        bound.switch(schema.names, ready)
+    finally:
+        gc.callbacks.remove(note)
+    assert (changed, collections) == (False, [])

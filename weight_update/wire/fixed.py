@@ -71,7 +71,7 @@ def are_many_small(named: Mapping[str, torch.Tensor]) -> bool:
     tensors = list(named.values())
     # Sparse tensors have no attribute "nbytes".
     total = sum(map(operator.mul, map(torch.Tensor.numel, tensors), map(_ITEMSIZE, tensors)))
-    return total <= min(_LARGE, len(tensors) * _SMALL)
+    return bool(total <= min(_LARGE, len(tensors) * _SMALL))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
