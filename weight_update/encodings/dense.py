@@ -57,23 +57,26 @@ library: ctypes.CDLL | None = load(Path(__file__).parent, "_copying", 1)
 class ViewCache:
     """A cache of views into the few buffers that are used again and again; 5,000 views take 15 ms.
 
-    Views are dropped with the tensor object for which they were made.
+    Views are dropped with the tensor object for which they were made. A buffer has the views of one schema at
+    a time.
     """
 
     def __init__(self, schema: WeightSchema) -> None:
         self._schema = schema
         # By id: torch.utils.weak.WeakTensorKeyDictionary makes an update of 1 MB take 13 us longer.
-        self._known: dict[int, list[torch.Tensor]] = {}
+        self._known: dict[int, tuple[WeightSchema, list[torch.Tensor]]] = {}
 
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return :meth:`WeightSchema.views` of ``flat``."""
-        found = self._known.get(id(flat))
+    def views(self, flat: torch.Tensor, schema: WeightSchema | None = None) -> list[torch.Tensor]:
+        """Return :meth:`WeightSchema.views` of ``flat``; ``schema`` takes the place of the cache's own."""
+        schema, found = schema or self._schema, self._known.get(id(flat))
+        if found is not None and found[0] is schema:
+            return found[1]
+        with torch.inference_mode(False):
+            views = schema.views(flat.data)  # views of another tensor object, which they keep alive
         if found is None:
-            with torch.inference_mode(False):
-                found = self._schema.views(flat.data)  # views of another tensor object, which they keep alive
-            self._known[id(flat)] = found
             weakref.finalize(flat, self._known.pop, id(flat), None).atexit = False
-        return found
+        self._known[id(flat)] = schema, views
+        return views
 
 
 @register_encoding
