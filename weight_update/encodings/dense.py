@@ -167,16 +167,17 @@ def copy_tensors(
     if total < _LARGE or (one_thread and total < _LARGE_ON_ONE):
         _copy_by_torch(targets, sources, serial and not one_thread)
         return
-    pairs = list(zip(targets, sources, strict=True))
     with Progress(title, total) as progress:
-        if library is not None and total >= _EACH * len(pairs):
+        if library is not None and total >= _EACH * len(targets):
+            pairs = list(zip(targets, sources, strict=True))
             suiting = [_suits(*pair) for pair in pairs]
             threads = 1 if serial else min(torch.get_num_threads(), total // _FOR_ONE)
             _stream([pair for pair, suits in zip(pairs, suiting, strict=True) if suits], threads, progress)
-            pairs = [pair for pair, suits in zip(pairs, suiting, strict=True) if not suits]
-        step = -(-len(pairs) // _BATCHES)
-        for start in range(0, len(pairs), step or 1):
-            batch, parts = zip(*pairs[start : start + step], strict=True)
+            others = [pair for pair, suits in zip(pairs, suiting, strict=True) if not suits]
+            targets, sources = [target for target, _ in others], [source for _, source in others]
+        step = -(-len(targets) // _BATCHES)
+        for start in range(0, len(targets), step or 1):
+            batch, parts = targets[start : start + step], sources[start : start + step]
             _copy_by_torch(batch, parts, serial)
             progress.advance(sum(map(_NBYTES, batch)))
 

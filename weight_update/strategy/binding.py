@@ -131,20 +131,23 @@ class Binding:
         ``counted`` is whether autograd is told of the writes; if not, the caller has to tell it.
         Parameters on the meta device have no memory yet, so real ones replace them.
         """
-        pairs = list(zip(self.tensors(names), values, strict=True))
-        _require_own_elements(names, [target for target, _ in pairs])
-        real = [(target, value) for target, value in pairs if not target.is_meta]
-        if real:
-            targets, sources = zip(*real, strict=True)
+        targets, without_memory = self.tensors(names), {}
+        _require_own_elements(names, targets)
+        if any(map(_IS_META, targets)):
+            pairs = list(zip(targets, values, strict=True))
+            without_memory = {id(t): _convert(t, value, copy=True) for t, value in pairs if t.is_meta}
+            targets = [target for target, _ in pairs if not target.is_meta]
+            values = [value for target, value in pairs if not target.is_meta]
+        if targets:
             places = [target.data for target in targets]  # whose writes torch does not count
             if any(map(torch.Tensor.is_conj, targets)) or any(map(torch.Tensor.is_neg, targets)):
-                for place, value in zip(places, sources, strict=True):  # _foreach_copy_ takes no such views
+                for place, value in zip(places, values, strict=True):  # _foreach_copy_ takes no such views
                     place.copy_(value)
             else:
-                copy_tensors(places, sources, "applying weights")
+                copy_tensors(places, values, "applying weights")
             if counted:
                 count_writes(targets)
-        self._materialise({id(t): _convert(t, value, copy=True) for t, value in pairs if t.is_meta})
+        self._materialise(without_memory)
 
     def prepare(self, schema: WeightSchema, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return ``values``, converted to the destination's dtype and device where they differ.
