@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -229,3 +231,48 @@ def test_a_weight_that_is_saved_twice_is_sent() -> None:
     target.register_buffer("packed_scale", target.scale)
     with MemoryWeightSyncScheme(timeout=10.0) as scheme:
         connect_pair(scheme, source, target).shutdown()
+
+
+@contextlib.contextmanager
+def collections_counted() -> Iterator[list[int]]:
+    """Yield a list to which each garbage collection appends its generation."""
+    found: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            found.append(info["generation"])
+
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(700, 10, 10)
+    gc.callbacks.append(note)
+    try:
+        yield found
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*thresholds)
+
+
+def test_pointing_thousands_of_tensors_collects_no_garbage() -> None:
+    """Forward passes wait meanwhile, and each collection looks at thousands of objects."""
+    model = nn.ParameterList(nn.Parameter(torch.zeros(2, 4)) for _ in range(5000))
+    strategy = WeightStrategy()
+    schema, bound = strategy.named(model).schema(), strategy.bind(model)
+    values = [torch.ones(2, 4) for _ in schema.names]
+    bound.switch(schema.names, bound.prepare(schema, values))
+    with collections_counted() as collections:
+        ready = bound.prepare(schema, values)
+        changed = bound.changed(schema.names)
+        bound.switch(schema.names, ready)
+    assert (changed, collections) == (False, [])
+
+
+def test_copying_into_thousands_of_tensors_collects_little_garbage() -> None:
+    model = nn.ParameterList(nn.Parameter(torch.zeros(20, 30)) for _ in range(5000))
+    strategy = WeightStrategy()
+    schema, bound = strategy.named(model).schema(), strategy.bind(model)
+    values = [torch.ones(20, 30) for _ in schema.names]
+    with collections_counted() as collections:
+        bound.copy(schema.names, values)
+    assert all(map(torch.equal, model, values))
+    assert len(collections) <= 5000 // 700 + 1  # PyTorch makes one object for each tensor

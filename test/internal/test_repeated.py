@@ -29,11 +29,12 @@ from tensordict import TensorDict
 from torch import nn
 
 from weight_update import DenseEncoding, MemoryWeightSyncScheme, SchemaMismatchError, WeightStrategy
+from weight_update.strategy import repeated
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.repeated import RepeatedRead
 from weight_update.testing import fingerprint, scramble
 from weight_update.testing.worker_processes import start_workers
-from weight_update.wire import unchanged
+from weight_update.wire import fixed, unchanged
 from weight_update.wire.fixed import MANY, FixedTensors
 from weight_update.wire.schema import WeightSchema
 
@@ -261,6 +262,28 @@ def test_large_tensors_are_not_kept_alive() -> None:
     repeated = RepeatedRead(WeightStrategy())
     for _ in range(4):
         assert repeated.outgoing(model, None).fixed is None
+
+
+def test_large_tensors_are_not_looked_at_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[torch.Tensor] = []
+    structures: list[list[nn.Module]] = []
+
+    def looked_at(tensor: torch.Tensor) -> bool:
+        looks.append(tensor)
+        return True
+
+    class Parts(unchanged.ModuleParts):
+        def __init__(self, parts: list[nn.Module], *, as_state_dict: bool) -> None:
+            structures.append(parts)
+            super().__init__(parts, as_state_dict=as_state_dict)
+
+    monkeypatch.setattr(fixed, "is_plain", looked_at)
+    monkeypatch.setattr(repeated, "ModuleParts", Parts)
+    model = nn.ParameterList([*(torch.zeros(4) for _ in range(300)), torch.zeros(1 << 20)])
+    reads = Reads(model, "tensordict")
+    for _ in range(6):
+        reads.read()
+    assert (looks, structures) == ([], [])
 
 
 @pytest.mark.parametrize("mode", MODES)

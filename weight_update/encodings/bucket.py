@@ -6,8 +6,9 @@ Options as in RLinf's bucket syncer; the layout of payloads is ours, see ``docs/
 from __future__ import annotations
 
 import functools
+import operator
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -20,10 +21,14 @@ from weight_update.encodings.dense import ViewCache, copy_tensors
 from weight_update.errors import FormatError
 from weight_update.progress import Progress
 from weight_update.wire.memory import await_stream, byte_view
-from weight_update.wire.schema import ALIGNMENT, DTYPES, WeightSchema, aligned, dtype_name
+from weight_update.wire.schema import ALIGNMENT, DTYPES, TensorMeta, WeightSchema, aligned, dtype_name
 
 BucketDtype = Literal["bfloat16", "float16", "float32"]
+_Range = tuple[
+    int, int, int, bool
+]  # position of a tensor, first and last + 1 byte, whether that is all of it
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as RLinf's configurations say
+_DTYPE = operator.attrgetter("dtype")
 _HEAD = struct.Struct("<4sB3x16sQQQ")
 _HEAD_BYTES = 64
 _MAGIC = b"WUBK"
@@ -116,10 +121,11 @@ class _BucketEncoder(Encoder):
     def __init__(self, options: BucketEncoding, schema: WeightSchema, device: torch.device | None) -> None:
         self._options, self._device = options, device
         self._schema = _as_sent(schema, options.dtype)
-        self._buckets = [
-            (start, stop, list(self._inside(start, stop)))
-            for start, stop in _cuts(self._schema, options.bucket_size)
-        ]
+        self._views = ViewCache(self._schema)
+        self._buckets: list[tuple[int, int, list[_Range], WeightSchema]] = []
+        for start, stop in _cuts(self._schema, options.bucket_size):
+            ranges = list(self._inside(start, stop))
+            self._buckets.append((start, stop, ranges, self._places(start, stop, ranges)))
 
     def encode(self, tensors: Sequence[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
         if len(self._buckets) == 1:  # there is nothing to show before the end
@@ -134,25 +140,23 @@ class _BucketEncoder(Encoder):
     @torch.no_grad()
     def stream(self, tensors: Iterator[torch.Tensor], lend: Lend) -> Iterator[torch.Tensor]:
         last, position = torch.empty(0), -1
-        for start, stop, ranges in self._buckets:
+        for start, stop, ranges, places in self._buckets:
             payload = lend(_HEAD_BYTES + stop - start)
-            place = self._begin(payload, start, stop)
+            memory = self._begin(payload, start, stop)
             copies = _Copies()
-            for i, first, end in ranges:
+            for (i, first, end, whole), target in zip(ranges, self._views.views(memory, places), strict=True):
                 while position < i:
                     last, position = next(tensors), position + 1
-                meta = self._schema.tensors[i]
-                target = place[meta.offset + first - start : meta.offset + end - start].view(meta.dtype)
-                if end - first == meta.nbytes:
-                    copies.add(target.view(meta.shape), last)
+                if whole:
+                    copies.add(target, last)
                 else:
-                    size = meta.dtype.itemsize
+                    size = target.itemsize
                     copies.add(target, last.reshape(-1)[first // size : end // size])
-                if end == meta.nbytes:
-                    last = place  # the iterator may reuse the memory of the tensor for the next one
+                if end == self._schema.tensors[i].nbytes:
+                    last = memory  # the iterator may reuse the memory of the tensor for the next one
             copies.make()
             if self._device is not None:
-                payload[_HEAD_BYTES:].copy_(place)
+                payload.copy_(memory)
             await_stream(payload)
             if stop == self._buckets[-1][1]:
                 for _ in tensors:  # tied tensors; the iterator may still raise
@@ -160,23 +164,32 @@ class _BucketEncoder(Encoder):
             yield payload
 
     def _begin(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Write the head of a bucket, and return the memory in which to assemble its body."""
+        """Write the head of a bucket, and return the memory in which to assemble the bucket."""
         name = "" if self._options.dtype is None else dtype_name(self._options.dtype)
         head = _HEAD.pack(
             _MAGIC, self._options.load_instant, name.encode(), start, stop, self._schema.nbytes
         ).ljust(_HEAD_BYTES, b"\0")
-        payload[:_HEAD_BYTES] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        if self._device is None:
-            return payload[_HEAD_BYTES:]
-        return torch.empty(stop - start, dtype=torch.uint8, device=self._device)
+        memory = payload if self._device is None else torch.empty_like(payload, device=self._device)
+        memory[:_HEAD_BYTES] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        return memory
 
-    def _inside(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield position, first and last + 1 byte of each tensor between two bytes of the flat buffer."""
+    def _places(self, start: int, stop: int, ranges: Iterable[_Range]) -> WeightSchema:
+        """Return the places of a bucket's tensors, and parts of tensors, in its payload."""
+        metas = []
+        for i, first, end, whole in ranges:
+            meta = self._schema.tensors[i]
+            shape = meta.shape if whole else ((end - first) // meta.dtype.itemsize,)
+            offset = _HEAD_BYTES + meta.offset + first - start
+            metas.append(TensorMeta(meta.name, shape, meta.dtype, offset))
+        return WeightSchema(tuple(metas), _HEAD_BYTES + stop - start)
+
+    def _inside(self, start: int, stop: int) -> Iterator[_Range]:
+        """Yield the range of each tensor that lies between two bytes of the flat buffer."""
         for i in self._schema.distinct:
             meta = self._schema.tensors[i]
             first, last = max(start - meta.offset, 0), min(stop - meta.offset, meta.nbytes)
             if first < last:
-                yield i, first, last
+                yield i, first, last, last - first == meta.nbytes
 
 
 class _Copies:
@@ -259,6 +272,8 @@ class _BucketDecoder(Decoder):
 
 def _converted(values: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """Return ``values`` in ``dtypes``, converted on one thread, because more hang in forked processes."""
+    if all(map(operator.is_, map(_DTYPE, values), dtypes)):
+        return list(values)
     ready = []
     targets, sources = [], []
     for value, dtype in zip(values, dtypes, strict=True):

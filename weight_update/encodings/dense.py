@@ -57,23 +57,26 @@ library: ctypes.CDLL | None = load(Path(__file__).parent, "_copying", 1)
 class ViewCache:
     """A cache of views into the few buffers that are used again and again; 5,000 views take 15 ms.
 
-    Views are dropped with the tensor object for which they were made.
+    Views are dropped with the tensor object for which they were made. A buffer has the views of one schema at
+    a time.
     """
 
     def __init__(self, schema: WeightSchema) -> None:
         self._schema = schema
         # By id: torch.utils.weak.WeakTensorKeyDictionary makes an update of 1 MB take 13 us longer.
-        self._known: dict[int, list[torch.Tensor]] = {}
+        self._known: dict[int, tuple[WeightSchema, list[torch.Tensor]]] = {}
 
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return :meth:`WeightSchema.views` of ``flat``."""
-        found = self._known.get(id(flat))
+    def views(self, flat: torch.Tensor, schema: WeightSchema | None = None) -> list[torch.Tensor]:
+        """Return :meth:`WeightSchema.views` of ``flat``; ``schema`` takes the place of the cache's own."""
+        schema, found = schema or self._schema, self._known.get(id(flat))
+        if found is not None and found[0] is schema:
+            return found[1]
+        with torch.inference_mode(False):
+            views = schema.views(flat.data)  # views of another tensor object, which they keep alive
         if found is None:
-            with torch.inference_mode(False):
-                found = self._schema.views(flat.data)  # views of another tensor object, which they keep alive
-            self._known[id(flat)] = found
             weakref.finalize(flat, self._known.pop, id(flat), None).atexit = False
-        return found
+        self._known[id(flat)] = schema, views
+        return views
 
 
 @register_encoding
@@ -164,16 +167,17 @@ def copy_tensors(
     if total < _LARGE or (one_thread and total < _LARGE_ON_ONE):
         _copy_by_torch(targets, sources, serial and not one_thread)
         return
-    pairs = list(zip(targets, sources, strict=True))
     with Progress(title, total) as progress:
-        if library is not None and total >= _EACH * len(pairs):
+        if library is not None and total >= _EACH * len(targets):
+            pairs = list(zip(targets, sources, strict=True))
             suiting = [_suits(*pair) for pair in pairs]
             threads = 1 if serial else min(torch.get_num_threads(), total // _FOR_ONE)
             _stream([pair for pair, suits in zip(pairs, suiting, strict=True) if suits], threads, progress)
-            pairs = [pair for pair, suits in zip(pairs, suiting, strict=True) if not suits]
-        step = -(-len(pairs) // _BATCHES)
-        for start in range(0, len(pairs), step or 1):
-            batch, parts = zip(*pairs[start : start + step], strict=True)
+            others = [pair for pair, suits in zip(pairs, suiting, strict=True) if not suits]
+            targets, sources = [target for target, _ in others], [source for _, source in others]
+        step = -(-len(targets) // _BATCHES)
+        for start in range(0, len(targets), step or 1):
+            batch, parts = targets[start : start + step], sources[start : start + step]
             _copy_by_torch(batch, parts, serial)
             progress.advance(sum(map(_NBYTES, batch)))
 

@@ -28,7 +28,7 @@ from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema, require_tensor
 
 _Place = tuple[str, tuple[Any, Any]]  # name of a tensor, the dict that holds it, and its key
-_Facts = tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[torch.dtype, ...]]
+_Facts = tuple[tuple[Any, ...], ...]  # addresses, dimensions, sizes and dtypes
 _CPU = torch.device("cpu")
 _SHAPE, _DTYPE, _DEVICE, _IS_CPU, _IS_META = map(
     operator.attrgetter, ("shape", "dtype", "device", "is_cpu", "is_meta")
@@ -72,7 +72,7 @@ class Binding:
         plain = {type(owner).get for owner, _ in self._places.values()} <= {dict.get}
         self._look_up: Callable[[Any, str], Any] = dict.get if plain else lambda owner, key: owner.get(key)
         self._asked: tuple[tuple[str, ...], list[Any], list[str]] = (), [], []  # names, owners and keys
-        self._prepared: _Facts = (), (), ()  # of the tensors in prepare()
+        self._prepared: _Facts = ()  # of the tensors in prepare()
         self._find_devices()
 
     def is_stale(self) -> bool:
@@ -131,20 +131,23 @@ class Binding:
         ``counted`` is whether autograd is told of the writes; if not, the caller has to tell it.
         Parameters on the meta device have no memory yet, so real ones replace them.
         """
-        pairs = list(zip(self.tensors(names), values, strict=True))
-        _require_own_elements(names, [target for target, _ in pairs])
-        real = [(target, value) for target, value in pairs if not target.is_meta]
-        if real:
-            targets, sources = zip(*real, strict=True)
+        targets, without_memory = self.tensors(names), {}
+        _require_own_elements(names, targets)
+        if any(map(_IS_META, targets)):
+            pairs = list(zip(targets, values, strict=True))
+            without_memory = {id(t): _convert(t, value, copy=True) for t, value in pairs if t.is_meta}
+            targets = [target for target, _ in pairs if not target.is_meta]
+            values = [value for target, value in pairs if not target.is_meta]
+        if targets:
             places = [target.data for target in targets]  # whose writes torch does not count
             if any(map(torch.Tensor.is_conj, targets)) or any(map(torch.Tensor.is_neg, targets)):
-                for place, value in zip(places, sources, strict=True):  # _foreach_copy_ takes no such views
+                for place, value in zip(places, values, strict=True):  # _foreach_copy_ takes no such views
                     place.copy_(value)
             else:
-                copy_tensors(places, sources, "applying weights")
+                copy_tensors(places, values, "applying weights")
             if counted:
                 count_writes(targets)
-        self._materialise({id(t): _convert(t, value, copy=True) for t, value in pairs if t.is_meta})
+        self._materialise(without_memory)
 
     def prepare(self, schema: WeightSchema, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return ``values``, converted to the destination's dtype and device where they differ.
@@ -154,10 +157,12 @@ class Binding:
             UnsupportedSourceError: a tensor was replaced by one that cannot be written.
         """
         targets = self.tensors(schema.names)
-        addresses, shapes, dtypes = self._prepared = _facts_of(targets)
+        self._prepared = _facts_of(targets)
+        addresses = self._prepared[0]
         offsets = dict(zip(addresses, schema.offsets, strict=False))
         if (
-            (shapes, dtypes) != (schema.shapes, schema.dtypes)
+            not all(map(operator.eq, map(_SHAPE, targets), schema.shapes))
+            or not all(map(operator.is_, map(_DTYPE, targets), schema.dtypes))
             or 0 in offsets  # of a tensor without memory
             or tuple(map(offsets.get, addresses)) != schema.offsets  # tied, unlike the values
             or any(map(torch.Tensor.is_inference, targets))
@@ -165,7 +170,11 @@ class Binding:
             schema.require_same(self.schema(), "the model", more=True)
         on_cpu = all(map(_IS_CPU, targets))
         self._cuda_devices = [] if on_cpu else _cuda_devices(map(_DEVICE, targets))
-        if on_cpu and all(map(_IS_CPU, values)) and all(map(operator.is_, dtypes, map(_DTYPE, values))):
+        if (
+            on_cpu
+            and all(map(_IS_CPU, values))
+            and all(map(operator.is_, map(_DTYPE, targets), map(_DTYPE, values)))
+        ):
             return list(values)
         return _convert_all(schema, targets, values)
 
@@ -348,12 +357,17 @@ def _cuda_devices(devices: Iterable[torch.device]) -> list[torch.device]:
 
 
 def _facts_of(tensors: Sequence[torch.Tensor]) -> _Facts:
-    """Return the addresses, shapes and dtypes; no addresses if one tensor has no memory to write into."""
+    """Return the addresses, shapes and dtypes; no addresses if one tensor has no memory to write into.
+
+    The result has no ``torch.Size``: thousands of them would start Python's garbage collector
+    several times, while forward passes wait.
+    """
     try:
         addresses = tuple(map(torch.Tensor.data_ptr, tensors))
     except RuntimeError:  # a sparse tensor, for example
         addresses = ()
-    return addresses, tuple(map(_SHAPE, tensors)), tuple(map(_DTYPE, tensors))
+    sizes = tuple(chain.from_iterable(map(_SHAPE, tensors)))
+    return addresses, tuple(map(torch.Tensor.dim, tensors)), sizes, tuple(map(_DTYPE, tensors))
 
 
 def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:

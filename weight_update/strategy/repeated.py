@@ -17,7 +17,7 @@ from weight_update.strategy.named_weights import (
     extra_owners,
     named_parts,
 )
-from weight_update.wire.fixed import FixedTensors, are_many
+from weight_update.wire.fixed import FixedTensors, are_many_small
 from weight_update.wire.unchanged import ModuleParts
 
 _ADDRESS = torch.Tensor.data_ptr
@@ -39,6 +39,7 @@ class RepeatedRead:
         self._tensors: dict[str, torch.Tensor] = {}  # those of the structure
         self._addresses: list[int] = []  # of the tensors that were read last
         self._fixed: FixedTensors | None = None
+        self._many_small = False  # whether the tensors that were read last may be fixed
 
     def outgoing(self, source: Any, chosen: frozenset[str] | None) -> NamedWeights:
         """Return the result of :meth:`WeightReader.outgoing`, or raise its errors."""
@@ -66,9 +67,10 @@ class RepeatedRead:
         structure = None
         if isinstance(source, nn.Module):
             self._module = weakref.ref(source)
-            if source is last:  # a module that is read once is not kept alive
+            if source is last and self._many_small:  # a module that is read once is not kept alive
                 structure = _ModuleStructure(source, self._strategy.extract_as)
         named = self._strategy.outgoing(source, chosen)
+        self._many_small = are_many_small(named.tensors)
         if (
             structure is not None
             and structure.unchanged()  # since before the weights were read
@@ -87,7 +89,7 @@ class RepeatedRead:
             return
         self._fixed = None
         before, self._addresses = self._addresses, []
-        if are_many(tensors) and set(map(_LAYOUT, tensors.values())) == {torch.strided}:
+        if self._many_small and set(map(_LAYOUT, tensors.values())) == {torch.strided}:
             self._addresses = list(map(_ADDRESS, tensors.values()))
             if self._addresses == before:
                 named.fixed = self._fixed = FixedTensors.of(tensors)

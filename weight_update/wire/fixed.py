@@ -19,7 +19,7 @@ _LARGE = 64 << 20  # bytes of all tensors
 PLAIN = {torch.Tensor, nn.Parameter}
 """Classes of tensors whose values are those of their memory."""
 
-_NBYTES = operator.attrgetter("nbytes")
+_ITEMSIZE = operator.attrgetter("itemsize")
 
 
 class FixedTensors(tuple[torch.Tensor, ...]):
@@ -44,9 +44,7 @@ class FixedTensors(tuple[torch.Tensor, ...]):
     def of(cls, named: Mapping[str, torch.Tensor]) -> FixedTensors | None:
         """Return the tensors, or None if they are few, large, not contiguous or not plain CPU memory."""
         tensors = list(named.values())
-        if not are_many(named) or not all(map(is_plain, tensors)):
-            return None
-        if sum(map(_NBYTES, tensors)) > min(_LARGE, len(tensors) * _SMALL):
+        if not are_many_small(named) or not all(map(is_plain, tensors)):
             return None
         self = cls(tensors)
         self.names, self.addresses, self.memo = tuple(named), list(map(torch.Tensor.data_ptr, tensors)), {}
@@ -66,9 +64,14 @@ class FixedTensors(tuple[torch.Tensor, ...]):
         )
 
 
-def are_many(named: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether these are so many plain tensors that it pays to look for a :class:`FixedTensors`."""
-    return len(named) >= MANY and set(map(type, named.values())) <= PLAIN
+def are_many_small(named: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether these are so many small tensors that it pays to look for a :class:`FixedTensors`."""
+    if len(named) < MANY or not set(map(type, named.values())) <= PLAIN:
+        return False
+    tensors = list(named.values())
+    # Sparse tensors have no attribute "nbytes".
+    total = sum(map(operator.mul, map(torch.Tensor.numel, tensors), map(_ITEMSIZE, tensors)))
+    return bool(total <= min(_LARGE, len(tensors) * _SMALL))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
