@@ -24,9 +24,8 @@ from weight_update.wire.memory import await_stream, byte_view
 from weight_update.wire.schema import ALIGNMENT, DTYPES, TensorMeta, WeightSchema, aligned, dtype_name
 
 BucketDtype = Literal["bfloat16", "float16", "float32"]
-_Range = tuple[
-    int, int, int, bool
-]  # position of a tensor, first and last + 1 byte, whether that is all of it
+_Range = tuple[int, int, int, bool]
+"""Position of a tensor, first and last + 1 of its bytes, and whether these are all of them."""
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as RLinf's configurations say
 _DTYPE = operator.attrgetter("dtype")
 _HEAD = struct.Struct("<4sB3x16sQQQ")
