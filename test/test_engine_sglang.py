@@ -556,6 +556,35 @@ def test_a_weight_that_one_process_cannot_take_in_parts(stand_in: Any, connected
 
 
 @both
+@pytest.mark.parametrize("patches", [0, 1, 2])
+@pytest.mark.parametrize("transforms", [False, True])
+def test_weights_that_sglang_has_discarded(
+    stand_in: Any, connected: Any, patches: int, transforms: bool
+) -> None:
+    """As after release_memory_occupation; the receiver has SGLang load its copy of all weights."""
+    stand_in.transforms = transforms
+    source, engine = Source(), adapter(stand_in)
+    scheme = connected(source, engine, PatchEncoding())
+    for number in range(patches + 3):
+        source.change()
+        if number == patches:
+            with torch.no_grad():
+                for parameter in stand_in.model.parameters():
+                    parameter.zero_()
+            stand_in.model.loads.clear()
+        assert scheme.send().encoding == "patch"
+        assert engine.version == number + 1
+        if number == patches:
+            assert sorted(stand_in.model.loads) == sorted(source.state_dict())
+        if transforms:
+            stand_in.model.layers[0].out.data.copy_(stand_in.model.layers[0].out.data.flip(0))
+        assert_loaded(stand_in.model, source)
+        if transforms:
+            stand_in.model.layers[0].out.data.copy_(stand_in.model.layers[0].out.data.flip(0))
+    assert engine.last_patch["layers.1.out"], "written in place again"
+
+
+@both
 def test_a_server_that_was_started_again(stand_in: Any, connected: Any) -> None:
     source = Source()
     scheme = connected(source, adapter(stand_in), PatchEncoding())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,26 @@ def test_tokens_after_patches(started: Any) -> None:
         seen.append(tuple(found["output_ids"]))
     assert len(set(seen)) == 4
     assert engine.last_patch == dict.fromkeys(source.state_dict(), True), "all weights in place"
+    receiver.shutdown()
+    sender.shutdown()
+
+
+def test_weights_that_sglang_has_replaced(started: Any, tmp_path: Path) -> None:
+    """After SGLang has loaded a checkpoint, a patch has it load all weights."""
+    source, sglang_engine = started
+    source.save_pretrained(tmp_path)
+    engine = SGLangEngine(sglang_engine)
+    sender, receiver = connected(source, engine)
+    for version in range(1, 5):
+        change(source, 10 + version, 0.01)
+        if version == 3:
+            assert sglang_engine.update_weights_from_disk(str(tmp_path), "safetensors")[0]
+        assert sender.send().encoding == "patch"
+        found = engine.generate(input_ids=PROMPT, sampling_params=sampling())
+        assert found["output_ids"] == answer_of(source)
+        assert found["meta_info"]["weight_version"] == str(version)
+    assert engine.last_patch
+    assert all(engine.last_patch.values()), "in place again"
     receiver.shutdown()
     sender.shutdown()
 

@@ -99,6 +99,38 @@ def test_a_patch_is_written_in_place(vllm_config: VllmConfig, worker: OneWorker,
         assert {name: value.data_ptr() for name, value in worker.model.named_parameters()} == before
 
 
+def test_a_patch_of_weights_that_vllm_has_discarded(
+    vllm_config: VllmConfig, worker: OneWorker, policy: nn.Module
+) -> None:
+    """As after ``sleep(level=2)`` and after a reload from disk: the worker loads its copy of all weights."""
+    with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
+        join(scheme, worker, policy)
+        first = tensors(worker.model)
+        for discard in (nn.Module.state_dict, zero_weights, lambda model: reload(model, first)):
+            train(policy, 0.01)
+            discard(worker.model)
+            send(scheme, worker)
+            assert scheme.last_report is not None
+            assert scheme.last_report.encoding == "patch"
+            assert_same(worker.model, loaded_by_vllm(vllm_config, policy))
+        train(policy, 0.01)
+        send(scheme, worker)
+        assert worker.engine.loader.last_patch.reloaded == 0
+        assert_same(worker.model, loaded_by_vllm(vllm_config, policy))
+
+
+@torch.no_grad()
+def zero_weights(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.zero_()
+
+
+@torch.no_grad()
+def reload(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(values[name])
+
+
 def test_weights_in_another_form_are_loaded_as_a_whole(
     vllm_config: VllmConfig, policy: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,8 @@ class EngineCopy(OwnCopy):
     def switch(self, update: StagedUpdate, target: Target) -> None:
         changes, self._changes = self._changes, ()
         if update.base is not None and _takes_changes(target):
-            target.write_changes(changes, update.base, update.version)
+            whole = zip(self.schema.names, self.values, strict=True)
+            target.write_changes(changes, whole, update.base, update.version)
         else:
             super().switch(update, target)
         self._version = update.version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from weight_update.encodings import Decoder, Delta
 from weight_update.encodings.dense import copy_tensors
 from weight_update.engines.adapter import Loading, as_expected, engine_errors
 from weight_update.engines.base import InferenceEngine, WeightChange
+from weight_update.engines.samples import BaseLostError
 from weight_update.errors import UnsupportedSourceError
 from weight_update.strategy.binding import Binding, require_writable
 from weight_update.strategy.named_weights import NamedWeights
@@ -21,6 +23,8 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import WeightChunk
 from weight_update.wire.memory import await_gpu
 from weight_update.wire.schema import WeightSchema
+
+_log = logging.getLogger(__name__)
 
 
 class Target:
@@ -204,9 +208,27 @@ class EngineTarget(Target):
         with engine_errors():
             return self._engine.needs_with(changed)
 
-    def write_changes(self, changes: Iterable[WeightChange], base: int, version: int) -> None:
-        """Have the engine load the changes from version ``base`` to ``version``."""
-        self._begin(version).load_changes(changes, base)
+    def write_changes(
+        self,
+        changes: Iterable[WeightChange],
+        whole: Iterable[tuple[str, torch.Tensor]],
+        base: int,
+        version: int,
+    ) -> None:
+        """Have the engine load the changes from version ``base`` to ``version``, or ``whole`` weights.
+
+        Args:
+            changes: changes that the patch makes.
+            whole: all weights of ``version``, for an engine that has lost those of ``base``.
+            base: version that the patch was made from.
+            version: version of the patch.
+        """
+        loading = self._begin(version)
+        try:
+            loading.load_changes(changes, base)
+        except BaseLostError as error:
+            _log.warning("all weights of version %d are loaded, not only a patch: %s", version, error)
+            loading.load(whole)
         self.finish()
 
     def loads_in_chunks(self, header: Mapping[str, Any], decoder: Callable[[str], Decoder]) -> bool:

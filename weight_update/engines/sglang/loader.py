@@ -15,6 +15,7 @@ from torch import nn
 
 from weight_update.engines.base import WeightChange
 from weight_update.engines.placement import Block, Tensors, bits_of, find_blocks
+from weight_update.engines.samples import BaseLostError, StoredSamples
 from weight_update.engines.sglang.memory import answer, read
 
 _log = logging.getLogger(__name__)
@@ -41,11 +42,13 @@ class _ModelState:
         placements: how the model stores each weight, by name.
         digests: digest of each parameter after the last complete load, by name; None before.
         transformed: names of the modules that SGLang transformed after that load. None until the first patch.
+        samples: elements of the other modules after the last update. None until the first patch.
     """
 
     placements: dict[str, _Placement] = field(default_factory=dict)
     digests: dict[str, tuple[int, ...]] | None = None
     transformed: set[str] | None = None
+    samples: StoredSamples | None = None
 
     def blocks(self, name: str) -> tuple[Block, ...] | None:
         """Return the blocks in which a weight takes elements; None if it must be loaded as a whole."""
@@ -88,6 +91,8 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) ->
             content: dict[str, str | dict[str, bool]] = {
                 "in_place": _PERFORM[order["kind"]](model, read(order))
             }
+        except BaseLostError as error:
+            content = {"lost": str(error)}
         except Exception:  # noqa: BLE001 - the sender gets it, and raises it
             content = {"error": traceback.format_exc()}
         try:
@@ -141,7 +146,17 @@ def _load_elements(model: nn.Module, packed: Mapping[str, torch.Tensor]) -> dict
             positions, values = _unpack(content, dtype)
             for block in blocks:
                 block.write(parameters, shape, positions, values)
+    _sample(model, state)
     return in_place
+
+
+def _sample(model: nn.Module, state: _ModelState) -> None:
+    """Note elements of all parameters that SGLang does not transform at the end of an update."""
+    assert state.transformed is not None
+    if state.samples is None:
+        state.samples = StoredSamples(model, without=state.transformed)
+    else:
+        state.samples.take(model)
 
 
 def _derives(model: nn.Module) -> bool:
@@ -154,10 +169,12 @@ def _derives(model: nn.Module) -> bool:
 
 
 def _remember(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> dict[str, bool]:
-    """Note the bits of all parameters, which now have a complete version."""
+    """Note what all parameters have, which is now a complete version."""
     state = _models.setdefault(model, _ModelState())
     if state.transformed is None:
         state.digests = _digests(model)
+    else:
+        _sample(model, state)
     return {}
 
 
@@ -165,10 +182,17 @@ def _compare(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> dict[str,
     """Find the modules that SGLang has transformed; return, as False, the weights to load in each update.
 
     If there are such modules, these are all weights that take no elements: they may belong to the modules.
+
+    Raises:
+        BaseLostError: SGLang has discarded or replaced the weights.
     """
     state = _state_of(model)
+    if state.samples is not None:
+        state.samples.require(model)
     if state.transformed is None:
         before, now = state.digests or {}, _digests(model)
+        if before and all(before[key] != now.get(key) for key in before):  # SGLang never transforms norms
+            raise BaseLostError("all parameters have other values than after the last update")
         changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
         state.digests, state.transformed = {}, {key.rpartition(".")[0] for key in changed}
         if changed:

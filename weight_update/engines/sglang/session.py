@@ -12,6 +12,7 @@ import torch
 
 from weight_update.engines.base import WeightChange
 from weight_update.engines.exclusive import batches
+from weight_update.engines.samples import BaseLostError
 from weight_update.engines.sglang.loader import pack
 from weight_update.engines.sglang.memory import SharedBatch
 from weight_update.errors import UnreachableMemoryError
@@ -107,10 +108,12 @@ class Session:
         """Load changes; return for each weight whether its elements were written in place.
 
         Raises:
+            BaseLostError: SGLang has discarded or replaced the weights; nothing was loaded.
             RuntimeError: SGLang reports a failure, or weights of :meth:`needs_with` are missing.
         """
+        found = self._order("compare", [])
         if self._reloaded is None:
-            self._reloaded = self._names.intersection(self._order("compare", []))
+            self._reloaded = self._names.intersection(found)
         reloaded = self._reloaded
         whole: dict[str, torch.Tensor] = {}
         in_place: dict[str, bool] = {}
@@ -134,6 +137,8 @@ class Session:
         left = [(name, whole[name]) for name, good in in_place.items() if not good]
         for batch in batches(left, self._batch_bytes):
             self._order("weights", batch)
+        if left:
+            self._order("remember", [])
         _log.debug("%d of %d changed weights written in place", sum(in_place.values()), len(in_place))
         return in_place
 
@@ -154,6 +159,8 @@ class Session:
         self._calls.load(self._memory.write(kind, dict(batch)))
         answers = self._memory.answers(self._ranks, self._answer_seconds)
         for content in answers:
+            if "lost" in content:
+                raise BaseLostError(content["lost"])
             if "error" in content:
                 which = f"{batch[0][0]!r} to {batch[-1][0]!r}" if batch else "a version"
                 raise RuntimeError(f"SGLang did not load {which}:\n{content['error']}")

@@ -12,6 +12,7 @@ from torch import nn
 
 from weight_update.engines.base import WeightChange
 from weight_update.engines.placement import Block, Tensors, tensors_of
+from weight_update.engines.samples import StoredSamples
 from weight_update.serving.vllm.placement import Placements, find_modules, find_placements
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class ModelLoader:
         self.placements: Placements | None = None
         self.last_patch: PatchCounts | None = None
         self._model, self._config, self._device = model, model_config, device
+        self._stored: StoredSamples | None = None  # of the version that was loaded last
         self._reloading = False
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._samples: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # positions, values
@@ -101,6 +103,7 @@ class ModelLoader:
             finalize_layerwise_reload(self._model, self._config)
             if self.placements is None:
                 self._find_placements()
+            self._stored = StoredSamples(self._model)
 
     def abort(self) -> None:
         """Make the model computable again after an error; its weights are a mixture then."""
@@ -137,8 +140,14 @@ class ModelLoader:
 
     @torch.no_grad()
     def patch(self, changes: Iterable[WeightChange]) -> PatchCounts:
-        """Load a patch, each weight in place or as a whole, and return the account of it."""
+        """Load a patch, each weight in place or as a whole, and return the account of it.
+
+        Raises:
+            BaseLostError: vLLM has discarded or replaced the weights; nothing was loaded.
+        """
         assert self.placements is not None
+        assert self._stored is not None
+        self._stored.require(self._model)
         changes = list(changes)
         names, modules = self.placements.reload_of([one.name for one in changes if one.values.numel()])
         in_place = [change for change in changes if change.name not in names]
@@ -148,6 +157,7 @@ class ModelLoader:
         if names:
             self._reload([(one.name, one.weight) for one in changes if one.name in names], modules)
         self._process_attention()
+        self._stored.take(self._model)
         elements = sum(change.values.numel() for change in in_place)
         self.last_patch = PatchCounts(len(in_place), elements, len(names))
         return self.last_patch
