@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import os
 import pickle
 import threading
 import time
@@ -172,6 +173,50 @@ def test_those_that_waited_for_an_update_go_on_when_it_gives_up() -> None:
     later.join(WAIT)
     assert not later.is_alive()
     inside.end()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_forked_in_the_middle_of_an_update_does_not_compute() -> None:
+    gate, begun, may_end = Gate(), threading.Event(), threading.Event()
+
+    def compute() -> None:
+        with (
+            pytest.raises(LifecycleError, match=r"a mixture of two versions; fork inside hold\(\)"),
+            gate.hold(),
+        ):
+            pass
+        gate.run(lambda: None)  # a whole update
+        with gate.hold():
+            pass
+
+    def update() -> None:
+        begun.set()
+        assert may_end.wait(WAIT)
+
+    updating = threading.Thread(target=gate.run, args=(update,))
+    updating.start()
+    assert begun.wait(WAIT)
+    assert works_in_a_child(compute)
+    may_end.set()
+    updating.join(WAIT)
+    with gate.hold():
+        waiting = threading.Thread(target=gate.run, args=(lambda: None,))
+        waiting.start()
+        assert works_in_a_child(gate.hold().__enter__)
+    waiting.join(WAIT)
+    assert works_in_a_child(gate.hold().__enter__)
+
+
+def works_in_a_child(call: Callable[[], object]) -> bool:
+    """Return whether ``call`` raises nothing in a forked child."""
+    if (pid := os.fork()) == 0:
+        status = 1
+        try:
+            call()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def test_an_exception_reaches_the_updater_not_the_forward_pass() -> None:

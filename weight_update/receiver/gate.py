@@ -82,15 +82,18 @@ class Gate(CallGuard):
     """
 
     def __init__(self) -> None:
+        self._updates: deque[_Section] = deque()  # the first one may be running
+        self._inside: set[_Section] = set()
         self._reset()
         _gates.add(self)
 
     def _reset(self) -> None:
+        self._is_torn = bool(self._updates) and self._updates[0] in self._inside  # forked during an update
         self._lock = threading.RLock()  # a signal handler may enter again while it is held
         self._changed = threading.Condition(self._lock)  # updates wait for it
-        self._inside: set[_Section] = set()
+        self._inside = set()
         self._waiting: list[_Section] = []  # sections that begin after the update
-        self._updates: deque[_Section] = deque()  # the first one may be running
+        self._updates = deque()
 
     # -- forward passes ----------------------------------------------------------------------------
 
@@ -156,7 +159,15 @@ class Gate(CallGuard):
 
         Otherwise ``wake`` is called when it begins, after the update. A caller that ``blocks`` its thread
         does not wait for an update that itself waits for it.
+
+        Raises:
+            LifecycleError: this process was forked in the middle of an update.
         """
+        if self._is_torn:
+            raise LifecycleError(
+                "this process was forked while an update was being applied, so its weights are a mixture of "
+                "two versions; fork inside hold(), or connect a receiver here"
+            )
         _current.set(section)
         with self._lock:
             if not self._updates or section.within(self) or (blocks and self._has_thread(section.thread)):
@@ -241,6 +252,7 @@ class Gate(CallGuard):
         start = time.perf_counter()
         try:
             action()
+            self._is_torn = False
         finally:
             seconds = time.perf_counter() - start
             _current.set(update.outer)
