@@ -10,6 +10,7 @@ import json
 import logging
 import pickle
 import resource
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -480,6 +481,28 @@ def test_objects_that_others_removed(ends: Ends, url: str) -> None:
     ends.reader(other)
     arrives(reader, 7)
     assert fingerprint(model) == fingerprint(other) == fingerprint(source)
+
+
+@pytest.mark.parametrize("what", ["all objects", "the newest versions"])
+def test_lost_versions_are_replaced_by_all_weights(ends: Ends, url: str, what: str) -> None:
+    """A directory was emptied, or another one was mounted there for a while."""
+    source, model, other = mlp(1), mlp(2), mlp(3)
+    sender, reader = ends.sender(source, strategy=WeightStrategy(encoding="patch")), ends.reader(model)
+    kept = Path(shutil.copytree(url, f"{url}-kept"))
+    nudge(source)
+    assert sender.send().encoding == "patch"
+    arrives(reader, 1)
+    shutil.rmtree(url)
+    if what == "the newest versions":
+        kept.rename(url)
+    nudge(source)
+    sender.send()
+    arrives(reader, 2)
+    ends.reader(other)
+    assert fingerprint(model) == fingerprint(other) == fingerprint(source)
+    nudge(source)
+    assert sender.send().encoding == "patch"
+    arrives(reader, 3)
 
 
 def test_a_server_that_ignores_ranges_of_bytes(

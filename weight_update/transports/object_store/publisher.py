@@ -98,7 +98,7 @@ class ObjectStorePublisher(TransportBackend):
             elif chunk.kind is Kind.UPDATE:
                 self._take(chunk, deadline)
             elif chunk.kind is Kind.COMMIT:
-                self._publish(chunk.header["version"], deadline)
+                self._commit(chunk.header["version"], deadline)
             elif chunk.kind is Kind.ABORT:
                 self._frames = []
             elif chunk.kind is Kind.REFUSED:
@@ -134,7 +134,7 @@ class ObjectStorePublisher(TransportBackend):
     # -- versions ----------------------------------------------------------------------------------
 
     def _begin(self, welcome: WeightChunk, deadline: float | None) -> None:
-        self._require_own_manifest(deadline)
+        self._check_manifest(deadline)
         if self._welcome is None:
             with self._warning(
                 "versions of earlier senders stay in the store until the next sender connects"
@@ -154,8 +154,7 @@ class ObjectStorePublisher(TransportBackend):
             self._declined = None
             follows = bool(self._chain) and self._chain[-1].version == header["base"]
             if not self._is_whole and not (follows and len(self._chain) <= self._most_changes):
-                self._declined = version
-                self._answer(Kind.BEHIND, version=version)
+                self._decline(version)
         if version == self._declined:
             return
         # Each reader applies it at once: models that are sent together are published one after the other.
@@ -163,16 +162,25 @@ class ObjectStorePublisher(TransportBackend):
         self._frames.append(self._put(alone, self._name_of(f"{version:012d}"), deadline))
         if len(self._frames) < header["count"]:
             self._answer(Kind.TAKEN, version=version, index=index)
+        elif not self._check_manifest(deadline) and not self._is_whole:
+            self._decline(version)  # the objects of earlier versions may be lost, too
         elif header["commit"]:
             self._publish(version, deadline)
         else:
             self._answer(Kind.STAGED, version=version)
 
+    def _decline(self, version: int) -> None:
+        """Ask for a version again, with all weights."""
+        self._declined, self._frames = version, []
+        self._answer(Kind.BEHIND, version=version)
+
+    def _commit(self, version: int, deadline: float | None) -> None:
+        if self._frames:  # otherwise it was published: the sender was interrupted, and told it again
+            self._check_manifest(deadline)
+            self._publish(version, deadline)
+
     def _publish(self, version: int, deadline: float | None) -> None:
         """Write the manifest that names a version, and answer that the version is applied."""
-        if not self._frames:  # it was published: the sender was interrupted, and told it again
-            return
-        self._require_own_manifest(deadline)
         chain = (*(() if self._is_whole else self._chain), StoredVersion(version, tuple(self._frames)))
         assert self._welcome is not None
         self._written += 1
@@ -192,8 +200,14 @@ class ObjectStorePublisher(TransportBackend):
         if self._is_whole:
             self._remove_unused()
 
-    def _require_own_manifest(self, deadline: float | None) -> None:
-        """Raise TransportError if another sender has published since this one did."""
+    def _check_manifest(self, deadline: float | None) -> bool:
+        """Return whether the store has the manifest that was written last.
+
+        It does not if objects were removed, or if the URL leads to another directory than before.
+
+        Raises:
+            TransportError: another sender has published since this one did.
+        """
         try:
             present = read_manifest(self._store, self._token, seconds_left(deadline))
         except FormatError:  # another sender writes it now, or a write was cut off
@@ -203,6 +217,7 @@ class ObjectStorePublisher(TransportBackend):
                 f"another sender has published version {present.newest} in {self._store.url} since this one "
                 "did; end one of the two, or give each a URL of its own"
             )
+        return present is not None and present.serial == self._written
 
     def _put(self, chunk: WeightChunk, name: str, deadline: float | None) -> StoredFrame:
         """Write a frame into an object of its own."""
