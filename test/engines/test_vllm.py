@@ -119,6 +119,20 @@ def test_a_patch_of_weights_that_vllm_has_discarded(
         assert_same(worker.model, loaded_by_vllm(vllm_config, policy))
 
 
+def test_updates_leave_random_numbers_alone(worker: OneWorker, policy: nn.Module) -> None:
+    """Of vLLM, which samples with them on the CPU, and of a program that runs an LLM."""
+    with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        join(scheme, worker, policy)
+        assert torch.equal(torch.get_rng_state(), before)
+        for _ in range(2):
+            train(policy, 0.01)
+            before = torch.get_rng_state()
+            send(scheme, worker)
+            assert torch.equal(torch.get_rng_state(), before)
+
+
 @torch.no_grad()
 def zero_weights(model: nn.Module) -> None:
     for parameter in model.parameters():

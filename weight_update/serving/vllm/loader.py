@@ -12,15 +12,13 @@ from torch import nn
 
 from weight_update.engines.base import WeightChange
 from weight_update.engines.placement import Block, Tensors, tensors_of
-from weight_update.engines.samples import StoredSamples
+from weight_update.engines.samples import StoredSamples, random_positions
 from weight_update.serving.vllm.placement import Placements, find_modules, find_placements
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 _log = logging.getLogger(__name__)
-_SAMPLES = 256
-"""Number of elements of each weight that are compared with what the model stores."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,7 @@ class ModelLoader:
         self.last_patch: PatchCounts | None = None
         self._model, self._config, self._device = model, model_config, device
         self._stored: StoredSamples | None = None  # of the version that was loaded last
+        self._generator = torch.Generator()  # an update does not change the random numbers of vLLM
         self._reloading = False
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._samples: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # positions, values
@@ -83,7 +82,7 @@ class ModelLoader:
         if self.placements is None:
             self._shapes[name] = weight.shape, weight.dtype
             if weight.numel():
-                positions = torch.randint(weight.numel(), (_SAMPLES,))
+                positions = random_positions(weight.numel(), self._generator)
                 index = torch.unravel_index(positions, weight.shape)
                 self._samples[name] = positions, weight[index].clone()
 
