@@ -585,6 +585,39 @@ def test_weights_that_sglang_has_discarded(
 
 
 @both
+@pytest.mark.parametrize("change", ["gone", "another shape"])
+def test_a_parameter_that_sglang_has_replaced(stand_in: Any, connected: Any, change: str) -> None:
+    """The receiver has SGLang load all weights once, and later patches are written in place again."""
+    stand_in.model.scale = nn.Parameter(torch.ones(4))
+    source, engine = Source(), adapter(stand_in)
+    scheme = connected(source, engine, PatchEncoding())
+    for number in range(5):
+        source.change()
+        if number == 2:
+            stand_in.model.scale = None if change == "gone" else nn.Parameter(torch.ones(2, 2))
+        stand_in.model.loads.clear()
+        assert scheme.send().encoding == "patch"
+        whole = sorted(source.state_dict()) if number == 2 else ["layers.0.turned", "layers.1.turned"]
+        assert sorted(stand_in.model.loads) == whole
+        stored, scale = stand_in.model, stand_in.model.scale
+        stored.scale = None
+        assert_loaded(stored, source)
+        stored.scale = scale
+
+
+@both
+def test_updates_leave_random_numbers_alone(stand_in: Any, connected: Any) -> None:
+    """In SGLang's processes, which sample tokens, and in a program that runs an engine."""
+    source, engine = Source(), adapter(stand_in)
+    scheme = connected(source, engine, PatchEncoding())
+    for _ in range(3):
+        source.change()
+        before = torch.get_rng_state()
+        assert scheme.send().encoding == "patch"
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@both
 def test_a_server_that_was_started_again(stand_in: Any, connected: Any) -> None:
     source = Source()
     scheme = connected(source, adapter(stand_in), PatchEncoding())

@@ -146,17 +146,17 @@ def _load_elements(model: nn.Module, packed: Mapping[str, torch.Tensor]) -> dict
             positions, values = _unpack(content, dtype)
             for block in blocks:
                 block.write(parameters, shape, positions, values)
-    _sample(model, state)
+    if state.samples is None:
+        _choose_samples(model, state)
+    else:
+        state.samples.take(model)
     return in_place
 
 
-def _sample(model: nn.Module, state: _ModelState) -> None:
+def _choose_samples(model: nn.Module, state: _ModelState) -> None:
     """Note elements of all parameters that SGLang does not transform at the end of an update."""
     assert state.transformed is not None
-    if state.samples is None:
-        state.samples = StoredSamples(model, without=state.transformed)
-    else:
-        state.samples.take(model)
+    state.samples = StoredSamples(model, without=state.transformed)
 
 
 def _derives(model: nn.Module) -> bool:
@@ -174,7 +174,7 @@ def _remember(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> dict[str
     if state.transformed is None:
         state.digests = _digests(model)
     else:
-        _sample(model, state)
+        _choose_samples(model, state)  # anew: SGLang may have replaced parameters
     return {}
 
 
