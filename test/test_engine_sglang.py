@@ -460,12 +460,21 @@ def test_an_update_that_does_not_begin(stand_in: Any, connected: Any) -> None:
     assert_loaded(stand_in.model, source)
 
 
-@both
-def test_a_cache_that_is_not_flushed(stand_in: Any, connected: Any) -> None:
+@pytest.mark.parametrize(
+    "stand_in, route",
+    [("engine", "flush_cache"), ("server", "flush_cache"), ("server", "update_weight_version")],
+    indirect=["stand_in"],
+)
+def test_a_failure_after_the_end_of_the_session(
+    stand_in: Any, connected: Any, route: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The session is closed by then, which is no failure of ``abort_update``."""
     scheme = connected(Source(), adapter(stand_in), PatchEncoding())
-    stand_in.fails = "flush_cache"
-    with pytest.raises(SyncFailedError, match="flush_cache"):
+    stand_in.fails = route
+    with pytest.raises(SyncFailedError, match=route):
         scheme.send()
+    assert "abort_update" not in caplog.text
+    assert not stand_in.session
 
 
 @both

@@ -151,8 +151,12 @@ class Session:
         self._calls.set_version(version)
 
     def abort(self) -> None:
-        """End the session of an update that failed."""
-        self._calls.end()
+        """End the session of an update that failed, unless that happened after :meth:`close` had ended it."""
+        try:
+            self._calls.end()
+        except RuntimeError as error:
+            if "no weight-update session is open" not in str(error):
+                raise
 
     def _order(self, kind: str, batch: list[tuple[str, torch.Tensor]]) -> dict[str, bool]:
         """Send a batch; return for each weight that some process has whether all wrote it in place."""
