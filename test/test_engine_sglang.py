@@ -461,7 +461,7 @@ def test_an_update_that_does_not_begin(stand_in: Any, connected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "stand_in, route",
+    ("stand_in", "route"),
     [("engine", "flush_cache"), ("server", "flush_cache"), ("server", "update_weight_version")],
     indirect=["stand_in"],
 )
