@@ -170,10 +170,11 @@ def test_directly_weights_sent_before_the_trainer_died_get_a_version_of_their_ow
         assert not settle(trainer._method.publisher.send(ids), ids)
         client.close()  # it has not told what it sent
         said = waiting.result()
-        assert (said["version"], "the trainer stopped" in said["reason"]) == (0, True)
+        assert "the trainer stopped" in said["reason"]
         assert step_of(model) == 3
+        assert said["version"] == explorer.version == 1, "not that of other weights"
         assert not explorer.blocking.need_sync()
-        assert explorer.version == explorer.blocking.latest_version() == 1, "not that of other weights"
+        assert explorer.version == explorer.blocking.latest_version() == 1
 
 
 def test_directly_the_table_of_updates_stays_bounded_when_the_trainer_dies() -> None:

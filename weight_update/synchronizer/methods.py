@@ -6,13 +6,20 @@ that a client which is dropped is freed at once.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict
 from typing import Any
 
-from weight_update.errors import SyncFailedError, SyncTimeoutError, TransportError, WeightSyncError
+from weight_update.errors import (
+    LifecycleError,
+    SyncFailedError,
+    SyncTimeoutError,
+    TransportError,
+    WeightSyncError,
+)
 from weight_update.receiver.gate import Gate, shared_gate
 from weight_update.report import SyncReport
 from weight_update.schemes.sender_side import close_all
@@ -116,11 +123,11 @@ class SubscribingExplorer(ExplorerMethod):
         start = time.perf_counter()
         deadline, again = deadline_of(client.timeout), False
         while True:
-            args = {"step": step, "held": self.held(client.version), "again": again}
-            reply = client.ask("explorer_syncs", deadline, wait=True, **args)
+            held = self.held(client.version)
+            reply = client.ask("explorer_syncs", deadline, wait=True, step=step, held=held, again=again)
             if "join" not in reply:
                 metrics["waited"] = time.perf_counter() - start
-                return reply
+                return self._with_version(client, step, held, reply)
             try:
                 self._join(client, reply["join"])
             except WeightSyncError as error:
@@ -129,6 +136,18 @@ class SubscribingExplorer(ExplorerMethod):
                     return reply
                 raise  # the model is not the trainer's
             again = True
+
+    def _with_version(self, client: ClientBase, step: int, before: Held, reply: Reply) -> Reply:
+        """Return the reply with the version in force, if an update came although the wait failed.
+
+        The trainer may have died after it sent weights, and before it could report them.
+        """
+        held = self.held(client.version)
+        if reply["reason"] is not None and held not in (None, before):
+            with contextlib.suppress(TransportError, LifecycleError):  # the reason states the problem
+                soon = deadline_of(client.grace)
+                reply["version"] = client.ask("explorer_needs", soon, step=step, held=held)["version"]
+        return reply
 
     def _join(self, client: ClientBase, endpoint: Endpoint) -> None:
         """Connect to a publisher; raise as :class:`Subscriber`."""
