@@ -28,7 +28,8 @@ from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema, require_tensor
 
 _Place = tuple[str, tuple[Any, Any]]  # name of a tensor, the dict that holds it, and its key
-_Facts = tuple[tuple[Any, ...], ...]  # addresses, dimensions, sizes and dtypes
+_Facts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[torch.dtype, ...]]
+"""Addresses, numbers of dimensions, sizes of all dimensions, and dtypes."""
 _CPU = torch.device("cpu")
 _SHAPE, _DTYPE, _DEVICE, _IS_CPU, _IS_META = map(
     operator.attrgetter, ("shape", "dtype", "device", "is_cpu", "is_meta")
@@ -72,7 +73,7 @@ class Binding:
         plain = {type(owner).get for owner, _ in self._places.values()} <= {dict.get}
         self._look_up: Callable[[Any, str], Any] = dict.get if plain else lambda owner, key: owner.get(key)
         self._asked: tuple[tuple[str, ...], list[Any], list[str]] = (), [], []  # names, owners and keys
-        self._prepared: _Facts = ()  # of the tensors in prepare()
+        self._prepared: _Facts = (), (), (), ()  # of the tensors in prepare()
         self._find_devices()
 
     def is_stale(self) -> bool:
@@ -157,12 +158,10 @@ class Binding:
             UnsupportedSourceError: a tensor was replaced by one that cannot be written.
         """
         targets = self.tensors(schema.names)
-        self._prepared = _facts_of(targets)
-        addresses = self._prepared[0]
+        addresses, dimensions, sizes, dtypes = self._prepared = _facts_of(targets)
         offsets = dict(zip(addresses, schema.offsets, strict=False))
         if (
-            not all(map(operator.eq, map(_SHAPE, targets), schema.shapes))
-            or not all(map(operator.is_, map(_DTYPE, targets), schema.dtypes))
+            (dimensions, sizes, dtypes) != (*_dimensions_of(schema.shapes), schema.dtypes)
             or 0 in offsets  # of a tensor without memory
             or tuple(map(offsets.get, addresses)) != schema.offsets  # tied, unlike the values
             or any(map(torch.Tensor.is_inference, targets))
@@ -170,11 +169,7 @@ class Binding:
             schema.require_same(self.schema(), "the model", more=True)
         on_cpu = all(map(_IS_CPU, targets))
         self._cuda_devices = [] if on_cpu else _cuda_devices(map(_DEVICE, targets))
-        if (
-            on_cpu
-            and all(map(_IS_CPU, values))
-            and all(map(operator.is_, map(_DTYPE, targets), map(_DTYPE, values)))
-        ):
+        if on_cpu and all(map(_IS_CPU, values)) and all(map(operator.is_, dtypes, map(_DTYPE, values))):
             return list(values)
         return _convert_all(schema, targets, values)
 
@@ -357,10 +352,10 @@ def _cuda_devices(devices: Iterable[torch.device]) -> list[torch.device]:
 
 
 def _facts_of(tensors: Sequence[torch.Tensor]) -> _Facts:
-    """Return the addresses, shapes and dtypes; no addresses if one tensor has no memory to write into.
+    """Return the facts of tensors; no addresses if one of them has no memory to write into.
 
-    The result has no ``torch.Size``: thousands of them would start Python's garbage collector
-    several times, while forward passes wait.
+    The result has no ``torch.Size``: thousands of them would start Python's garbage collector several times,
+    while forward passes wait.
     """
     try:
         addresses = tuple(map(torch.Tensor.data_ptr, tensors))
@@ -368,6 +363,11 @@ def _facts_of(tensors: Sequence[torch.Tensor]) -> _Facts:
         addresses = ()
     sizes = tuple(chain.from_iterable(map(_SHAPE, tensors)))
     return addresses, tuple(map(torch.Tensor.dim, tensors)), sizes, tuple(map(_DTYPE, tensors))
+
+
+def _dimensions_of(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the numbers of dimensions, and the sizes of all dimensions, as in ``_Facts``."""
+    return tuple(map(len, shapes)), tuple(chain.from_iterable(shapes))
 
 
 def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:
