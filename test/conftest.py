@@ -11,6 +11,7 @@ gc.disable()  # a quarter of the time that importing and collecting takes; see p
 # There are more threads than cores. Those of OpenMP that wait must not spin; it looks when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import ctypes
 import logging
 import signal
 import subprocess
@@ -62,6 +63,7 @@ SMOKE = {
 }
 """The tests of a contract that ``make test`` runs where the class is marked ``smoke``."""
 
+_PR_SET_PDEATHSIG = 1
 
 LONG = {
     "test_examples.py",
@@ -82,6 +84,25 @@ def pytest_configure(config: pytest.Config) -> None:
     fuzz.thorough = "not slow" not in config.option.markexpr
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         interpreters.start_template()  # one for all workers of pytest-xdist
+    end_forked_children_with_this_process()
+
+
+def end_forked_children_with_this_process() -> None:
+    """Have the kernel kill them when this process ends, as it does if a test hangs outside of Python.
+
+    They hold its pipe to pytest-xdist, which would wait for them. Children that a thread forks would end with
+    the thread, so they are left out.
+    """
+    prctl, main, by_main = ctypes.CDLL(None).prctl, threading.get_ident(), [True]
+
+    def before() -> None:
+        by_main[0] = threading.get_ident() == main
+
+    def after() -> None:
+        if by_main[0]:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    os.register_at_fork(before=before, after_in_child=after)
 
 
 @pytest.hookimpl(tryfirst=True)
