@@ -393,22 +393,59 @@ def test_a_store_that_cannot_be_opened_listens_no_more(monkeypatch: pytest.Monke
     assert rendezvous._listening == set()
 
 
-def test_a_store_without_a_descriptor_for_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch waits five minutes unless it is told otherwise."""
+@contextlib.contextmanager
+def free_descriptors(number: int) -> Iterator[None]:
+    """Let this process open ``number`` more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(number) for number in os.listdir("/proc/self/fd")}
+    free = itertools.islice((number for number in itertools.count() if number not in used), number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("number", [1, 3, 4, 8])  # PyTorch aborts the process with 3 or 4
+def test_a_store_with_few_descriptors(number: int) -> None:
+    with free_descriptors(number), pytest.raises(TransportError, match=r"its store .*\(ulimit -n\)"):
+        SenderStore(HERE, 0)
+    assert rendezvous._listening == set()
+    SenderStore(HERE, 0).close()
+
+
+def test_a_store_whose_server_has_no_descriptor_for_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch waits for 300 seconds unless it is told otherwise, or without end."""
     monkeypatch.setattr(rendezvous, "REPLY_SECONDS", 1.0)
-    before, (soft, hard) = time.monotonic(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(rendezvous, "_DESCRIPTORS", 0)  # workers take them meanwhile
+    start = time.monotonic()
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(listen(HERE))
         monkeypatch.setattr(rendezvous, "listen", lambda *_: sock)
         for _ in range(20):  # of workers that wait
             stack.enter_context(socket.create_connection(sock.getsockname()))
-        used = {int(number) for number in os.listdir("/proc/self/fd")}
-        free = itertools.islice((number for number in itertools.count() if number not in used), 6)
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, hard))  # enough for its server alone
-        with pytest.raises(TransportError, match=r"cannot open its store .*\(ulimit -n\)"):
+        with free_descriptors(8), pytest.raises(TransportError, match=r"its store .*\(ulimit -n\)"):
             SenderStore(HERE, 0)
-    assert time.monotonic() - before < 20.0
+    assert time.monotonic() - start < 20.0
+
+
+def test_a_store_whose_server_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it happens in the test before if the client gets the last descriptor."""
+
+    def wait(address: str, port: int, **_: object) -> None:
+        with socket.create_connection((address, port)) as sock:
+            sock.recv(1)
+
+    monkeypatch.setattr(rendezvous, "REPLY_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "TCPStore", wait)
+    before = listening()
+    with pytest.raises(TransportError, match=r"cannot open its store at .* reset by peer\); if"):
+        SenderStore(HERE, 0)
+    monkeypatch.setattr(rendezvous, "TCPStore", lambda *_, **__: time.sleep(1.0))
+    with pytest.raises(TransportError, match=r"cannot open its store at .* not answer in 0\.3 s\); if"):
+        SenderStore(HERE, 0)
+    assert listening() == before
+    assert rendezvous._listening == set()
 
 
 def listening() -> set[int]:

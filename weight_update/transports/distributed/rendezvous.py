@@ -11,9 +11,11 @@ import contextlib
 import hmac
 import json
 import os
+import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -40,6 +42,7 @@ _REPEAT_SECONDS = 0.05
 _MISSING_SECONDS = 50 * _REPEAT_SECONDS
 """Seconds after which a store without an announcement for our token counts as the store of someone else."""
 _RETRY_SECONDS = 0.1
+_DESCRIPTORS = 16  # more than a store needs with its thread and a few workers
 _LARGEST = 8 << 20  # a TCPStore takes no larger value, though strangers may append to one
 
 # the protocol of torch.distributed.TCPStore
@@ -83,21 +86,23 @@ class SenderStore:
         self._thread: threading.Thread | None = None
         identity = os.fstat(self._descriptor).st_ino
         try:
-            store = TCPStore(
-                address,
-                self.port,
-                is_master=True,
-                timeout=timedelta(seconds=REPLY_SECONDS),
-                wait_for_workers=False,
-                master_listen_fd=self._descriptor,
-            )
+            _require_descriptors(self._descriptor)
+            with _limit(self._descriptor, REPLY_SECONDS):
+                store = TCPStore(
+                    address,
+                    self.port,
+                    is_master=True,
+                    timeout=timedelta(seconds=REPLY_SECONDS),
+                    wait_for_workers=False,
+                    master_listen_fd=self._descriptor,
+                )
             self._server = own(store)
         except BaseException as error:
             _listening.discard(self._descriptor)
             with contextlib.suppress(OSError):
                 if os.fstat(self._descriptor).st_ino == identity:  # else the store has closed it
                     os.close(self._descriptor)
-            if not isinstance(error, RuntimeError):
+            if not isinstance(error, RuntimeError | OSError):
                 raise
             reason = str(error).partition("\n")[0]
             raise TransportError(
@@ -123,6 +128,41 @@ class SenderStore:
     def _repeat(self, key: str, signed: bytes) -> None:
         while not self._closed.wait(_REPEAT_SECONDS):
             self._server.set(key, signed)
+
+
+def _require_descriptors(one: int) -> None:
+    """Raise OSError unless this process may open some more; PyTorch's store aborts a process that may not."""
+    with contextlib.ExitStack() as copies:
+        for _ in range(_DESCRIPTORS):
+            copies.callback(os.close, os.dup(one))
+
+
+@contextlib.contextmanager
+def _limit(descriptor: int, seconds: float) -> Iterator[None]:
+    """End the making of a store that listens on ``descriptor`` after some seconds, by a RuntimeError.
+
+    A store connects to its own server, and waits for an answer without limit. There is none as long as this
+    process has no descriptor left: workers took them. The connection ends when nobody listens any more.
+    """
+    made, sock = threading.Event(), socket.socket(fileno=os.dup(descriptor))
+
+    def watch() -> None:
+        if not made.wait(
+            seconds + _RETRY_SECONDS
+        ):  # later than the store's own limit, so that it does not retry
+            sock.shutdown(socket.SHUT_RDWR)
+
+    with sock:
+        _listening.add(sock.fileno())
+        thread = start_thread("weight_update-rendezvous", watch)
+        try:
+            yield
+        finally:
+            made.set()
+            thread.join()
+            _listening.discard(sock.fileno())
+        if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise RuntimeError(f"it did not answer in {format_seconds(seconds)}")
 
 
 def find_sender(
