@@ -91,12 +91,12 @@ def end_forked_children_with_this_process() -> None:
     """Have the kernel kill them when this process ends, as it does if a test hangs outside of Python.
 
     They hold its pipe to pytest-xdist, which would wait for them. Children that a thread forks would end with
-    the thread, so they are left out.
+    the thread, so they are left out, as are children of children.
     """
-    prctl, main, by_main = ctypes.CDLL(None).prctl, threading.get_ident(), [True]
+    prctl, this, by_main = ctypes.CDLL(None).prctl, os.getpid(), [False]
 
     def before() -> None:
-        by_main[0] = threading.get_ident() == main
+        by_main[0] = os.getpid() == this and threading.current_thread() is threading.main_thread()
 
     def after() -> None:
         if by_main[0]:

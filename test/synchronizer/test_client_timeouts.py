@@ -156,8 +156,8 @@ def test_a_call_that_a_living_synchronizer_does_not_answer_is_told_with_its_whol
         with ExplorerClient(server, model_at(-1)) as client:
             over = threading.Event()
             where.service.explorer_needs = lambda **args: {"done": over.wait(10.0)}
-            calling = partial(client.blocking.channel.call, "explorer_needs", {}, 1.5, 0.5)
-            with pytest.raises(LinkClosedError, match=r"call was not answered within 2 s, unlike others"):
+            calling = partial(client.blocking.channel.call, "explorer_needs", {}, 3.5, 0.5)
+            with pytest.raises(LinkClosedError, match=r"call was not answered within 4 s, unlike others"):
                 calling()
             over.set()
 
