@@ -17,12 +17,19 @@ import torch
 from background import repeating
 from torch import nn
 
-from weight_update import WeightSyncScheme
+from weight_update import DistributedWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
 from weight_update.testing import Body, processes, workers
 from weight_update.testing.processes import freeze
 
 WAIT = 30.0
 """Seconds after which a worker that does not answer is a failure of the test."""
+
+SOCKET_KINDS: dict[str, tuple[type[WeightSyncScheme], dict[str, Any]]] = {
+    "shared_mem": (SharedMemWeightSyncScheme, {}),
+    "distributed": (DistributedWeightSyncScheme, {}),
+    "another host": (DistributedWeightSyncScheme, {"host": "the sender's"}),
+}
+"""Schemes, with options, whose workers call :func:`join_from_another_host`."""
 
 
 class WorkerRaised(Exception):
@@ -58,6 +65,10 @@ class Stripes(nn.Module):
         return seen
 
 
+def small() -> Stripes:
+    return Stripes(8, 64)
+
+
 START = torch.tensor([float("inf"), float("-inf")])
 
 
@@ -66,6 +77,10 @@ def fill(model: nn.Module, value: float) -> nn.Module:
     """Make every weight ``value``."""
     torch._foreach_copy_(list(model.parameters()), [torch.full((), value)] * len(list(model.parameters())))
     return model
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 class Worker(Body):
@@ -126,9 +141,16 @@ def join(me: Worker) -> int | None:
     return me.scheme.version
 
 
+def join_from_another_host(me: Worker) -> int | None:
+    """Join as from another host, if the scheme has a ``host``."""
+    if getattr(me.scheme, "host", None) is not None:
+        me.scheme.host = "another"
+    return join(me)
+
+
 def weights_of(me: Worker) -> dict[str, torch.Tensor]:
     with me.scheme.hold():
-        return {name: value.detach().clone() for name, value in me.model.state_dict().items()}
+        return state_of(me.model)
 
 
 def version_of(me: Worker) -> int | None:

@@ -25,6 +25,7 @@ from faults_tools import (
     hold,
     join,
     report,
+    small,
     version_of,
     wait_version,
 )
@@ -42,10 +43,6 @@ from weight_update import (
 
 LIMIT = 2.0
 """Timeout of the schemes here; deaths are noticed sooner than that."""
-
-
-def small() -> Stripes:
-    return Stripes(8, 64)
 
 
 @contextmanager
