@@ -8,6 +8,7 @@ import multiprocessing as mp
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -196,6 +197,11 @@ def slot_bytes(me: Worker | None = None) -> int:
     return total
 
 
+def slots_mapped_for_reading() -> int:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("weight_update-" in line and line.split()[1].endswith("p") for line in maps)
+
+
 # -- the trainer's side --------------------------------------------------------------------------------
 
 
@@ -322,6 +328,13 @@ def flows_on(scheme: WeightSyncScheme) -> bool:
     """Whether updates that :func:`sending` sends still arrive."""
     before = scheme.version
     return eventually(lambda: scheme.version > before + 3, 10.0)
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
 
 
 def assert_whole(reports: Iterable[dict[str, Any]], at_least: int = 1) -> None:

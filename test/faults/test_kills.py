@@ -7,8 +7,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,6 +26,7 @@ from faults_tools import (
     small,
     version_of,
     wait_version,
+    within,
 )
 from marks import quick_for
 
@@ -43,13 +42,6 @@ from weight_update import (
 
 LIMIT = 2.0
 """Timeout of the schemes here; deaths are noticed sooner than that."""
-
-
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < seconds
 
 
 def send_on(scheme: WeightSyncScheme, model: Stripes, survivors: list[Remote], versions: range) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from faults_tools import (
     eventually,
     fill,
     version_of,
+    within,
 )
 from hosts_processes import HostsProcesses
 from marks import slow
@@ -33,13 +33,6 @@ CHAIN_LIMIT = 6.0
 """Timeout for payloads along a chain of hosts: a host without progress is skipped after a quarter of it."""
 BACK = {"pull": "plug", "lose": "find"}
 SIZES = {"small": ((8, 64), LIMIT), "large": ((8, 1 << 18), CHAIN_LIMIT)}  # one travels with its signal
-
-
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < seconds
 
 
 @pytest.mark.parametrize("how", [slow("pull"), "lose"])
