@@ -228,7 +228,6 @@ class DistributedWeightUpdater(_RemoteUpdater):
 
     def __init__(self, store: Any, policy_weights: Any, num_workers: int, sync: bool) -> None:
         super().__init__()
-        self._store, self._sync = store, sync
         self.policy_weights, self.num_workers = policy_weights, num_workers
 
 

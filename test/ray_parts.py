@@ -36,6 +36,13 @@ def small_cluster(*folders: Path, megabytes: int = 100) -> Iterator[None]:
         ray.shutdown()
 
 
+def update_until_error(collector: Any) -> None:
+    """Update until that fails: an actor that is killed may take one more update before it ends."""
+    for _ in range(100):
+        collector.update_policy_weights_()
+        time.sleep(0.01)
+
+
 class JoiningActor:
     """An actor that joins in its constructor, and so joins again when Ray restarts it."""
 

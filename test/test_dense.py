@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from scan_parts import schema_of
 
 from weight_update import DenseEncoding
 from weight_update.encodings import Encoder
@@ -32,10 +33,6 @@ def shipped(tensors: Sequence[torch.Tensor], schema: WeightSchema) -> list[torch
     """Encode the tensors and decode them as the receiver does."""
     (payload,) = DenseEncoding().encoder(schema).encode(tensors, lambda n: torch.empty(n, dtype=torch.uint8))
     return DenseEncoding.decoder(schema).decode([payload])
-
-
-def schema_of(tensors: Sequence[torch.Tensor]) -> WeightSchema:
-    return WeightSchema.of({str(number): tensor for number, tensor in enumerate(tensors)})
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from weight_update import (
 from weight_update.testing.processes import wait_until
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
-from ray_parts import small_cluster  # noqa: E402
+from ray_parts import small_cluster, update_until_error  # noqa: E402
 
 pytestmark = pytest.mark.timeout(180)
 WAIT = 60.0
@@ -137,13 +136,6 @@ def test_an_error_in_the_thread_of_start_reaches_the_caller(collect: Any) -> Non
     with pytest.raises(LifecycleError, match="this collector was shut down") as caught:
         collector.update_policy_weights_()
     assert "this environment broke" in str(caught.value.__cause__)
-
-
-def update_until_error(collector: RayLLMCollector) -> None:
-    """An actor that is killed may take one more update before it ends."""
-    for _ in range(100):
-        collector.update_policy_weights_()
-        time.sleep(0.01)
 
 
 @pytest.mark.slow

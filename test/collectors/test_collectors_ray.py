@@ -38,7 +38,7 @@ from weight_update import (
 from weight_update.testing.processes import freeze, wait_until
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
-from ray_parts import small_cluster  # noqa: E402
+from ray_parts import small_cluster, update_until_error  # noqa: E402
 
 SMALL = {"num_cpus": 0.5}
 pytestmark = pytest.mark.timeout(180)
@@ -272,13 +272,6 @@ def test_the_legacy_updater(made: Any) -> None:
     assert sorted(report.apply_seconds) == [0]
     assert seen(next(frames)) == ({1, 2}, {3.0, 4.0})
     assert collector.policy_version == 2
-
-
-def update_until_error(collector: RayCollector) -> None:
-    """An actor that is killed may take one more update before it ends."""
-    for _ in range(100):
-        collector.update_policy_weights_()
-        time.sleep(0.01)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import multiprocessing as mp
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,12 +18,19 @@ import torch
 from background import repeating
 from torch import nn
 
-from weight_update import WeightSyncScheme
+from weight_update import DistributedWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
 from weight_update.testing import Body, processes, workers
 from weight_update.testing.processes import freeze
 
 WAIT = 30.0
 """Seconds after which a worker that does not answer is a failure of the test."""
+
+SOCKET_KINDS: dict[str, tuple[type[WeightSyncScheme], dict[str, Any]]] = {
+    "shared_mem": (SharedMemWeightSyncScheme, {}),
+    "distributed": (DistributedWeightSyncScheme, {}),
+    "another host": (DistributedWeightSyncScheme, {"host": "the sender's"}),
+}
+"""Schemes, with options, whose workers call :func:`join_from_another_host`."""
 
 
 class WorkerRaised(Exception):
@@ -58,6 +66,10 @@ class Stripes(nn.Module):
         return seen
 
 
+def small() -> Stripes:
+    return Stripes(8, 64)
+
+
 START = torch.tensor([float("inf"), float("-inf")])
 
 
@@ -66,6 +78,10 @@ def fill(model: nn.Module, value: float) -> nn.Module:
     """Make every weight ``value``."""
     torch._foreach_copy_(list(model.parameters()), [torch.full((), value)] * len(list(model.parameters())))
     return model
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 class Worker(Body):
@@ -126,9 +142,16 @@ def join(me: Worker) -> int | None:
     return me.scheme.version
 
 
+def join_from_another_host(me: Worker) -> int | None:
+    """Join as from another host, if the scheme has a ``host``."""
+    if getattr(me.scheme, "host", None) is not None:
+        me.scheme.host = "another"
+    return join(me)
+
+
 def weights_of(me: Worker) -> dict[str, torch.Tensor]:
     with me.scheme.hold():
-        return {name: value.detach().clone() for name, value in me.model.state_dict().items()}
+        return state_of(me.model)
 
 
 def version_of(me: Worker) -> int | None:
@@ -172,6 +195,11 @@ def slot_bytes(me: Worker | None = None) -> int:
             start, _, stop = line.split()[0].partition("-")
             total += int(stop, 16) - int(start, 16)
     return total
+
+
+def slots_mapped_for_reading() -> int:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("weight_update-" in line and line.split()[1].endswith("p") for line in maps)
 
 
 # -- the trainer's side --------------------------------------------------------------------------------
@@ -300,6 +328,13 @@ def flows_on(scheme: WeightSyncScheme) -> bool:
     """Whether updates that :func:`sending` sends still arrive."""
     before = scheme.version
     return eventually(lambda: scheme.version > before + 3, 10.0)
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
 
 
 def assert_whole(reports: Iterable[dict[str, Any]], at_least: int = 1) -> None:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +28,7 @@ from faults_tools import (
     hold,
     join,
     let_go,
+    slots_mapped_for_reading,
     version_of,
     wait_version,
     weights_of,
@@ -481,8 +481,3 @@ def test_refused_updates_keep_no_memory() -> None:
                 assert slots_mapped_for_reading() - before < 25
             finally:
                 gc.enable()
-
-
-def slots_mapped_for_reading() -> int:
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return sum("weight_update-" in line and line.split()[1].endswith("p") for line in maps)

@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 import psutil
@@ -15,6 +15,7 @@ import pytest
 import torch
 from faults_tools import (
     Processes,
+    Remote,
     Stripes,
     Worker,
     WorkerRaised,
@@ -311,13 +312,14 @@ class Misled:
         return Announcement(found.host, found.local, self._tap.port, found.name)
 
 
-def test_what_a_worker_said_is_not_heard_twice(
-    procs: Processes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stranger that recorded the traffic repeats both connections of a worker, byte for byte."""
+@contextmanager
+def tapped(
+    procs: Processes, monkeypatch: pytest.MonkeyPatch, kind: type[Tap]
+) -> Iterator[tuple[DistributedWeightSyncScheme, Stripes, Remote, Tap]]:
+    """Yield a scheme, its model, a worker that has version 1, and the tap on both connections of it."""
     scheme, model = procs.scheme(DistributedWeightSyncScheme, timeout=5.0), make_here()
     scheme.init_on_sender(model=model, num_workers=1)
-    with closing(Tap(sender_of(scheme).port)) as tap:
+    with closing(kind(sender_of(scheme).port)) as tap:
         monkeypatch.setattr("weight_update.transports.distributed.transport.find_sender", Misled(tap))
         worker = procs.start(scheme, 0, make_elsewhere)
         worker.begin(join)
@@ -326,6 +328,15 @@ def test_what_a_worker_said_is_not_heard_twice(
         scheme.send(fill(model, 1))
         # One connection is for frames, and one for payloads, which this update does not need.
         assert eventually(lambda: len(tap.heard) == 2 and b"take payloads" in tap.heard[1])
+        yield scheme, model, worker, tap
+        worker.kill()
+
+
+def test_what_a_worker_said_is_not_heard_twice(
+    procs: Processes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger that recorded the traffic repeats both connections of a worker, byte for byte."""
+    with tapped(procs, monkeypatch, Tap) as (scheme, model, worker, tap):
         assert not any(scheme.token.encode() in said for said in tap.heard)
         with caplog.at_level(logging.WARNING):
             for said in [bytes(said) for said in tap.heard]:
@@ -335,7 +346,6 @@ def test_what_a_worker_said_is_not_heard_twice(
         for version in range(2, 6):
             scheme.send(fill(model, version))
             assert worker.call(version_of) == version
-        worker.kill()
 
 
 class Meddler(Tap):
@@ -354,17 +364,8 @@ def test_a_message_that_was_changed_on_the_way_ends_its_connection(
     procs: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker joins again, and what was changed is not taken for its word."""
-    scheme, model = procs.scheme(DistributedWeightSyncScheme, timeout=5.0), make_here()
-    scheme.init_on_sender(model=model, num_workers=1)
-    with closing(Meddler(sender_of(scheme).port)) as tap:
-        monkeypatch.setattr("weight_update.transports.distributed.transport.find_sender", Misled(tap))
-        worker = procs.start(scheme, 0, make_elsewhere)
-        worker.begin(join)
-        scheme.connect(timeout=10.0)
-        worker.result()
-        scheme.send(fill(model, 1))
-        # The connection for payloads is made meanwhile: it is not the one whose message is changed.
-        assert eventually(lambda: len(tap.heard) == 2 and b"take payloads" in tap.heard[1])
+    with tapped(procs, monkeypatch, Meddler) as (scheme, model, worker, tap):
+        # The connection for payloads is there: it is not the one whose message is changed.
         before, tap.wanted = scheme._sender.table[0].link._connection, True
         with pytest.raises(SyncFailedError, match="worker 0"):
             scheme.send(fill(model, 2))
@@ -377,7 +378,6 @@ def test_a_message_that_was_changed_on_the_way_ends_its_connection(
         assert eventually(lambda: scheme.worker_versions == {0: 2}, 20.0)
         scheme.send(fill(model, 3))
         assert worker.call(version_of) == 3
-        worker.kill()
 
 
 # -- the store -----------------------------------------------------------------------------------------

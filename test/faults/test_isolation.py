@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from faults_tools import WAIT, Processes, Remote, Worker, wait_version, weights_of
+from faults_tools import WAIT, Processes, Remote, Worker, state_of, wait_version, weights_of
 from torch import nn
 
 from weight_update import WeightSyncScheme
@@ -18,10 +18,6 @@ from weight_update import WeightSyncScheme
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 8))
-
-
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -7,8 +7,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,8 +23,10 @@ from faults_tools import (
     hold,
     join,
     report,
+    small,
     version_of,
     wait_version,
+    within,
 )
 from marks import quick_for
 
@@ -42,17 +42,6 @@ from weight_update import (
 
 LIMIT = 2.0
 """Timeout of the schemes here; deaths are noticed sooner than that."""
-
-
-def small() -> Stripes:
-    return Stripes(8, 64)
-
-
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < seconds
 
 
 def send_on(scheme: WeightSyncScheme, model: Stripes, survivors: list[Remote], versions: range) -> None:

@@ -9,26 +9,26 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from faults_tools import Processes, Remote, Stripes, Worker, eventually, fill, join, version_of
+from faults_tools import (
+    SOCKET_KINDS,
+    Processes,
+    Remote,
+    eventually,
+    fill,
+    join_from_another_host,
+    small,
+    version_of,
+)
 from marks import quick_for
 
 from weight_update import (
-    DistributedWeightSyncScheme,
     LinkClosedError,
-    SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncTimeoutError,
     TransportBackend,
     WeightChunk,
-    WeightSyncScheme,
 )
 from weight_update.wire.frames import Kind
-
-KINDS: dict[str, tuple[type[WeightSyncScheme], dict[str, Any]]] = {
-    "shared_mem": (SharedMemWeightSyncScheme, {}),
-    "distributed": (DistributedWeightSyncScheme, {}),
-    "another host": (DistributedWeightSyncScheme, {"host": "the sender's"}),
-}
 
 
 class Pair:
@@ -39,7 +39,7 @@ class Pair:
     """
 
     def __init__(self, kind: str, procs: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
-        cls, options = KINDS[kind]
+        cls, options = SOCKET_KINDS[kind]
         self.scheme, self.model = procs.scheme(cls, timeout=5.0, **options), small()
         self.scheme.init_on_sender(model=self.model, num_workers=1)
         self.worker: Remote = procs.start(self.scheme, 0, small)
@@ -67,17 +67,7 @@ class Pair:
         return False
 
 
-def small() -> Stripes:
-    return Stripes(8, 64)
-
-
-def join_from_another_host(me: Worker) -> int | None:
-    if getattr(me.scheme, "host", None) is not None:
-        me.scheme.host = "another"
-    return join(me)
-
-
-@pytest.fixture(params=quick_for(KINDS, "shared_mem", "distributed"))
+@pytest.fixture(params=quick_for(SOCKET_KINDS, "shared_mem", "distributed"))
 def pair(request: pytest.FixtureRequest, procs: Processes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     return Pair(request.param, procs, monkeypatch)
 

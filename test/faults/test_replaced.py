@@ -8,16 +8,27 @@ import socket
 import struct
 import time
 from contextlib import closing
-from typing import Any
 
 import pytest
-from faults_tools import Processes, Remote, Stripes, Worker, WorkerRaised, eventually, fill, join, version_of
+from faults_tools import (
+    SOCKET_KINDS,
+    Processes,
+    Remote,
+    Stripes,
+    Worker,
+    WorkerRaised,
+    eventually,
+    fill,
+    join,
+    join_from_another_host,
+    small,
+    version_of,
+)
 from marks import quick_for
 
 from weight_update import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
-    SharedMemWeightSyncScheme,
     SyncFailedError,
     WeightChunk,
     WeightSyncScheme,
@@ -29,21 +40,6 @@ from weight_update.transports.socket_stream import SocketStream, deadline_of
 from weight_update.wire.frames import Kind
 
 LIMIT = 1.0
-KINDS: dict[str, tuple[type[WeightSyncScheme], dict[str, Any]]] = {
-    "shared_mem": (SharedMemWeightSyncScheme, {}),
-    "distributed": (DistributedWeightSyncScheme, {}),
-    "another host": (DistributedWeightSyncScheme, {"host": "the sender's"}),
-}
-
-
-def small() -> Stripes:
-    return Stripes(8, 64)
-
-
-def join_from_another_host(me: Worker) -> int | None:
-    if getattr(me.scheme, "host", None) is not None:
-        me.scheme.host = "another"
-    return join(me)
 
 
 def await_end(me: Worker, timeout: float) -> str:
@@ -59,7 +55,7 @@ def await_end(me: Worker, timeout: float) -> str:
 
 def start_pair(kind: str, procs: Processes) -> tuple[WeightSyncScheme, Stripes, list[Remote]]:
     """Return a connected sender and the workers 0 and 1."""
-    cls, options = KINDS[kind]
+    cls, options = SOCKET_KINDS[kind]
     scheme, model = procs.scheme(cls, timeout=LIMIT, **options), fill(small(), 0)
     scheme.init_on_sender(model=model, num_workers=2)
     workers = [procs.start(scheme, idx, small) for idx in range(2)]
@@ -71,7 +67,7 @@ def start_pair(kind: str, procs: Processes) -> tuple[WeightSyncScheme, Stripes, 
     return scheme, model, workers
 
 
-@pytest.mark.parametrize("kind", quick_for(KINDS, "shared_mem"))
+@pytest.mark.parametrize("kind", quick_for(SOCKET_KINDS, "shared_mem"))
 def test_a_hung_worker_that_was_replaced_stays_out(kind: str, procs: Processes) -> None:
     scheme, model, (other, hung) = start_pair(kind, procs)
     hung.signal(signal.SIGSTOP)
@@ -89,7 +85,7 @@ def test_a_hung_worker_that_was_replaced_stays_out(kind: str, procs: Processes) 
     assert hung.call(version_of) != 3
 
 
-@pytest.mark.parametrize("kind", [name for name in KINDS if name != "another host"])
+@pytest.mark.parametrize("kind", [name for name in SOCKET_KINDS if name != "another host"])
 def test_a_worker_that_does_not_fit_replaces_nobody(kind: str, procs: Processes) -> None:
     scheme, model, workers = start_pair(kind, procs)
     stranger = procs.start(scheme, 1, lambda: Stripes(10, 64))

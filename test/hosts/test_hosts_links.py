@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from faults_tools import (
     eventually,
     fill,
     version_of,
+    within,
 )
 from hosts_processes import HostsProcesses
 from marks import slow
@@ -33,13 +33,6 @@ CHAIN_LIMIT = 6.0
 """Timeout for payloads along a chain of hosts: a host without progress is skipped after a quarter of it."""
 BACK = {"pull": "plug", "lose": "find"}
 SIZES = {"small": ((8, 64), LIMIT), "large": ((8, 1 << 18), CHAIN_LIMIT)}  # one travels with its signal
-
-
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < seconds
 
 
 @pytest.mark.parametrize("how", [slow("pull"), "lose"])
@@ -194,6 +187,16 @@ def await_end(me: Worker) -> str:
     return "nothing came"
 
 
+def followed(procs: HostsProcesses) -> tuple[Remote, Remote]:
+    """Return a trainer, and a worker on another host that receives from it until it ends."""
+    trainer, worker = alone(procs, "trainer"), alone(procs, "one")
+    trainer.begin(train, 1.0)
+    worker.call(join_there, HOME)
+    trainer.result()
+    worker.begin(await_end)
+    return trainer, worker
+
+
 def join_again(me: Worker) -> float:
     me.scheme.shutdown()
     join_there(me, HOME)
@@ -202,11 +205,7 @@ def join_again(me: Worker) -> float:
 
 @pytest.mark.parametrize("way", ["killed", slow("killed while its link fails")])
 def test_trainer_restarted_on_the_same_port(procs: HostsProcesses, way: str) -> None:
-    first, worker = alone(procs, "trainer"), alone(procs, "one")
-    first.begin(train, 1.0)
-    worker.call(join_there, HOME)
-    first.result()
-    worker.begin(await_end)
+    first, worker = followed(procs)
     if way != "killed":
         procs.network.lose("trainer")
     first.kill()
@@ -229,11 +228,7 @@ def fork(me: Worker) -> int:
 
 
 def test_trainer_killed_while_a_forked_child_lives(procs: HostsProcesses) -> None:
-    trainer, worker = alone(procs, "trainer"), alone(procs, "one")
-    trainer.begin(train, 1.0)
-    worker.call(join_there, HOME)
-    trainer.result()
-    worker.begin(await_end)
+    trainer, worker = followed(procs)
     child = trainer.call(fork)
     try:
         trainer.signal(signal.SIGKILL)
@@ -247,11 +242,7 @@ def test_trainer_killed_while_a_forked_child_lives(procs: HostsProcesses) -> Non
 def test_trainer_whose_machine_vanishes(procs: HostsProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     """No packet reports the loss."""
     monkeypatch.setattr(signed_stream, "_VANISHED_SECONDS", 3)
-    trainer, worker = alone(procs, "trainer"), alone(procs, "one")
-    trainer.begin(train, 1.0)
-    worker.call(join_there, HOME)
-    trainer.result()
-    worker.begin(await_end)
+    trainer, worker = followed(procs)
     procs.network.lose("trainer")
     trainer.kill()
     with within(6.0):

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from background import repeating
+from faults_tools import slots_mapped_for_reading
 from interpreters import run_python
 
 from weight_update import NotEnoughMemoryError
@@ -180,11 +181,6 @@ def test_a_slot_stays_open_until_it_is_given_up() -> None:
 
 def name(table: SlotTable, slot: SharedBuffer) -> torch.Tensor:
     return table.payload(slot.key, 64, lambda: HostSlotMapping(slot.fd))
-
-
-def slots_mapped_for_reading() -> int:
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return sum("weight_update-" in line and line.split()[1].endswith("p") for line in maps)
 
 
 def test_slots_of_a_process_that_was_killed_are_closed() -> None:

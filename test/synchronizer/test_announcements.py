@@ -111,7 +111,7 @@ def test_a_wish_that_is_taken_back_leaves_nothing(method: SyncMethod, style: Syn
     made.trainer_requires()
     assert made.ready() == ()
     assert made.may_fetch(0) is None
-    made.trainer_gave_up()
+    made.trainer_gave_up("late")
     made.explorer_withdraws(0)
     assert made.explorers[0].status is RUNNING
     assert made.explorer_needs_sync(0) is before

@@ -157,7 +157,7 @@ def test_trainer_driven_directly_waits_for_all_running_explorers() -> None:
     made.explorer_requires(1)
     assert made.may_transfer() == ()
     assert made.may_transfer(late=True) == (0, 1)
-    made.left(2)
+    made.left(2, "it left")
     assert made.may_transfer() == (0, 1)
 
 
@@ -271,9 +271,9 @@ def test_a_transfer_under_way_is_not_given_up_and_ends_when_the_trainer_dies() -
     for id in range(2):
         made.explorer_requires(id)
     made.begin(made.may_transfer())
-    assert not made.gave_up(0)
-    assert not made.trainer_gave_up()
-    made.left(1)
+    assert not made.gave_up(0, "late")
+    assert not made.trainer_gave_up("late")
+    made.left(1, "it left")
     made.trainer_left("it died")
     assert made.explorers[0].outcome == SyncOutcome(None, "it died")
     assert made.newest is None, "no explorer has it: it was not published"
@@ -324,7 +324,7 @@ def test_weights_that_are_lost_when_the_trainer_has_stopped_are_not_waited_for()
     made = machine(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN)
     made.published(0, 0)
     made.explorer_requires(0)
-    made.trainer_left()
+    made.trainer_left("the trainer stopped")
     assert made.may_fetch(0) == 0
     made.lost_weights()
     assert made.explorers[0].outcome == SyncOutcome(None, "the trainer stopped")
@@ -397,7 +397,7 @@ def test_after_the_trainer_stopped_explorers_take_what_is_left_of_it(method: Syn
     made.published(0, 0)
     made.explorer_at(0, 10)
     made.explorer_requires(0)
-    made.trainer_left()
+    made.trainer_left("the trainer stopped")
     if made.plan.direct:
         assert made.explorers[0].outcome == SyncOutcome(None, "the trainer stopped")
         assert not made.explorer_needs_sync(1), "no one has them"
@@ -413,7 +413,7 @@ def test_after_the_trainer_stopped_an_explorer_with_its_last_version_asks_no_mor
 ) -> None:
     made = machine(method, style, sync_interval=10)
     made.published(0, 0)
-    made.trainer_left()
+    made.trainer_left("the trainer stopped")
     assert made.explorer_needs_sync(0)
     made.has(0, 0)
     made.explorer_at(0, 10)

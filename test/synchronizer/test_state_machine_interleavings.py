@@ -77,7 +77,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(id=IDS, luck=LUCK)
     def explorer_dies(self, id: int, luck: int) -> None:
         if luck == 0:
-            self.machine.left(id)
+            self.machine.left(id, "it left")
             self.going.pop(id, None)
 
     # -- the trainer
@@ -121,7 +121,7 @@ class Interleavings(RuleBasedStateMachine):
         if ids:
             self.machine.begin(ids)
         elif late:
-            self.machine.trainer_gave_up()
+            self.machine.trainer_gave_up("late")
 
     @precondition(lambda self: self.machine.transfer)
     @rule(arrives=st.sets(IDS))
@@ -203,7 +203,7 @@ class Interleavings(RuleBasedStateMachine):
         if explorer is None or explorer.status is not REQUIRE_SYNC:
             return
         version = explorer.version
-        if self.machine.gave_up(id):
+        if self.machine.gave_up(id, "late"):
             assert explorer.version == version
             assert explorer.status is RunningStatus.RUNNING
             assert not self.machine.explorer_needs_sync(id), "it would spin"
@@ -313,9 +313,9 @@ class Interleavings(RuleBasedStateMachine):
             self.machine.failed(id, "it did not arrive")
         if self.machine.transfer:
             self.machine.transferred()
-        self.machine.trainer_gave_up()
+        self.machine.trainer_gave_up("late")
         for explorer in self.machine.explorers.values():
-            assert self.machine.gave_up(explorer.id)
+            assert self.machine.gave_up(explorer.id, "late")
         members = [self.machine.trainer, *self.machine.explorers.values()]
         assert all(member is None or member.status is not REQUIRE_SYNC for member in members)
 

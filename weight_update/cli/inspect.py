@@ -9,9 +9,10 @@ import click
 
 from weight_update.checkpoints.io import open_regular
 from weight_update.cli.contents.checkpoints import read_directory, read_version_file
-from weight_update.cli.contents.frames import MAGIC, read_frames
+from weight_update.cli.contents.frames import read_frames
 from weight_update.cli.output import json_option, show
 from weight_update.errors import CorruptCheckpointError
+from weight_update.wire.frames import MAGIC
 
 
 @click.command("inspect", epilog="Example: weight-update inspect /shared/run-7")

@@ -38,7 +38,7 @@ class StateMachine(State):
         self._settle()
         return self.trainer
 
-    def trainer_left(self, reason: str = TRAINER_STOPPED) -> None:
+    def trainer_left(self, reason: str) -> None:
         """Note that the trainer stopped or died, and wake all that wait for it."""
         if self.trainer is None:
             return
@@ -59,7 +59,7 @@ class StateMachine(State):
         self._settle()
         return self.explorers[id]
 
-    def left(self, id: int, reason: str = "the explorer left") -> None:
+    def left(self, id: int, reason: str) -> None:
         """Remove an explorer that stopped or died."""
         explorer = self.explorers.pop(id, None)
         if explorer is not None:
@@ -125,7 +125,7 @@ class StateMachine(State):
             explorer.status = RUNNING
             self._settle()
 
-    def gave_up(self, id: int, reason: str = "no new weights came in time") -> bool:
+    def gave_up(self, id: int, reason: str) -> bool:
         """End the wait of an explorer; return False while weights are on their way to it."""
         explorer = self.explorers[id]
         if explorer.busy:
@@ -135,7 +135,7 @@ class StateMachine(State):
         self._settle()
         return True
 
-    def trainer_gave_up(self, reason: str = "no explorer was ready in time") -> bool:
+    def trainer_gave_up(self, reason: str) -> bool:
         """End the wait of the trainer; return False while a transfer is under way."""
         if self.transfer or self.trainer is None:
             return False

@@ -50,7 +50,7 @@ class MemoryTransport(TransportBackend):
         self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
         try:
-            chunk = self._inbox.get(timeout=timeout) if timeout != 0 else self._inbox.get_nowait()
+            chunk = self._inbox.get(timeout=timeout)
         except queue.Empty:
             return None
         if chunk is None:

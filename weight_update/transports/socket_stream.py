@@ -116,7 +116,7 @@ class SocketStream:
         self.recv_into(memoryview(received), deadline)
         return bytes(received)
 
-    def recv_into(self, view: memoryview, deadline: float | None = None) -> None:
+    def recv_into(self, view: memoryview, deadline: float | None) -> None:
         """Receive exactly as many bytes as ``view`` has; raise as :meth:`recv`."""
         while view:
             count = self.retry(self.await_more, deadline, self.sock.recv_into, view)

@@ -24,7 +24,8 @@ from weight_update.wire.schema import MAX_PAYLOAD_BYTES, WeightSchema, compact_j
 
 _PRELUDE = struct.Struct("<4sBBHIQII")
 PRELUDE_BYTES = _PRELUDE.size
-_MAGIC = b"WUPD"
+MAGIC = b"WUPD"
+"""The first bytes of a frame."""
 _FORMAT = 1
 _HAS_CHECKSUM = 1
 MAX_HEADER_BYTES = 64 << 20
@@ -155,7 +156,7 @@ class WeightChunk:
         if head is None:
             header = compact_json(dict(self.header)).encode()
             flags, crc = (0, 0) if summed is None else (_HAS_CHECKSUM, zlib.crc32(byte_view(summed)))
-            fields = _MAGIC, _FORMAT, self.kind, flags, len(header), self.payload_bytes
+            fields = MAGIC, _FORMAT, self.kind, flags, len(header), self.payload_bytes
             start = _PRELUDE.pack(*fields, 0, 0)[:20]
             head = start + struct.pack("<II", zlib.crc32(header, zlib.crc32(start)), crc) + header
             self._heads[summed is not None] = head
@@ -212,7 +213,7 @@ class Prelude(NamedTuple):
         if len(raw) != PRELUDE_BYTES:
             raise FormatError(f"a frame starts with {PRELUDE_BYTES} bytes, got {len(raw)}")
         magic, version, kind, flags, header, payload, head_crc, crc = _PRELUDE.unpack(raw)
-        if magic != _MAGIC:
+        if magic != MAGIC:
             raise FormatError(f"not a frame: starts with {magic!r}")
         if version != _FORMAT:
             raise FormatError(f"frame format {version} is unknown (this library reads {_FORMAT})")

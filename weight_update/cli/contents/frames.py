@@ -6,19 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from weight_update.checkpoints.io import read_regular
 from weight_update.cli.contents.tensors import tensor_rows
 from weight_update.encodings.base import decoder_for, read_delta
 from weight_update.encodings.patch.encoding import PatchEncoding
 from weight_update.encodings.patch.format import PatchHead
 from weight_update.errors import FormatError
-from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk, payloads_of
+from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk, fresh_bytes, payloads_of
 from weight_update.wire.schema import WeightSchema
-
-MAGIC = b"WUPD"
-"""The first bytes of a frame."""
 
 
 def read_frames(path: Path) -> dict[str, Any]:
@@ -176,12 +171,8 @@ def _decode_all(parts: Sequence[WeightChunk], schema: WeightSchema) -> None:
     decoder = decoder_for(parts[0].header["encoding"], schema)
     payloads = payloads_of(parts)
     if not decoder.is_flat:
-        payloads = [decoder.feed(place, one, _fresh) for place, one in enumerate(payloads)]
+        payloads = [decoder.feed(place, one, fresh_bytes) for place, one in enumerate(payloads)]
     decoder.decode(payloads)
-
-
-def _fresh(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def _versions_of(parts: Sequence[WeightChunk], schema: WeightSchema | None) -> list[int]:

@@ -63,7 +63,7 @@ class ObjectStore:
         wait([self._closed], seconds)
         self._require_open()
 
-    def read(self, name: str, start: int, stop: int, timeout: float | None = None) -> bytes:
+    def read(self, name: str, start: int, stop: int, timeout: float | None) -> bytes:
         """Return the bytes of an object from ``start`` to ``stop``, or to its end if that comes first.
 
         Raises:
@@ -84,7 +84,7 @@ class ObjectStore:
             return b""  # S3 finds no such bytes in an empty object
         return found
 
-    def write(self, name: str, parts: Iterable[bytes | memoryview], timeout: float | None = None) -> None:
+    def write(self, name: str, parts: Iterable[bytes | memoryview], timeout: float | None) -> None:
         """Write an object. In file systems, readers may see a part of it meanwhile.
 
         Raises:
@@ -93,7 +93,7 @@ class ObjectStore:
         """
         self._change(name, timeout, self._put, list(parts))
 
-    def replace(self, name: str, raw: bytes, draft: str, timeout: float | None = None) -> None:
+    def replace(self, name: str, raw: bytes, draft: str, timeout: float | None) -> None:
         """Write an object that readers see either as it was or as a whole; raise as :meth:`write`.
 
         In a directory, it is written under the name ``draft`` first.
