@@ -18,6 +18,7 @@ from weight_update import (
     Encoding,
     MemoryWeightSyncScheme,
     PatchEncoding,
+    SharedMemWeightSyncScheme,
     SyncFailedError,
     WeightStrategy,
 )
@@ -171,6 +172,31 @@ def test_a_weight_that_was_transposed_in_place_is_overwritten(procs: Sides) -> N
         source[1].weight[0, 2] += 1
     sides.scheme.send()
     assert sides.ask("fingerprint") == [fingerprint(source)]
+
+
+def written_and_shared(model: nn.Module) -> None:
+    scramble(model, 9, finite=True)
+    model.share_memory()
+
+
+MOVED_TO_SHARED_MEMORY: dict[str, Callable[[nn.Module], Any]] = {
+    "share_memory()": nn.Module.share_memory,
+    "written before": written_and_shared,
+    "one, as a queue does": lambda model: model[1].weight.data.share_memory_(),
+}
+
+
+@pytest.mark.parametrize("how", MOVED_TO_SHARED_MEMORY)
+def test_weights_that_a_worker_puts_into_shared_memory_are_updated(how: str) -> None:
+    """PyTorch then moves all tensors that lie in one memory to another, also those of the transport."""
+    source, target = layers(1, 3), layers(2, 3)
+    with SharedMemWeightSyncScheme(timeout=20.0) as scheme, connect_pair(scheme, source, target):
+        for seed in range(3, 12):
+            scramble(source, seed, finite=True)
+            scheme.send()
+            assert fingerprint(target) == fingerprint(source)
+            if seed % 3:
+                MOVED_TO_SHARED_MEMORY[how](target)
 
 
 class Wrapper(torch.Tensor):

@@ -45,3 +45,10 @@ def test_the_snippets_of_the_page_run_one_after_the_other(page: str, at_least: i
     done = run_python("-W", "error", program)
     assert done.returncode == 0, done.stderr
     assert (done.stdout, done.stderr) == ("all of it ran\n", "")
+
+
+def test_the_example_of_a_contract_passes(tmp_path: Path) -> None:
+    program = tmp_path / "test_page.py"
+    program.write_text("\n".join(snippets("testing.rst")))
+    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", program)
+    assert done.returncode == 0, done.stdout

@@ -237,6 +237,7 @@ class SlotMapping:
 
     def __init__(self, whole: torch.Tensor) -> None:
         self._whole = self._shown = whole
+        self._before: Callable[[], torch.Tensor | None] = lambda: None  # what was shown before a move
 
     def first(self, nbytes: int) -> torch.Tensor:
         """Return the first bytes, as one object while ``nbytes`` stays; FormatError if there are fewer."""
@@ -281,7 +282,8 @@ class HostSlotMapping(SlotMapping):
             self._read_only = _mapped_read_only(fd, size) if on_gpu else None
         with contextlib.suppress(OSError, ValueError):
             self._map.madvise(_MADV_POPULATE_READ)  # otherwise the first forward pass takes the page faults
-        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:-1])
+        super().__init__(self._tensor())
+        self._address = self._whole.data_ptr()
         self._faults = _page_faults()
         self._read_before = False
 
@@ -289,7 +291,14 @@ class HostSlotMapping(SlotMapping):
     def released(self) -> bool:
         return self._map[-1] != 0
 
+    def _tensor(self) -> torch.Tensor:
+        return torch.frombuffer(self._map, dtype=torch.uint8)[:-1]
+
     def first(self, nbytes: int) -> torch.Tensor:
+        # share_memory(), or a queue of torch.multiprocessing, moves a weight with all tensors of its memory.
+        if self._whole.data_ptr() != self._address:
+            self._before = weakref.ref(self._shown)
+            self._whole = self._shown = self._tensor()
         payload = super().first(nbytes)
         self._file.users += 1
         return payload
@@ -320,7 +329,7 @@ class HostSlotMapping(SlotMapping):
         try:
             pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                raw = os.pread(pagemap, pages * _ENTRY, self._whole.data_ptr() // _PAGE * _ENTRY)
+                raw = os.pread(pagemap, pages * _ENTRY, self._address // _PAGE * _ENTRY)
             finally:
                 os.close(pagemap)
         except (OSError, MemoryError):
@@ -402,7 +411,8 @@ class SlotTable:
             return next((opened.pinned(payload) for opened in self._of(payload)), payload)
 
     def _of(self, payload: torch.Tensor) -> list[SlotMapping]:
-        return [slot for slot in self._slots.values() if slot._whole.data_ptr() == payload.data_ptr()]
+        slots, place = self._slots.values(), payload.data_ptr()
+        return [one for one in slots if one._whole.data_ptr() == place or one._before() is payload]
 
     def clear(self) -> None:
         """Close all slots that no tensor uses any more."""
