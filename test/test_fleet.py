@@ -13,8 +13,13 @@ import pytest
 from fleet_parts import LIMIT, MODEL_BYTES, Fleet, Usage, Watched
 from marks import slow
 
-from weight_update import DistributedWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
-from weight_update.testing.processes import eventually, freeze
+from weight_update import (
+    DistributedWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    WeightSyncScheme,
+)
+from weight_update.testing.processes import eventually, freeze, wait_until
 
 HELD, FROZEN = (1, 2, 3), 4
 SLOW = (*HELD, FROZEN)
@@ -65,6 +70,23 @@ def test_engines_that_come_and_go(
     fleet.reach()
     await_watched(fleet, {int(index): (True, fleet.version, 0) for index in fleet.board.index})
     assert (fleet.board.torn.sum(), fleet.board.failed.sum()) == (0, 0)
+
+
+def test_an_engine_that_dies_while_it_lacks_several_updates_is_named_by_one_send(stack: ExitStack) -> None:
+    fleet = Fleet(SharedMemWeightSyncScheme, 2, stack)
+    fleet.hold(1)  # no update is settled from now on
+    freeze(fleet.board.pid[0])
+    for _ in range(5):
+        fleet.scheme.send()
+    fleet.launcher.call("kill", 0)
+    wait_until(lambda: list(fleet.scheme.worker_versions) == [1])
+    failures = []
+    for _ in range(10):
+        try:
+            fleet.scheme.send()
+        except SyncFailedError as error:
+            failures.append(list(error.failures))
+    assert failures == [[0]]
 
 
 def await_watched(fleet: Fleet, expected: Watched) -> None:

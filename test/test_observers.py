@@ -28,7 +28,7 @@ from weight_update import (
 )
 from weight_update.observers import ChromeTraceObserver
 from weight_update.sender import observers as sender_observers
-from weight_update.testing.models import mlp, scramble
+from weight_update.testing.models import Brittle, mlp, scramble
 from weight_update.testing.processes import eventually, freeze, wait_until
 from weight_update.testing.worker_processes import WorkerProcesses
 
@@ -120,6 +120,20 @@ def test_a_late_worker(running: Any) -> None:
     procs.workers[1].runner.kill()
     wait_until(lambda: scheme.worker_versions[1] is None)
     assert len(told) == 2
+
+
+def test_a_worker_that_is_lost_after_the_timeout_is_not_late(hired: Any) -> None:
+    """The update is longer than a socket's buffer, so writing it ends with the timeout."""
+    scheme, told, source = SharedMemWeightSyncScheme(timeout=0.5), Told(), Brittle(1)
+    procs = hired(scheme, [Brittle(2), Brittle(3)], model=source)
+    scheme.add_observer(told)
+    freeze(procs.workers[1].runner.pid)
+    source.note = "x" * (3 << 20)
+    with pytest.raises(SyncFailedError, match="worker 1"):
+        scheme.send()
+    wait_until(lambda: told.versions == [1])
+    scheme.shutdown()
+    assert told.events("lost", "late") == [("lost", 1)]
 
 
 def test_a_busy_worker_delays_no_news(running: Any) -> None:

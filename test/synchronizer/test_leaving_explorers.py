@@ -314,3 +314,20 @@ def test_an_explorer_that_counts_as_gone_while_it_reads_a_file_has_its_version(
         assert (said["version"], said.get("reason")) == (0, None)
         assert step_of(model) == 0
         assert explorer.blocking.status()["versions"] == {0: 0}
+
+
+def test_an_explorer_that_counts_as_gone_while_it_connects_gets_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect_late(*args: Any) -> Subscriber:
+        where.service.gone(explorer.blocking.session)  # as after ``lease`` seconds, or after a restart
+        return Subscriber(*args)
+
+    source, model = model_at(0), model_at(-1)
+    with connected(SyncMethod.MEMORY, SyncStyle.FIXED, tmp_path, source, model) as clients:
+        where, trainer, explorer = clients
+        monkeypatch.setattr(methods, "Subscriber", connect_late)
+        trainer.blocking.sync_weight()
+        said = explorer.blocking.sync_weight()
+        assert (said["version"], said.get("reason")) == (0, None)
+        assert step_of(model) == 0

@@ -32,12 +32,12 @@ from weight_update import (
     TransportError,
     WeightStrategy,
 )
-from weight_update.synchronizer import CheckpointStore, memory
+from weight_update.synchronizer import CheckpointStore, memory, methods
 from weight_update.synchronizer.direct import DirectService
 from weight_update.synchronizer.plan import SyncPlan
 from weight_update.synchronizer.ray_actor import RayHost
 from weight_update.synchronizer.sessions import VersionFile
-from weight_update.synchronizer.transfer import Publisher, key_of
+from weight_update.synchronizer.transfer import Publisher, Subscriber, key_of
 
 EVERY = list(SyncMethod)
 
@@ -409,3 +409,33 @@ def test_closed_while_weights_arrive_the_synchronizer_keeps_no_link(
         scheme = links[0].scheme if made == "Subscriber" else links[0]._scheme
         with pytest.raises(LifecycleError, match="shut down"):
             scheme.connect()
+
+
+def test_a_synchronizer_that_restarts_while_an_explorer_connects_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The explorer waits for the weights that the trainer sends to the new one."""
+
+    def start(port: int = 0) -> Any:
+        made.append(Synchronizer(SyncMethod.MEMORY, SyncStyle.EXPLORER_DRIVEN, directory=tmp_path))
+        return made[-1].serve(port=port, token="the token")
+
+    def connect(*args: Any) -> Subscriber:
+        if len(made) == 1:
+            made[0].close()
+            start(int(server.address.rpartition(":")[2]))
+        return Subscriber(*args)
+
+    made: list[Synchronizer] = []
+    server, source, model = start(), model_at(1), model_at(-1)
+    trainer, explorer = TrainerClient(server, source, timeout=20), ExplorerClient(server, model, timeout=20)
+    trainer.blocking.sync_weight()
+    monkeypatch.setattr(methods, "Subscriber", connect)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(explorer.blocking.sync_weight)
+        wait_until(lambda: waiting.done() or trainer.blocking.need_sync())
+        trainer.blocking.sync_weight()
+        said = waiting.result(30)
+    assert (said["version"], said.get("reason")) == (1, None)
+    for one in (trainer, explorer, made[1]):
+        one.close()

@@ -21,6 +21,7 @@ from weight_update.errors import (
     SyncTimeoutError,
     UnknownWorkerError,
     UnsupportedSourceError,
+    WorkerError,
 )
 from weight_update.report import SyncReport
 from weight_update.schemes.collector import resolve_path
@@ -48,6 +49,7 @@ SHUT_DOWN = "this scheme was shut down; make a new scheme"
 _T = TypeVar("_T")
 _UNCHANGED = contextlib.nullcontext()
 _Surveyed = Mapping[int, tuple[NamedWeights, NamedWeights | None]]
+_Unchecked = tuple[SendHandle, frozenset[tuple[int, str]]]  # with the errors that were raised, by worker
 
 
 class SenderListener(Protocol):
@@ -233,7 +235,7 @@ class SenderSide:
         self._strategy, self._timeout, self._connect_timeout = strategy, timeout, connect_timeout
         self._patience = 4 * timeout  # for messages of the leader, which waits for workers in between
         self._sending = threading.Lock()
-        self._unchecked: list[SendHandle] = []  # updates that nobody waits for
+        self._unchecked: list[_Unchecked] = []  # updates that nobody waits for
         self.ranks: Ranks | None = None
         if strategy.gather is not None or sources.sharded(strategy):
             gather = strategy.gather or GatherShards()
@@ -352,17 +354,28 @@ class SenderSide:
         return self.sender.reader.attend(call) if isinstance(self.sender, Sender) else call()
 
     def raise_earlier_error(self, handle: SendHandle) -> None:
-        """Raise the first error of an update that nobody waits for; remember ``handle`` as one more."""
-        earlier, self._unchecked = self._unchecked[-_REMEMBERED:], [handle]
-        if not earlier:
-            return
-        found = self.sender.outcomes([(one.version, one.workers) for one in earlier])
-        outcomes = list(zip(earlier, found, strict=True))
-        bad = next((one for one, (_, failures) in outcomes if failures), None)
-        still = [one for one, (settled, failures) in outcomes if failures or not settled]
-        self._unchecked = [*(one for one in still if one is not bad), *self._unchecked]
+        """Raise the first error of an update that nobody waits for; remember ``handle`` as one more.
+
+        The loss of a worker, which several of these updates may have in common, is raised once. Errors that
+        workers raised belong to one update each.
+        """
+        earlier, self._unchecked = self._unchecked[-_REMEMBERED:], []
+        found = self.sender.outcomes([(one.version, one.workers) for one, _ in earlier])
+        bad: SyncFailedError | None = None
+        for (update, raised), (settled, failures) in zip(earlier, found, strict=True):
+            new = {idx: error for idx, error in failures.items() if (idx, str(error)) not in raised}
+            if new and bad is None:
+                bad = failed(update.version, new, update.report)
+            elif new or not settled:
+                self._unchecked.append((update, raised))
         if bad is not None:
-            raise failed(bad.version, dict(outcomes)[bad][1], bad.report)
+            lost = {
+                (idx, str(error)) for idx, error in bad.failures.items() if not isinstance(error, WorkerError)
+            }
+            self._unchecked = [(update, raised | lost) for update, raised in self._unchecked]
+        self._unchecked.append((handle, frozenset()))
+        if bad is not None:
+            raise bad
 
     def read(self, weights: Any, context: weakref.ref[Any] | None) -> NamedWeights | None:
         """Return the weights that :meth:`publish` would send; None on ranks that do not lead."""

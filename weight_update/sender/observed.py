@@ -69,8 +69,13 @@ class ObservedUpdate:
         failures = {worker.idx: reason_of(worker, version, timeout) for worker in told}
         self._outcomes.fill(report, states)
         report.failures = {idx: str(error) for idx, error in failures.items()}
-        late = [(idx, str(error)) for idx, error in failures.items() if isinstance(error, SyncTimeoutError)]
-        return [report, *(WorkerEvent("late", idx, version, reason) for idx, reason in late)]
+        connected = {worker.idx for worker in told if worker.joined}
+        late = [
+            WorkerEvent("late", idx, version, str(error))
+            for idx, error in failures.items()
+            if idx in connected and isinstance(error, SyncTimeoutError)
+        ]
+        return [report, *late]
 
 
 def _is_busy(worker: WorkerState, seconds: float) -> bool:

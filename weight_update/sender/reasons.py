@@ -34,4 +34,5 @@ def delay_of(worker: WorkerState) -> str:
     """Return why a worker has not applied the version that it is being sent, or was sent."""
     if worker.writing:
         return "it is still being sent, because the worker or the link is slow or stopped"
-    return "it is stopped, or in hold() or a long forward pass, or takes long to apply it"
+    stopped = "stopped" if worker.link.capabilities.pid_is_visible else "stopped or cannot be reached"
+    return f"it is {stopped}, or in hold() or a long forward pass, or takes long to apply it"

@@ -19,7 +19,8 @@ from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.transfer import Endpoint
 from weight_update.threads import start_thread
 
-_RETRY_SECONDS = 0.1
+RETRY_SECONDS = 0.1
+"""Seconds between two tries to reach the synchronizer, or a publisher of weights."""
 _GRACE_SECONDS = 5.0
 """Least seconds for a call, unless ``timeout`` is less: a call may begin just before the time is over."""
 
@@ -180,7 +181,7 @@ class ClientBase:
                     return reply
                 if time.monotonic() >= limit:
                     raise LinkClosedError("the synchronizer forgets this client after each hello")
-            self.closed.wait(_RETRY_SECONDS)
+            self.closed.wait(RETRY_SECONDS)
 
     def _call(self, name: str, args: dict[str, Any], left: float) -> Reply | None:
         """Call once; return None if the synchronizer had to be told first who calls. Raise as :meth:`ask`."""

@@ -183,7 +183,7 @@ class MemoryService(Service):
         deadline = deadline_of(timeout)
         with self.changed:
             found, explorer = self._explorer(session, step, held)
-            if again and has_ended(explorer):
+            if again and explorer.outcome is not None:
                 return outcome_of(explorer)
             self.machine.explorer_requires(explorer.id)
         while True:

@@ -15,6 +15,7 @@ from typing import Any
 
 from weight_update.errors import (
     LifecycleError,
+    LinkClosedError,
     SyncFailedError,
     SyncTimeoutError,
     TransportError,
@@ -23,7 +24,7 @@ from weight_update.errors import (
 from weight_update.receiver.gate import Gate, shared_gate
 from weight_update.report import SyncReport
 from weight_update.schemes.sender_side import close_all
-from weight_update.synchronizer.client import ClientBase
+from weight_update.synchronizer.client import RETRY_SECONDS, ClientBase
 from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, key_of
 from weight_update.transports.socket_stream import deadline_of
@@ -121,21 +122,24 @@ class SubscribingExplorer(ExplorerMethod):
 
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
         start = time.perf_counter()
-        deadline, again = deadline_of(client.timeout), False
+        deadline, again = time.monotonic() + client.timeout, False
         while True:
             held = self.held(client.version)
             reply = client.ask("explorer_syncs", deadline, wait=True, step=step, held=held, again=again)
             if "join" not in reply:
                 metrics["waited"] = time.perf_counter() - start
                 return self._with_version(client, step, held, reply)
+            again = True
             try:
                 self._join(client, reply["join"])
             except WeightSyncError as error:
+                if isinstance(error, LinkClosedError) and time.monotonic() + RETRY_SECONDS < deadline:
+                    client.closed.wait(RETRY_SECONDS)
+                    continue  # there may be another publisher by now, for example after a restart
                 reply = client.ask("explorer_gives_up", reason=str(error))
                 if isinstance(error, (TransportError, SyncTimeoutError)):
                     return reply
                 raise  # the model is not the trainer's
-            again = True
 
     def _with_version(self, client: ClientBase, step: int, before: Held, reply: Reply) -> Reply:
         """Return the reply with the version in force, if an update came although the wait failed.
