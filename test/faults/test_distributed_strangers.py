@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from copy import copy
 from functools import partial
 
 import psutil
@@ -29,12 +33,13 @@ from faults_tools import (
     leave,
     sending,
     version_of,
+    within,
 )
 from marks import quick_for
 from stranger_parts import Tap
 from torch.distributed import DistError, TCPStore
 
-from weight_update import DistributedWeightSyncScheme, SyncFailedError, WeightChunk
+from weight_update import DistributedWeightSyncScheme, SyncFailedError, SyncTimeoutError, WeightChunk
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.transports.distributed.rendezvous import Announcement, find_sender
 from weight_update.transports.rate_limit import Refusals
@@ -378,6 +383,40 @@ def test_a_message_that_was_changed_on_the_way_ends_its_connection(
         assert eventually(lambda: scheme.worker_versions == {0: 2}, 20.0)
         scheme.send(fill(model, 3))
         assert worker.call(version_of) == 3
+
+
+class Narrow(Tap):
+    """A tap that lets a part of the first weights through, and nothing after that."""
+
+    left = 100_000
+
+    def _pass_on(self, one: socket.socket, other: socket.socket, said: bytearray | None) -> None:
+        if said is not None:
+            super()._pass_on(one, other, said)
+            return
+        with one, other, contextlib.suppress(OSError):
+            while self.left > 0 and (part := one.recv(self.left)):
+                self.left -= len(part)
+                other.sendall(part)
+            time.sleep(8.0)
+
+
+@pytest.mark.parametrize("stripes", [8, 800], ids=["after_the_frame", "through_the_relay"])
+def test_connect_ends_in_time_if_the_link_fails_while_weights_arrive(
+    stripes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = partial(Stripes, stripes, 4096)
+    with DistributedWeightSyncScheme(timeout=5.0) as scheme, ThreadPoolExecutor(1) as pool:
+        scheme.init_on_sender(model=make(), num_workers=1)
+        sending = pool.submit(scheme.connect, timeout=8.0)
+        with closing(Narrow(sender_of(scheme).port)) as tap, copy(scheme) as receiver:
+            monkeypatch.setattr("weight_update.transports.distributed.transport.find_sender", Misled(tap))
+            receiver.host = "elsewhere"
+            receiver.init_on_receiver(model=make(), worker_idx=0)
+            with within(6.0), pytest.raises((SyncTimeoutError, LinkClosedError)):
+                receiver.connect(timeout=3.0)
+        with pytest.raises(SyncFailedError):
+            sending.result()
 
 
 # -- the store -----------------------------------------------------------------------------------------

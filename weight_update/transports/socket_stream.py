@@ -19,7 +19,7 @@ SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 """Errors of the operating system that pass when other programs free descriptors or memory."""
 _CREDENTIALS = struct.Struct("iII")  # process, user and group, as Linux writes them
 _GONE = "the other end is gone: its process has ended, or the connection was cut"
-_STALLED = 60.0
+_STALLED, _LEAST_STALLED = 60.0, 1.0
 """Seconds without progress in the middle of a frame after which the other end counts as gone."""
 
 _T = TypeVar("_T")
@@ -71,6 +71,7 @@ class SocketStream:
     Attributes:
         vanished: whether it ended because the other machine gave no sign of life.
         in_use: context for a thread that uses ``sock`` by its number.
+        connect_until: deadline of the call that connects, which a frame that stops must not delay.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -79,6 +80,13 @@ class SocketStream:
         self.sock = sock
         self.vanished: bool = False
         self.in_use = _InUse(sock)
+        self.connect_until: float | None = None
+
+    @property
+    def patience(self) -> float:
+        """Seconds that the other end may stop in the middle of a frame."""
+        left = 0.0 if self.connect_until is None else self.connect_until - time.monotonic()
+        return _STALLED if left <= 0 else min(max(left, _LEAST_STALLED), _STALLED)
 
     @property
     def peer_pid(self) -> int:
@@ -184,11 +192,12 @@ class SocketStream:
 
     def await_more(self, deadline: float | None) -> None:
         """Wait until bytes, or the end, can be received; SyncTimeoutError if none can before the deadline."""
-        if self._poll(select.POLLIN, _STALLED if deadline is None else seconds_left(deadline)):
+        limit = self.patience if deadline is None else seconds_left(deadline)
+        if self._poll(select.POLLIN, limit):
             return
         if deadline is not None:
             raise SyncTimeoutError("the other end did not send the whole message in time")
-        raise LinkClosedError(f"the other end stopped in the middle of a frame for {_STALLED:.0f} s")
+        raise LinkClosedError(f"the other end stopped in the middle of a frame for {limit:.0f} s")
 
     def _poll(self, event: int, seconds: float | None) -> bool:
         poller = select.poll()

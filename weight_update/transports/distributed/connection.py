@@ -182,8 +182,9 @@ class WorkerConnection(Connection):
         return payload
 
     def _fill(self, pieces: Sequence[torch.Tensor]) -> None:
-        total = self._payloads.recv_payload(pieces, STALLED, Forwarder(None)).encode()
-        if self.stream.receive(deadline_of(STALLED), len(total)) != total:
+        patience = self.stream.stream.patience
+        total = self._payloads.recv_payload(pieces, patience, Forwarder(None)).encode()
+        if self.stream.receive(deadline_of(patience), len(total)) != total:
             raise FormatError("the payload's checksum is wrong")
 
     def close(self) -> None:

@@ -89,6 +89,7 @@ class DistributedTransport(SharedMemTransport):
             return super().join(f"\0{sender.local}", deadline)
         name = uuid.uuid4().hex
         self._last = stream = self._dial(address, sender.port, deadline)
+        stream.connect_until = deadline
         key = self.authenticate(stream, _context(sender), deadline)
         signed = SignedStream(stream, key, listener=False)
         with undo_on_error(stream.close):
