@@ -77,9 +77,26 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         many = isinstance(given, (list, tuple))
         options["collector_kwargs"] = [dict(one) for one in given] if many else dict(given or {})
         with warnings.catch_warnings():
-            if options["weight_sync_schemes"]:  # TorchRL does not know that they reach policies of factories
+            if schemes := options["weight_sync_schemes"]:
+                # TorchRL does not know that they reach policies of factories,
                 warnings.filterwarnings("ignore", "The policy is not an nn.Module", UserWarning)
+                options["weight_sync_schemes"] = {}  # nor that some know nothing of actors
             super()._begin(create_env_fn, policy, **options)
+        if schemes:
+            self._initialize(schemes)
+
+    def _initialize(self, schemes: dict[str, WeightSyncScheme]) -> None:
+        """Initialize schemes as senders, and give each actor its receivers."""
+        import ray
+
+        actors = self.remote_collectors
+        for model_id, scheme in schemes.items():
+            if isinstance(scheme, RayWeightSyncScheme):
+                scheme.init_on_sender(model_id=model_id, context=self, remote_collectors=actors)
+            elif not scheme.initialized_on_sender:
+                scheme.init_on_sender(model_id=model_id, context=self, num_workers=len(actors))
+        self._weight_sync_schemes = schemes
+        ray.get([one.register_scheme_receiver.remote(schemes, synchronize_weights=False) for one in actors])
 
     def add_collectors(self, *args: Any) -> None:
         """Start actors as TorchRL does, and wait for them; TorchRL waits without a limit."""

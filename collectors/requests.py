@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -22,6 +23,8 @@ from weight_update import (
 )
 
 Schemes = Mapping[str, WeightSyncScheme]
+_owned: weakref.WeakSet[WeightSyncScheme] = weakref.WeakSet()
+"""Schemes that a collector of this process initializes, and ends with itself."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +125,31 @@ def require_ours(schemes: Mapping[str, Any]) -> None:
 
 
 def require_unused(schemes: Mapping[str, Any]) -> None:
-    """Raise LifecycleError for a scheme that another collector uses or used, else as :func:`require_ours`."""
+    """Raise LifecycleError for a scheme that was connected before, else as :func:`require_ours`."""
     require_ours(schemes)
     for model_id, scheme in schemes.items():
         if scheme.last_report is not None:
-            raise LifecycleError(
-                f"the scheme of {model_id!r} was connected before ({scheme!r}); give each collector a "
-                "scheme of its own"
-            )
+            raise _used(model_id, scheme)
+
+
+def require_unowned(schemes: Mapping[str, Any]) -> None:
+    """Raise LifecycleError for a scheme of another collector, else as :func:`require_ours`."""
+    require_ours(schemes)
+    for model_id, scheme in schemes.items():
+        if scheme in _owned and scheme.initialized_on_sender:
+            raise _used(model_id, scheme)
+
+
+def own(schemes: Iterable[WeightSyncScheme]) -> None:
+    """Note that a collector initializes these schemes."""
+    _owned.update(schemes)
+
+
+def _used(model_id: str, scheme: WeightSyncScheme) -> LifecycleError:
+    return LifecycleError(
+        f"the scheme of {model_id!r} was connected before ({scheme!r}); give each collector a scheme of its "
+        "own"
+    )
 
 
 def require_one_each(name: str, given: Any, create_env_fn: Any, number: int | None = None) -> None:

@@ -18,7 +18,7 @@ from collectors.closing import close_all
 from collectors.launched import END_SECONDS, START_SECONDS, Intervals
 from collectors.rpc_node import join_world, leave, made, make_collector, name_of, run_node, was_in_a_world
 from collectors.torchrl_names import tensorpipe_options
-from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WorkerError
+from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WeightSyncScheme, WorkerError
 
 _OF_WORKER = "On WorkerInfo("
 """Part of the message of an error that a worker raised, as opposed to one of its connection."""
@@ -96,6 +96,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         join_world("TRAINER_NODE", 0, world_size, options)
 
     def _start_workers(self, **given: Any) -> None:
+        self._initialize(*(one for one in self._schemes.values() if not isinstance(one, RPCWeightSyncScheme)))
         self.collector_infos = [rpc.get_worker_info(name_of(idx)) for idx in range(self.num_workers)]
         self.collector_rrefs = [self._make(idx, **given) for idx in range(self.num_workers)]
         self._made = [
@@ -104,12 +105,17 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         ]
         self.futures = ()  # TorchRL's list of pending calls
 
+    def _initialize(self, *chosen: WeightSyncScheme) -> None:
+        """Initialize schemes as senders: those of RPC call the workers' collectors, others travel to them."""
+        for model_id, scheme in self._schemes.items():
+            if scheme in chosen and not scheme.initialized_on_sender:
+                scheme.init_on_sender(model_id=model_id, context=self, num_workers=self.num_workers)
+
     def _connect(self) -> None:
         """Connect the schemes while workers create their collectors, which may wait for the first weights."""
         try:
-            for model_id, scheme in self._schemes.items():
-                if not scheme.initialized_on_sender:
-                    scheme.init_on_sender(model_id=model_id, context=self, num_workers=self.num_workers)
+            self._initialize(*self._schemes.values())
+            for scheme in self._schemes.values():
                 if not scheme.synchronized_on_sender:
                     scheme.connect()
         except WeightSyncError as error:

@@ -19,7 +19,7 @@ from collectors.backends import BackendChoice
 from collectors.closing import close_all
 from collectors.in_process import apply_all, receive_here
 from collectors.policy_call import PolicyCall
-from collectors.requests import Request, find_model, group_once, real, require_ours
+from collectors.requests import Request, find_model, group_once, own, real, require_ours, require_unowned
 from collectors.updating import Updating
 from collectors.versions import (
     KEY,
@@ -62,7 +62,8 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             left alone. None means True, or False if ``replay_buffer`` already has frames without a version
             of int64.
         weight_sync_schemes: schemes by model id. A scheme that is not initialized gets its receiver in this
-            process, whatever its transport. An initialized scheme belongs to its owner and is only connected.
+            process, whatever its transport. An initialized scheme belongs to its owner and is only connected;
+            one of another collector is refused.
         weight_updater: legacy updater, instead of schemes. One of ``collectors`` sends by a
             :class:`~weight_update.MemoryWeightSyncScheme`.
         options: all other options of TorchRL's ``Collector``.
@@ -82,7 +83,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         by_scheme = isinstance(updater, SchemeUpdater)
         if by_scheme and (isinstance(policy, nn.Module) or options.get("policy_factory")):
             weight_sync_schemes = {"policy": MemoryWeightSyncScheme()}
-        require_ours(weight_sync_schemes or {})
+        require_unowned(weight_sync_schemes or {})
         self._gate = Gate()
         self._versions = VersionSource()
         self._receivers: dict[str, WeightSyncScheme] = {}
@@ -279,6 +280,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         self, weight_updater: Any, weight_sync_schemes: dict[str, WeightSyncScheme] | None
     ) -> None:
         group_once(self._here.values())
+        own(self._here.values())
         for model_id, scheme in self._here.items():
             if self.cudagraphed_policy:
                 scheme.stable_addresses = True

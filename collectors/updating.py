@@ -11,7 +11,7 @@ from typing import Any
 
 from collectors.closing import close_all
 from collectors.observing import Observed
-from collectors.requests import Request, group_once, require_ours, require_unused, send
+from collectors.requests import Request, group_once, own, require_ours, require_unused, send
 from collectors.signatures import signature_of
 from weight_update import LifecycleError, SyncReport, WeightSyncScheme
 
@@ -124,6 +124,7 @@ class WithWorkers(Updating):
         """Check and group the schemes that send to the workers."""
         self._receivers = {}
         require_unused(schemes)
+        own(schemes.values())
         group_once(schemes.values())
         self._end_later()
 

@@ -25,11 +25,13 @@ from collectors import Collector, MultiSyncCollector, RayCollector, RayWeightUpd
 from collectors.ray_learner import LearnerSender
 from weight_update import (
     LifecycleError,
+    MultiProcessWeightSyncScheme,
     NothingToSendError,
     PolicyLag,
     RayModuleTransformScheme,
     RayWeightSyncScheme,
     SchemaMismatchError,
+    SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncReport,
     SyncTimeoutError,
@@ -354,6 +356,14 @@ def test_waiting_for_a_stopped_actor_has_a_limit(sync: bool) -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
         collector.shutdown(shutdown_ray=False)
+
+
+def test_schemes_that_know_no_actors(made: Any) -> None:
+    collector = made(make, make_policy(), 1, weight_sync_schemes={"policy": SharedMemWeightSyncScheme()})
+    report = collector.update_policy_weights_(weights_of(3.0))
+    assert seen(next(iter(collector))) == ({report.version}, {3.0})
+    with pytest.raises(LifecycleError, match="or use SharedMemWeightSyncScheme"):
+        make(make_policy(), 1, weight_sync_schemes={"policy": MultiProcessWeightSyncScheme()})
 
 
 def test_what_goes_wrong_in_the_constructor_leaves_nothing() -> None:

@@ -24,3 +24,8 @@ def test_the_collector_of_torchrl():
 @pytest.mark.slow
 def test_workers_of_workers_with_a_policy_factory():
     assert run(PROGRAMS / "rpc_factory.py") == ["[7.0]", "[5.0] 1 [1]"]
+
+
+@pytest.mark.slow
+def test_a_scheme_that_knows_nothing_of_rpc():
+    assert run(PROGRAMS / "rpc_shared.py", quick_spawn=True) == ["[5.0] 1 [1]"]

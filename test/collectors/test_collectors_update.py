@@ -341,6 +341,25 @@ def test_a_scheme_of_another_collector_is_refused_and_goes_on(made):
         two_workers(make_policy(), weight_sync_schemes={"policy": scheme})
 
 
+@pytest.mark.parametrize("workers", [True, False])
+def test_a_collector_for_evaluation_does_not_take_the_scheme_of_training(workers, made):
+    scheme = SharedMemWeightSyncScheme()
+    options = {
+        "frames_per_batch": 8,
+        "total_frames": -1,
+        "weight_sync_schemes": {"policy": scheme},
+        **OPTIONS,
+    }
+    training = made(
+        MultiSyncCollector if workers else Collector, [Env] if workers else Env, make_policy(), **options
+    )
+    with pytest.raises(LifecycleError, match="give each collector a scheme of its own"):
+        Collector(Env, make_policy(), **options)
+    training.update_policy_weights_(weights_of(3.0))
+    data = next(iter(training))
+    assert data["action"].unique().tolist() == [3.0]
+
+
 def test_a_scheme_of_another_sender_is_only_connected():
     """A single collector that is itself a worker's trainer: its owner cares for the receivers."""
     scheme = MemoryWeightSyncScheme()
