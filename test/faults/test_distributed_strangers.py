@@ -394,11 +394,12 @@ class Narrow(Tap):
         if said is not None:
             super()._pass_on(one, other, said)
             return
-        with one, other, contextlib.suppress(OSError):
+        with one, contextlib.suppress(OSError):
             while self.left > 0 and (part := one.recv(self.left)):
                 self.left -= len(part)
                 other.sendall(part)
             time.sleep(8.0)
+            other.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize("stripes", [8, 800], ids=["after_the_frame", "through_the_relay"])
