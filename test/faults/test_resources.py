@@ -249,7 +249,7 @@ def test_memory_is_given_back_after_a_slow_phase(kind: type, procs: Processes, e
     late, quick = procs.launch(scheme, model, lambda: Stripes(2, 1 << 19), 2)
     inherited = [worker.call(slot_bytes) for worker in (late, quick)]
     for version in range(1, 5):
-        scheme.send(fill(model, version))
+        scheme.send_async(fill(model, version)).wait(20.0)
     normal = [slot_bytes(), late.call(slot_bytes), quick.call(slot_bytes)]
     late.call(hold)
     for version in range(5, 12):
