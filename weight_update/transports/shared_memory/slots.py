@@ -437,7 +437,9 @@ def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> Slot
             "DistributedWeightSyncScheme, with another host= for each user"
         ) from None
     except OSError as error:
-        raise LinkClosedError(f"the sender's slot {key} cannot be opened: {error}") from None
+        raise LinkClosedError(
+            f"process {pid} of this host, which had the weights, has ended or released them ({error})"
+        ) from None
     try:
         if directory is None and _anonymous_name(key) not in os.readlink(f"/proc/self/fd/{opened}"):
             raise LinkClosedError(f"the sender has released the slot {key}")
