@@ -149,6 +149,7 @@ class Subscriber:
         self.endpoint = endpoint
         self.scheme = _scheme(endpoint, strategy, timeout)
         self.scheme.group = group
+        self.scheme.late_updates_wait = False  # an explorer that gave up has no use for the update
         self.scheme.init_on_receiver(model=model, worker_idx=id)
         with undo_on_error(self.scheme.shutdown):
             self.scheme.connect(timeout=timeout)
