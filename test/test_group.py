@@ -126,6 +126,18 @@ def in_thread(action: Any) -> None:
         raise errors[0]
 
 
+def test_a_hold_longer_than_the_timeout_only_delays_the_models(models: Models) -> None:
+    """They change together at its end."""
+    with models.receivers[0, 0].hold():
+        with pytest.raises(GroupSyncFailedError, match="gets the newest version when it goes on"):
+            send_together(dict.fromkeys(models.schemes))
+        time.sleep(3 * LIMIT)
+        assert models.receivers[1, 0].version == 0
+    wait_until(lambda: all(receiver.version == 1 for receiver in models.receivers.values()))
+    send_together(dict.fromkeys(models.schemes))
+    assert all(receiver.version == 2 for receiver in models.receivers.values())
+
+
 def test_a_failure_to_stage_covers_all_models(models: Models) -> None:
     first, second = models.schemes
     for position in range(2):

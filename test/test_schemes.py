@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
+import torch
 from interpreters import use_template_for_forkserver
 from marks import quick_for, slow
-from pairs import connect_pair
+from pairs import connect_pair, same
 from torch import nn
 
 from weight_update import (
@@ -26,6 +27,7 @@ from weight_update import (
     RPCWeightSyncScheme,
     SchemaMismatchError,
     SharedMemWeightSyncScheme,
+    SyncFailedError,
     SyncTimeoutError,
     UnsupportedSourceError,
     WeightStrategy,
@@ -258,6 +260,39 @@ def test_the_version_of_a_checkpoint(encoding: str) -> None:
             assert sender.send().version == receiver.version == 13
             sender.continue_from(20)
             assert sender.send().version == 21
+
+
+@pytest.mark.parametrize("encoding", ["dense", "patch", "in flight"])
+def test_a_hold_longer_than_the_timeout_only_delays_the_update(encoding: str) -> None:
+    """The worker applies it at the end of the hold, without another ``send()``."""
+    in_flight = encoding == "in flight"
+    strategy = WeightStrategy(
+        encoding="bucket" if in_flight else encoding, max_in_flight=2 if in_flight else None
+    )
+    with MemoryWeightSyncScheme(strategy, timeout=0.3) as sender:
+        model, policy = mlp(1), mlp(2)
+        sender.init_on_sender(model=model, num_workers=1)
+        with connect_pair(sender, model, policy) as receiver:
+            scramble(model, 3)
+            with receiver.hold():
+                with pytest.raises(SyncFailedError, match="gets the newest version when it goes on"):
+                    sender.send()
+                time.sleep(0.8)
+                assert receiver.version == 0
+            assert receiver.receive(timeout=20.0) is not None
+            assert receiver.version == 1
+            assert same(model, policy)
+
+
+def test_a_forward_pass_that_a_hold_waits_for_begins_after_the_timeout() -> None:
+    with MemoryWeightSyncScheme(timeout=0.3) as sender:
+        sender.init_on_sender(model=mlp(1), num_workers=1)
+        with connect_pair(sender, mlp(1), policy := mlp(2)) as receiver, ThreadPoolExecutor(1) as other:
+            with receiver.hold():
+                sender.send_async()
+                time.sleep(0.1)  # the update waits
+                other.submit(policy, torch.ones(1, 4)).result(20.0)
+            assert receiver.receive(timeout=20.0) is not None
 
 
 class SlowEngine(InferenceEngine):

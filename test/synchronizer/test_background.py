@@ -224,6 +224,24 @@ def test_directly_who_holds_falls_behind_what_was_sent_off(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("method", list(SyncMethod))
+def test_a_hold_longer_than_a_transfer_may_take_only_delays_the_update(
+    method: SyncMethod, tmp_path: Path
+) -> None:
+    source, model = model_at(0), model_at(-1)
+    with (
+        synchronizer(method, ASYNC, tmp_path, max_staleness=50) as where,
+        TrainerClient(where, source) as trainer,
+        ExplorerClient(where, model, transfer_timeout=0.3) as explorer,
+    ):
+        exchange(trainer, explorer)
+        with explorer.hold():
+            publish(trainer, source)
+            time.sleep(0.8)
+            assert step_of(model) == 0
+        wait_until(lambda: has_step(model, 1))
+
+
+@pytest.mark.parametrize("method", list(SyncMethod))
 def test_inside_hold_no_link_brings_weights_the_first_one_and_a_new_one_included(
     method: SyncMethod, tmp_path: Path
 ) -> None:

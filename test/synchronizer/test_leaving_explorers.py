@@ -69,8 +69,8 @@ def test_directly_a_version_that_its_only_explorer_did_not_live_to_take_is_not_p
 def test_closed_while_another_thread_joins_it_keeps_no_link(
     method: SyncMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def join_and_be_closed(*args: Any) -> Subscriber:
-        joined = Subscriber(*args)
+    def join_and_be_closed(*args: Any, **options: Any) -> Subscriber:
+        joined = Subscriber(*args, **options)
         explorer.close()
         return joined
 

@@ -50,6 +50,7 @@ class ReceiverOptions:
         instance: random name that tells the receiver from others that join as ``worker``.
         stable_addresses: whether to copy into the model's tensors instead of pointing them at payloads.
         timeout: seconds that an update waits for the running forward pass to end.
+        late_updates_wait: whether an update then waits on, instead of failing.
         observer: object that is told of each update; None if there is none. It may be set at any time.
     """
 
@@ -61,6 +62,7 @@ class ReceiverOptions:
     instance: str
     stable_addresses: bool
     timeout: float
+    late_updates_wait: bool
     observer: UpdateObserver | None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import threading
 import time
@@ -58,6 +57,7 @@ class UpdateHandler:
         self._link, self._gate, self._worker = options.link, options.gate, options.worker
         self._timeout, self._closing, self._options = options.timeout, closing, options
         self._unwanted: int | None = None  # a version that failed: its other chunks are not read
+        self._patient = False  # not while the receiver joins: that has a limit
         self.leftovers: list[torch.Tensor] = []
 
     # -- frames ------------------------------------------------------------------------------------
@@ -101,7 +101,11 @@ class UpdateHandler:
         if chunk.kind is Kind.GOODBYE:
             return False
         with self.busy:
-            refused = None if self._closing.is_set() else self.handle(chunk)
+            self._patient = self._options.late_updates_wait
+            try:
+                refused = None if self._closing.is_set() else self.handle(chunk)
+            finally:
+                self._patient = False
         if refused is not None:
             _log.warning("worker %d %s: %s", self._worker, kept(self.staging.version), refused)
             without_frames(refused)
@@ -191,13 +195,35 @@ class UpdateHandler:
         self._finish(update)
 
     def _through_gate(self, members: list[tuple[UpdateHandler, StagedUpdate]]) -> float:
-        """Apply the updates of all members at one moment; return the seconds that forward passes waited."""
+        """Apply the updates of all members at one moment; return the seconds that forward passes waited.
+
+        The sender does not wait for a hold or a forward pass that takes longer than the timeout, but the
+        updates do. Other forward passes, which may be needed to end it, begin after each timeout.
+        """
         if any(handler._gate is not self._gate for handler, _ in members):
             raise LifecycleError(
                 "this worker's schemes of the models that are sent together are not in one group: call "
                 "group_schemes([...]) on them before connect()"
             )
-        return self._gate.run(functools.partial(_apply, members), self._timeout, self._closing.is_set)
+        begun: list[bool] = []
+
+        def apply() -> None:
+            begun.append(True)
+            _apply(members)
+
+        def given_up() -> bool:
+            return any(handler._closing.is_set() for handler, _ in members)
+
+        level = logging.WARNING  # once
+        while True:
+            try:
+                return self._gate.run(apply, self._timeout, given_up)
+            except SyncTimeoutError as error:
+                if begun or not self._patient:  # if begun, it is an error of the model or of its engine
+                    raise
+                held = kept(self.staging.version)
+                _log.log(level, "worker %d %s until it goes on: %s", self._worker, held, error)
+                level = logging.DEBUG
 
     def _in_force(self) -> None:
         self.applied += 1

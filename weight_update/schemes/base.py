@@ -81,7 +81,7 @@ class WeightSyncScheme(SchemeUpdates):
         sync: whether :meth:`send` waits until all workers have applied the update. If False, it returns at
             once. A busy worker then skips to the newest version, and a later call raises the error of an
             earlier update.
-        timeout: seconds that :meth:`send` waits for workers, and a worker for its forward pass to end.
+        timeout: seconds that :meth:`send` waits for workers.
         connect_timeout: seconds that :meth:`connect` waits for the other side.
         stable_addresses: whether receivers copy into their tensors instead of pointing them at received
             memory. CUDA graphs need this, because they capture addresses.
@@ -415,6 +415,7 @@ class WeightSyncScheme(SchemeUpdates):
             instance=self._instance,
             stable_addresses=self.stable_addresses,
             timeout=self.timeout,
+            late_updates_wait=self.late_updates_wait,
             observer=self._observer(),
         )
         receiver = Receiver(options, self._model)

@@ -26,6 +26,11 @@ class SchemeUpdates(SchemeLifecycle):
 
     sync: bool
     timeout: float
+    late_updates_wait: bool = True
+    """Whether a receiver applies an update at the end of a hold that takes longer than ``timeout``.
+
+    Otherwise, it keeps its version until the next update.
+    """
 
     def _require_sender(self, connected: bool = True) -> SenderSide:
         side = self._sender_side

@@ -25,6 +25,7 @@ from weight_update.receiver.gate import Gate, shared_gate
 from weight_update.report import SyncReport
 from weight_update.schemes.sender_side import close_all
 from weight_update.synchronizer.client import RETRY_SECONDS, ClientBase
+from weight_update.synchronizer.plan import SyncStyle
 from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, key_of
 from weight_update.transports.socket_stream import deadline_of
@@ -158,8 +159,15 @@ class SubscribingExplorer(ExplorerMethod):
         self.close()
         id = client.id
         assert id is not None
+        timeout, in_background = client.transfer_timeout, client.plan.style is SyncStyle.FULLY_ASYNC
         self.subscriber = Subscriber(
-            endpoint, id, self._model, client.strategy, client.transfer_timeout, self._group
+            endpoint,
+            id,
+            self._model,
+            client.strategy,
+            timeout,
+            self._group,
+            late_updates_wait=in_background,  # an explorer that gave up waiting gets no weights afterwards
         )
         if client.closed.is_set() or client.id != id:  # another thread closed it, or said hello again
             self.close()

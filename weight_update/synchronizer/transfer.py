@@ -129,8 +129,8 @@ class Subscriber:
     """The receiving end at one explorer, or at a synchronizer that holds the newest weights.
 
     Making one connects it. ``model`` is kept current; None keeps the weights only. ``timeout`` is the number
-    of seconds for connecting, and that an update waits for the model's forward pass to end. Subscribers of
-    one ``group`` share a gate.
+    of seconds for connecting, and that an update waits for the model's forward pass to end; with
+    ``late_updates_wait``, it then waits on. Subscribers of one ``group`` share a gate.
 
     Raises:
         SchemaMismatchError: the model has other weights than the sender.
@@ -145,10 +145,13 @@ class Subscriber:
         strategy: WeightStrategy,
         timeout: float,
         group: str | None = None,
+        *,
+        late_updates_wait: bool = False,
     ) -> None:
         self.endpoint = endpoint
         self.scheme = _scheme(endpoint, strategy, timeout)
         self.scheme.group = group
+        self.scheme.late_updates_wait = late_updates_wait
         self.scheme.init_on_receiver(model=model, worker_idx=id)
         with undo_on_error(self.scheme.shutdown):
             self.scheme.connect(timeout=timeout)
