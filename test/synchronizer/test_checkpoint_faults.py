@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from weight_update import CorruptCheckpointError, NotEnoughSpaceError
+from weight_update.checkpoints.manifest import ManifestIndex
 from weight_update.synchronizer import CheckpointStore
 
 SHORT = 0.2
@@ -114,6 +115,25 @@ def test_a_writer_killed_at_any_time(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
         os.close(reading)
         newest = check_versions(tmp_path, set(range(newest + 1, newest + 1000)))
+
+
+def test_a_version_is_found_while_the_writer_replaces_all_that_were_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = CheckpointStore(tmp_path, keep=1), CheckpointStore(tmp_path)
+    writer.publish(0, weights(0), step=0)
+    versions = ManifestIndex.versions
+
+    def overtaken(index: ManifestIndex) -> list[int]:
+        listed = versions(index)
+        monkeypatch.setattr(ManifestIndex, "versions", versions)
+        writer.publish(1, weights(1), step=1)
+        return listed
+
+    monkeypatch.setattr(ManifestIndex, "versions", overtaken)
+    newest = reader.latest()
+    assert newest is not None
+    assert newest.version == 1
 
 
 @examples(50, suppress_health_check=[HealthCheck.function_scoped_fixture])
