@@ -689,8 +689,14 @@ def files_in(url: str) -> dict[str, bytes]:
     ids=["not allowed", "only readers can use it"],
 )
 def test_a_sender_that_cannot_connect(
-    ends: Ends, url: str, faults: Faults, error: Exception, message: str
+    ends: Ends,
+    url: str,
+    faults: Faults,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    message: str,
 ) -> None:
+    monkeypatch.setattr(publisher, "_FIRST_PAUSE", 0.2)
     ends.url = f"faulty://{url}"
 
     def refuse(verb: str, path: str) -> None:
@@ -699,8 +705,9 @@ def test_a_sender_that_cannot_connect(
 
     faults(refuse)
     sender = ends.sender(mlp(1), connect=False)
-    with pytest.raises(SyncFailedError, match=f"cannot write faulty:.*: {message}"):
-        sender.connect(timeout=5.0)
+    for _ in range(2):
+        with pytest.raises(SyncFailedError, match=f"cannot write faulty:.*: {message}"):
+            sender.connect(timeout=5.0)
     faults(lambda verb, path: None)
     sender.connect(timeout=10.0)
     ends.reader(mlp(2))
