@@ -223,6 +223,7 @@ class CheckpointStore:
 
     def _read(self, version: int) -> dict[str, Any]:
         try:
+            marks = self._index.marks(version)
             while True:
                 manifest = self._index.load(version)
                 with contextlib.ExitStack() as unused:
@@ -234,7 +235,7 @@ class CheckpointStore:
                         unused.pop_all()
                         return weights
         except CorruptCheckpointError as error:
-            self._index.distrust(version, error)
+            self._index.distrust(version, error, marks)
             raise
         except FileNotFoundError as error:
             raise FileNotFoundError(
