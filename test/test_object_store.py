@@ -689,8 +689,14 @@ def files_in(url: str) -> dict[str, bytes]:
     ids=["not allowed", "only readers can use it"],
 )
 def test_a_sender_that_cannot_connect(
-    ends: Ends, url: str, faults: Faults, error: Exception, message: str
+    ends: Ends,
+    url: str,
+    faults: Faults,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    message: str,
 ) -> None:
+    monkeypatch.setattr(publisher, "_FIRST_PAUSE", 0.2)
     ends.url = f"faulty://{url}"
 
     def refuse(verb: str, path: str) -> None:
@@ -699,11 +705,34 @@ def test_a_sender_that_cannot_connect(
 
     faults(refuse)
     sender = ends.sender(mlp(1), connect=False)
-    with pytest.raises(SyncFailedError, match=f"cannot write faulty:.*: {message}"):
-        sender.connect(timeout=5.0)
+    for _ in range(2):
+        with pytest.raises(SyncFailedError, match=f"cannot write faulty:.*: {message}"):
+            sender.connect(timeout=5.0)
     faults(lambda verb, path: None)
     sender.connect(timeout=10.0)
     ends.reader(mlp(2))
+
+
+def test_a_restarted_trainer_whose_first_manifest_could_not_be_written(
+    ends: Ends, url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "_FIRST_PAUSE", 0.2)
+    ends.url = f"faulty://{url}"
+    ends.sender(mlp(1)).shutdown()
+
+    def refuse(verb: str, path: str) -> None:
+        if verb == "write" and "/manifest-" in path:
+            raise PermissionError("no")
+
+    faults(refuse)
+    source, model = mlp(2), mlp(3)
+    second = ends.sender(source, connect=False)
+    with pytest.raises(SyncFailedError, match=r"cannot write faulty:.*: PermissionError: no"):
+        second.connect(timeout=5.0)
+    faults(lambda verb, path: None)
+    second.connect(timeout=10.0)  # it takes the manifest of the first trainer for no other sender's
+    ends.reader(model)
+    assert fingerprint(model) == fingerprint(source)
 
 
 def test_a_store_that_does_not_answer(

@@ -65,6 +65,21 @@ def test_counts_are_exact(
     assert scan.total == tensor.nbytes // min(8, dtype.itemsize)
 
 
+@pytest.mark.parametrize(
+    "strided",
+    [
+        random_bits((140_001,), torch.float32, 1)[::2],
+        random_bits((140_001,), torch.uint8, 1)[::2],
+        random_bits((70_000, 3), torch.float8_e4m3fn, 1)[:, 0],
+        random_bits((1,), torch.int64, 1).expand(50_000),
+    ],
+    ids=["every other", "every other byte", "a column", "one number"],
+)
+def test_large_strided_views_of_one_dimension(strided: torch.Tensor) -> None:
+    schema = schema_of([strided])
+    scanned(Scanner(schema), schema, [strided], torch.zeros(schema.nbytes, dtype=torch.uint8))
+
+
 def test_lazy_and_strided_views(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = list(small_views(1).values())
     large = random_bits((400, 300), torch.complex64, 2)

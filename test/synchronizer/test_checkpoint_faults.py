@@ -10,8 +10,9 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from weight_update import CorruptCheckpointError, NotEnoughSpaceError
+from weight_update.checkpoints import store as checkpoint_store
+from weight_update.checkpoints.manifest import ManifestIndex
 from weight_update.synchronizer import CheckpointStore
 
 SHORT = 0.2
@@ -114,6 +117,57 @@ def test_a_writer_killed_at_any_time(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
         os.close(reading)
         newest = check_versions(tmp_path, set(range(newest + 1, newest + 1000)))
+
+
+def test_a_version_is_found_while_the_writer_replaces_all_that_were_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = CheckpointStore(tmp_path, keep=1), CheckpointStore(tmp_path)
+    writer.publish(0, weights(0), step=0)
+    versions = ManifestIndex.versions
+
+    def overtaken(index: ManifestIndex) -> list[int]:
+        listed = versions(index)
+        monkeypatch.setattr(ManifestIndex, "versions", versions)
+        writer.publish(1, weights(1), step=1)
+        return listed
+
+    monkeypatch.setattr(ManifestIndex, "versions", overtaken)
+    newest = reader.latest()
+    assert newest is not None
+    assert newest.version == 1
+
+
+@pytest.mark.parametrize("looking", ["latest", "reading"])
+def test_a_broken_version_that_is_replaced_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looking: str
+) -> None:
+    reader, path = CheckpointStore(tmp_path), CheckpointStore(tmp_path).publish(0, weights(0), step=0)
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] if looking == "latest" else raw[:-1] + bytes([raw[-1] ^ 1]))
+
+    def before_it_is_replaced(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            try:
+                return call(*arguments)
+            except CorruptCheckpointError:
+                monkeypatch.undo()
+                CheckpointStore(tmp_path).publish(0, weights(0), step=0)
+                raise
+
+        return called
+
+    monkeypatch.setattr(ManifestIndex, "load", before_it_is_replaced(ManifestIndex.load))
+    monkeypatch.setattr(checkpoint_store, "map_file", before_it_is_replaced(checkpoint_store.map_file))
+    if looking == "latest":
+        assert reader.latest() is None
+    else:
+        with pytest.raises(CorruptCheckpointError), reader.reading(0):
+            pass
+    assert check_versions(tmp_path, {0}) == 0
+    newest = reader.latest()
+    assert newest is not None, "the one that took its place is not broken"
+    assert newest.version == 0
 
 
 @examples(50, suppress_health_check=[HealthCheck.function_scoped_fixture])

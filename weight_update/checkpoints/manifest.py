@@ -89,7 +89,7 @@ class ManifestIndex:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._broken: dict[int, object] = {}
+        self._broken: dict[int, list[object]] = {}
         self._unreadable = set[int]()  # skipped now, and tried again: perhaps a file server is away
         self._seen = False  # whether the directory existed
 
@@ -148,14 +148,14 @@ class ManifestIndex:
 
     def good(self, version: int) -> Manifest | None:
         """Return the manifest of a version; None if it is missing or broken, which is warned about once."""
-        if version in self._broken and self._broken[version] == self._marks(version):
-            return None
         try:
+            if self._broken.get(version) == (marks := self.marks(version)):
+                return None
             manifest = self.load(version)
         except FileNotFoundError:
             return None
         except CorruptCheckpointError as error:
-            self.distrust(version, error)
+            self.distrust(version, error, marks)
             return None
         except OSError as error:
             if version not in self._unreadable:
@@ -165,16 +165,17 @@ class ManifestIndex:
         self._unreadable.discard(version)
         return manifest
 
-    def distrust(self, version: int, why: CorruptCheckpointError) -> None:
-        """Take a version for broken until its files change."""
+    def distrust(self, version: int, why: CorruptCheckpointError, marks: list[object]) -> None:
+        """Take a version for broken until its files change; ``marks`` are those before it was read."""
         self._warn(version, why)
-        self._broken[version] = self._marks(version)
+        self._broken[version] = marks
 
     def _warn(self, version: int, why: Exception) -> None:
         _log.warning("checkpoint %d in %s is skipped: %s", version, self.directory, why)
 
-    def _marks(self, version: int) -> object:
-        marks = []
+    def marks(self, version: int) -> list[object]:
+        """Return what tells the present files of a version from those that replace them."""
+        marks = list[object]()
         for path in sorted(self.directory.glob(f"{version:0{_DIGITS}}[-.]*")):
             if _MANIFEST.fullmatch(path.name) or path.suffix == ".safetensors":
                 with contextlib.suppress(OSError):  # it was removed just now, or cannot be looked at

@@ -194,8 +194,13 @@ class CheckpointStore:
             pause = min(pause * _GROWTH, _LONGEST_PAUSE)
 
     def _newest(self, above: int) -> Manifest | None:
-        found = (self._index.good(v) for v in self._index.versions() if v > above)
-        return next((manifest for manifest in found if manifest is not None), None)
+        listed = list[int]()
+        while (versions := [v for v in self._index.versions() if v > above]) != listed:
+            for version in versions:
+                if (manifest := self._index.good(version)) is not None:
+                    return manifest
+            listed = versions  # all of them may have been removed, after newer ones were published
+        return None
 
     @contextlib.contextmanager
     def reading(self, version: int) -> Iterator[dict[str, Any]]:
@@ -218,6 +223,7 @@ class CheckpointStore:
 
     def _read(self, version: int) -> dict[str, Any]:
         try:
+            marks = self._index.marks(version)
             while True:
                 manifest = self._index.load(version)
                 with contextlib.ExitStack() as unused:
@@ -229,7 +235,7 @@ class CheckpointStore:
                         unused.pop_all()
                         return weights
         except CorruptCheckpointError as error:
-            self._index.distrust(version, error)
+            self._index.distrust(version, error, marks)
             raise
         except FileNotFoundError as error:
             raise FileNotFoundError(

@@ -142,7 +142,7 @@ class Admission:
             return
         with self._table.lock:
             worker.mark_disconnected()
-            worker.joining, worker.lost = True, None
+            worker.joining, worker.leaving, worker.lost = True, False, None
         try:
             group = self._assign(worker, worker.schema.for_receiver(theirs))
         except (TransportError, FormatError, TimeoutError, NotEnoughMemoryError):
@@ -158,7 +158,7 @@ class Admission:
             with self._table.lock:
                 worker.joined, worker.joining, worker.lost, worker.pid = True, False, None, header["pid"]
                 worker.connecting = not header.get("again", False)
-                worker.left = worker.leaving = worker.replaced = False
+                worker.left = worker.replaced = False
                 worker.absence_told = worker.arrived = False
                 worker.failures.clear()  # they were of another process, or of an earlier connection
         _log.info("worker %d (process %d) joined", worker.idx, worker.pid)

@@ -136,7 +136,7 @@ def flattened(tensors: Sequence[torch.Tensor], tiles: Sequence[Tile]) -> list[to
     """Return ``tensors`` with the large ones in one dimension; copy large ones that are not contiguous."""
     live = list(tensors)
     for entry in {tile.slices[0].entry for tile in tiles if tile.flat}:
-        live[entry] = tensors[entry].detach().reshape(-1)
+        live[entry] = tensors[entry].detach().reshape(-1).contiguous()
     return live
 
 

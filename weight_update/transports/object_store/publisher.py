@@ -51,6 +51,7 @@ class ObjectStorePublisher(TransportBackend):
     def __init__(self, store: ObjectStore, token: str, most_changes: int) -> None:
         self._store, self._token, self._most_changes = store, token, most_changes
         self._run, self._written = uuid.uuid4().hex, 0  # number of manifests
+        self._earlier: StoreManifest | None = None  # the manifest that the first of this run replaces
         self._description: WeightChunk | None = None  # of the weights
         self._welcome: StoredFrame | None = None  # the frame that has it
         self._chain: tuple[StoredVersion, ...] = ()
@@ -212,12 +213,16 @@ class ObjectStorePublisher(TransportBackend):
             present = read_manifest(self._store, self._token, seconds_left(deadline))
         except FormatError:  # another sender writes it now, or a write was cut off
             present = None
-        if self._written and present is not None and present.run != self._run:
+        if not self._written:
+            self._earlier = present
+        if present is None or present == self._earlier:  # the first of this run perhaps failed
+            return False
+        if present.run != self._run:
             raise TransportError(
                 f"another sender has published version {present.newest} in {self._store.url} since this one "
                 "did; end one of the two, or give each a URL of its own"
             )
-        return present is not None and present.serial == self._written
+        return present.serial == self._written
 
     def _put(self, chunk: WeightChunk, name: str, deadline: float | None) -> StoredFrame:
         """Write a frame into an object of its own."""
