@@ -18,6 +18,7 @@ from weight_update import (
     WeightSchema,
     WeightStrategy,
 )
+from weight_update.encodings.base import Encoder
 from weight_update.encodings.dense import ViewCache
 
 
@@ -65,3 +66,24 @@ def test_full_updates_instead_of_patches_leave_nothing_behind() -> None:
     receiver.shutdown()
     sender.shutdown()
     assert counts[-1] == counts[3], counts
+
+
+def test_full_updates_instead_of_patches_share_an_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    encoder = BucketEncoding.encoder
+
+    def counted(self: BucketEncoding, schema: WeightSchema) -> Encoder:
+        made.append(schema)
+        return encoder(self, schema)
+
+    trainer, model = nn.Linear(4, 3), nn.Linear(4, 3)
+    sender = MemoryWeightSyncScheme(WeightStrategy("state_dict", encoding=PatchEncoding()))
+    receiver = connect_pair(sender, trainer, model)
+    monkeypatch.setattr(BucketEncoding, "encoder", counted)
+    for _ in range(5):
+        add_one(trainer)
+        assert sender.send().encoding == PatchEncoding().whole.label
+    receiver.shutdown()
+    sender.shutdown()
+    assert len(made) <= 1
+    assert torch.equal(trainer.weight, model.weight)
