@@ -302,13 +302,9 @@ class Sender(Outcomes):
             worker = self.table[idx]
             alike.setdefault((id(named), id(worker.schema), id(worker.tracked), worker.group is None), idx)
         for idx in alike.values():
-            worker, named = self.table[idx], weights[idx]
-            schema = worker.schema
-            if worker.tracked is not None and worker.group is not None:
-                names = worker.tracked.union(named.tensors)
-                needed = (meta for meta in schema.tensors if meta.name in names)
-                schema = WeightSchema(tuple(needed), schema.nbytes)
-            named.require_agreed(schema, more=self._strategy.partial)
+            worker = self.table[idx]
+            required = None if worker.group is None else worker.tracked
+            weights[idx].require_agreed(worker.schema, more=self._strategy.partial, required=required)
 
     def whole_weights(self, weights: Mapping[int, NamedWeights]) -> NamedWeights:
         """Return the weights of one worker after gathering and conversion."""

@@ -133,21 +133,30 @@ class NamedWeights:
                 f"on the meta device, without values to send: {hollow}; load the model first"
             )
 
-    def require_agreed(self, schema: WeightSchema, *, more: bool) -> None:
-        """Check that the tensors fit ``schema``, on which both sides agreed; ``more`` allows further names.
+    def require_agreed(
+        self, schema: WeightSchema, *, more: bool, required: frozenset[str] | None = None
+    ) -> None:
+        """Check that the tensors fit ``schema``, on which both sides agreed.
+
+        ``more`` allows names that are not in the schema. Names in the schema that are not ``required`` may
+        be missing; None requires all.
 
         Raises:
             UnsupportedSourceError: tensors are on the meta device, or cannot be sent at all.
             SchemaMismatchError: names do not fit; the error has one line for each.
         """
         tensors, fixed = self.tensors, self.fixed
-        agreed = "agreed", id(schema), more
+        agreed = "agreed", id(schema), id(required), more
         if fixed is not None and agreed in fixed.memo:
             return
         self.require_values()
+        kept = schema, required  # the memo keeps them, and so their ids
+        if required is not None:
+            names = required.union(tensors)
+            schema = WeightSchema(tuple(meta for meta in schema.tensors if meta.name in names), schema.nbytes)
         if _exact(schema, tensors, more=more):
             if fixed is not None:
-                fixed.memo[agreed] = schema  # which keeps its id
+                fixed.memo[agreed] = kept
             return
         given = WeightSchema.of(tensors)
         problems = [*differences(schema, given, "the weights given", more=more), *untied(schema, given)]

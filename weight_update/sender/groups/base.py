@@ -157,10 +157,15 @@ class SendGroup(ABC):
         if former is not None:
             give_back(former.slots)
 
-    def _encode_whole(self, step: Step, encoder: Encoder, values: Sequence[torch.Tensor]) -> EncodedUpdate:
+    @functools.cached_property
+    def encoder(self) -> Encoder:
+        """The encoder of all updates that carry all weights; one thread at a time uses it."""
+        return self.whole_encoding.encoder(self.schema)
+
+    def _encode_whole(self, step: Step, values: Sequence[torch.Tensor]) -> EncodedUpdate:
         """Return the update that carries all weights, given in schema order."""
         with self._borrowing() as (slots, lend):
-            payloads = encoder.encode(values, lend)
+            payloads = self.encoder.encode(values, lend)
             chunks = [*frames_of(step, self.schema, self.whole_encoding.name, payloads, len(payloads))]
         return EncodedUpdate(VersionId(step.version), chunks, slots)
 
@@ -168,16 +173,11 @@ class SendGroup(ABC):
 class FullGroup(SendGroup):
     """A send group whose updates carry all weights."""
 
-    @functools.cached_property
-    def encoder(self) -> Encoder:
-        """The encoder of all updates; one thread at a time uses it."""
-        return self.whole_encoding.encoder(self.schema)
-
     def _staged_for(self, has: VersionId | None) -> Staged | None:
         return self._staged if has is not None or self.version_id is None else None
 
     def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateFacts:
-        update = self._encode_whole(step, self.encoder, named.in_order(self.schema.names))
+        update = self._encode_whole(step, named.in_order(self.schema.names))
         self._put(Staged(update.version_id, step, update.slots, update))
         return self._whole_facts
 

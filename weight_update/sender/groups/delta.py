@@ -50,7 +50,7 @@ class DeltaGroup(SendGroup):
         self._tracked = None if tracked is None else [i for i, name in places if name in tracked]
         self._encoding = encoding
         self._tracker: Tracker[Any] = encoding.tracker(schema, self._tracked)
-        self._remembering = threading.Lock()  # held while the tracker is read or changed
+        self._remembering = threading.Lock()  # held while the tracker or the encoder is used
         self._mostly_new = 0  # updates in a row that changed most elements, as far as they are counted
         self._step = Step(-1)
         self._past: deque[_Change] = deque()
@@ -73,7 +73,8 @@ class DeltaGroup(SendGroup):
                 difference = self._tracker.compare([tensors.get(name) for name in self.schema.names])
         if not step.commit and any(self._changes_since(one) is None for one in bases):
             # for a worker that no known change can bring there; names that updates do not carry are known
-            whole = self._encode_whole(step, self.whole_encoding.encoder(self.schema), self._updated(tensors))
+            with self._remembering:
+                whole = self._encode_whole(step, self._updated(tensors))
             self._put(Staged(whole.version_id, step, whole.slots, whole, difference))
             return self._whole_facts
         if (base := self.version) is None:
@@ -168,8 +169,7 @@ class DeltaGroup(SendGroup):
             with undo_on_error(self.close):
                 weights = self._tracker.weights()
             if self._digests_to_tell() is None:
-                encoder = self.whole_encoding.encoder(self.schema)
-                whole = self._encode_whole(step, encoder, weights)
+                whole = self._encode_whole(step, weights)
             else:
                 with self._borrowing() as (slots, lend):
                     payload = self._tracker.bootstrap(step.version, _rounding(lend))
@@ -190,6 +190,7 @@ class DeltaGroup(SendGroup):
             other = copy.copy(self)
             other._tracker, other._remembering = tracker, threading.Lock()
             other._staged = other.whole = None
+            vars(other).pop("encoder", None)  # other threads use it
             other._past = deque(self._past)
             for slot in (slot for one in self._past for slot in one.slots):
                 slot.users += 1
