@@ -26,6 +26,7 @@ from weight_update import (
     RPCWeightSyncScheme,
     SchemaMismatchError,
     SharedMemWeightSyncScheme,
+    SyncFailedError,
     SyncTimeoutError,
     UnsupportedSourceError,
     WeightStrategy,
@@ -33,6 +34,7 @@ from weight_update import (
 )
 from weight_update.testing import Apart, ApartInTwos, SchemeContract, mlp, scramble
 from weight_update.testing.cases import assert_equal
+from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import start_workers
 from weight_update.transports.distributed.relay import router
 
@@ -306,3 +308,38 @@ def test_a_worker_that_was_admitted_waits_for_weights() -> None:
             )
             with pytest.raises(SyncTimeoutError, match=message):
                 receiver.connect(timeout=0.3)
+
+
+def short_and_long(
+    strategy: str | WeightStrategy, timeout: float
+) -> tuple[WeightSyncScheme, WeightSyncScheme]:
+    """Return a sender with a timeout of 2 seconds, and its connected receiver with another timeout."""
+    source = mlp(1)
+    sender = MemoryWeightSyncScheme(strategy, timeout=2.0)
+    sender.init_on_sender(model=source, num_workers=1)
+    sender.timeout = timeout  # of the receiver, which is a copy
+    return sender, connect_pair(sender, source, mlp(2))
+
+
+def test_a_worker_that_is_sent_a_newer_version_meanwhile_has_no_more_time() -> None:
+    strategy = WeightStrategy("state_dict", encoding="bucket")  # the thread of the worker writes it
+    sender, receiver = short_and_long(strategy, timeout=1.8)
+    with sender, receiver, receiver.hold():
+        sender.send_async()
+        start = time.monotonic()
+        with pytest.raises(SyncFailedError, match=r"worker 0: .* within 2 s"):
+            sender.send()  # it is written when the worker has refused the version before
+        assert time.monotonic() - start < 3.0
+
+
+def test_a_hold_that_is_longer_than_the_timeout_ends_with_the_previous_version() -> None:
+    sender, receiver = short_and_long("state_dict", timeout=2.2)
+    with sender, receiver:
+        with receiver.hold():
+            handle = sender.send_async()
+            with pytest.raises(SyncFailedError, match=r"when it goes on, or with the next send\(\)"):
+                handle.wait()
+            wait_until(handle.failures)  # the worker has given up, too
+        assert receiver.receive(0.2) is None
+        sender.send()
+        assert receiver.version == 2

@@ -203,7 +203,10 @@ class SchemeUpdates(SchemeLifecycle):
             self._receiver.gate.run(apply, self.timeout)
 
     def hold(self) -> Hold:
-        """Return a context manager inside which no update is applied; updates that arrive wait for its end.
+        """Return a context manager inside which no update is applied.
+
+        An update that arrives waits for the end of the hold. After ``timeout`` seconds, the worker refuses
+        it, and keeps its version until the next one is sent.
 
         Every forward pass of the model holds by itself. Use ``hold()`` around several forward passes that
         must see one version, around a forward pass and its backward pass, and around direct calls of

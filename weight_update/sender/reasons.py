@@ -26,7 +26,10 @@ def reason_of(worker: WorkerState, version: int, timeout: float) -> Exception:
             "its process has ended (scheme.worker_alive), and the transport did not report it; start it again"
         )
     else:
-        reason = f"{delay_of(worker)}; the worker gets the newest version when it goes on (or raise timeout=)"
+        reason = (
+            f"{delay_of(worker)}; the worker gets the newest version when it goes on, or with the next "
+            "send() (or raise timeout=)"
+        )
     return SyncTimeoutError(f"did not apply it within {format_seconds(timeout)}: {reason}")
 
 
