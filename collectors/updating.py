@@ -42,8 +42,8 @@ class Updating(Observed):
             policy: the same as ``policy_or_weights``.
             worker_ids: index or device of a worker, or a list of them; None for all workers.
             model_id: id of the model; None for ``"policy"``.
-            weights_dict: weights by model id, for several models at once: every worker applies all of them
-                together, or no worker changes.
+            weights_dict: weights by model id, for several models at once: each worker applies all of them
+                together.
             policy_weights: old name of ``policy_or_weights``.
 
         Returns:

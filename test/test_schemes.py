@@ -341,3 +341,16 @@ def test_a_worker_that_was_admitted_waits_for_weights() -> None:
             )
             with pytest.raises(SyncTimeoutError, match=message):
                 receiver.connect(timeout=0.3)
+
+
+def test_a_worker_that_is_sent_a_newer_version_meanwhile_has_no_more_time() -> None:
+    strategy = WeightStrategy("state_dict", encoding="bucket")  # the thread of the worker writes it
+    sender, source = MemoryWeightSyncScheme(strategy, timeout=2.0), mlp(1)
+    sender.init_on_sender(model=source, num_workers=1)
+    sender.timeout, sender.late_updates_wait = 1.8, False  # of the receiver, which is a copy
+    with sender, connect_pair(sender, source, mlp(2)) as receiver, receiver.hold():
+        sender.send_async()
+        start = time.monotonic()
+        with pytest.raises(SyncFailedError, match=r"worker 0: .* within 2 s"):
+            sender.send()  # it is written when the worker has refused the version before
+        assert time.monotonic() - start < 3.0

@@ -163,6 +163,8 @@ class SyncFailedError(WorkerError):
 class GroupSyncFailedError(SyncFailedError):
     """One or more workers did not apply an update of several models.
 
+    If a worker could not stage a model, no worker applied any.
+
     In another process this error arrives as a :class:`SyncFailedError`.
 
     Attributes:

@@ -44,12 +44,13 @@ def group_schemes(schemes: Iterable[WeightSyncScheme]) -> None:
 def send_together(
     weights: Mapping[WeightSyncScheme, Any], worker_ids: Any = None
 ) -> dict[WeightSyncScheme, SyncReport]:
-    """Send several models as one atomic step: every worker applies all of them, or no worker applies any.
+    """Send several models as one step: a worker applies all of them at the same moment, or none.
 
-    First, every worker stages all models: it receives and checks them. When all workers have done this, each
-    worker switches all its models at the same moment. If staging fails in any worker, no worker applies
-    anything. Each of the two steps waits at most for the ``timeout`` of the schemes; with ``max_in_flight``,
-    staging may wait for ``timeout`` for each model.
+    First, every worker stages all models: it receives and checks them. If staging fails in any worker, no
+    worker applies anything. When all workers have staged all models, each of them switches all its models. A
+    worker that dies or is late from then on is named in the error, and the others have the update. Each of
+    the two steps waits at most for the ``timeout`` of the schemes; with ``max_in_flight``, staging may wait
+    for ``timeout`` for each model.
 
     Args:
         weights: weights by scheme; as for :meth:`WeightSyncScheme.send`, None reads the scheme's source. All

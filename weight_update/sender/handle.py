@@ -80,8 +80,8 @@ class SendHandle:
         """Wait until every worker has applied this update or a newer one.
 
         Args:
-            timeout: seconds. None takes the scheme's ``timeout``, counted from the moment when everything was
-                sent.
+            timeout: seconds. None takes the scheme's ``timeout``, to which the time is added during which
+                weights are still being written to a worker.
 
         Raises:
             SyncFailedError: some workers failed, died or were late. All others have the update.
@@ -173,7 +173,8 @@ class Outcomes:
         """Wait until workers have applied an update or a newer one; return the errors of all others.
 
         The times that workers report are entered into ``report``. A ``timeout`` of None takes the sender's,
-        counted from when all was sent. ``since`` is when the wait began, if it began before this call.
+        and adds the time during which something is still written to a worker. ``since`` is when the wait
+        began, if it began before this call.
         """
         version, states = report.version, self.table.known(workers)
         patience = Patience(
@@ -382,7 +383,8 @@ class Patience:
         self.timeout = timeout
         self.deadline: float = (time.monotonic() if since is None else since) + timeout
         self._patient = patient
-        self._later: dict[int, tuple[int, float]] = {}  # connection and deadline of workers written to
+        # of each worker: its connection, its deadline, and since when it is being written to
+        self._later: dict[int, tuple[int, float, float | None]] = {}
 
     def wait(
         self,
@@ -412,12 +414,14 @@ class Patience:
         return True
 
     def _deadline_of(self, worker: WorkerState, now: float) -> float:
-        connection, extended = self._later.get(worker.idx, (worker.connections, self.deadline))
-        mine = connection == worker.connections
-        if self._patient and mine and worker.writing and worker.window is None:
-            extended = now + self.timeout
-            self._later[worker.idx] = worker.connections, extended
-        return extended if mine else self.deadline
+        connection, deadline, since = self._later.get(worker.idx, (worker.connections, self.deadline, None))
+        if connection != worker.connections:
+            return self.deadline
+        if since is not None:
+            deadline += now - since
+        writing = self._patient and worker.writing and worker.window is None
+        self._later[worker.idx] = connection, deadline, now if writing else None
+        return deadline
 
 
 def is_settled(worker: WorkerState, version: int) -> bool:

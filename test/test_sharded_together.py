@@ -1,0 +1,120 @@
+"""Sharded trainers send several models together; the leader has the workers as threads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from shard_parts import BUCKETS, Body, FailingConverter, Net, Ranks, set_failing, shard, train, whole
+
+from weight_update import (
+    GatherShards,
+    MemoryWeightSyncScheme,
+    SyncFailedError,
+    WeightStrategy,
+    WeightSyncScheme,
+    group_schemes,
+    send_together,
+)
+from weight_update.testing.models import fingerprint
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        ranks.all("group", [0, 1])
+        yield ranks
+
+
+# -- functions that run in ranks ------------------------------------------------------------------------
+
+
+@dataclass
+class Model:
+    """One model of a rank, and of the worker that is a thread of the leader."""
+
+    source: Any
+    scheme: WeightSyncScheme
+    target: Net = field(default_factory=lambda: Net(7))
+    receiver: WeightSyncScheme | None = None
+
+
+MODELS: list[Model] = []
+"""The models of this rank."""
+
+
+def connect_two(body: Body, options: dict[str, Any]) -> None:
+    """Connect the schemes of two models, with one worker that has both."""
+    MODELS.clear()
+    for seed in range(2):
+        strategy = WeightStrategy("state_dict", gather=GatherShards(body.groups[0, 1]), **options)
+        scheme = MemoryWeightSyncScheme(strategy, timeout=20.0)
+        MODELS.append(Model(shard(Net(seed), None), scheme))
+    group_schemes(model.scheme for model in MODELS)
+    with ThreadPoolExecutor() as pool:
+        for model in MODELS:
+            model.scheme.init_on_sender(model=model.source, num_workers=1)
+            if dist.get_rank() == 0:
+                model.receiver = copy.copy(model.scheme)
+                model.receiver.init_on_receiver(model=model.target, worker_idx=0)
+                pool.submit(model.receiver.connect)
+        for model in MODELS:
+            model.scheme.connect()
+
+
+def send_two(body: Body) -> list[dict[int, int | None]]:
+    """Send other weights of both models together; return the versions of the worker."""
+    for model in MODELS:
+        train(model.source, 1)
+    send_together({model.scheme: None for model in MODELS})
+    return [model.scheme.worker_versions for model in MODELS]
+
+
+def compare_two(body: Body) -> list[bool]:
+    """Return, on the leader, whether the worker has the weights of each model."""
+    found = []
+    for model in MODELS:
+        expected, mine = fingerprint(whole(model.source)), fingerprint(model.target.state_dict())
+        found.append(all(mine[name] == expected[name] for name in expected))
+    return found
+
+
+def leave_second(body: Body) -> None:
+    """Have the worker leave the second scheme."""
+    if (receiver := MODELS[1].receiver) is not None:
+        receiver.shutdown()
+
+
+def end_two(body: Body) -> None:
+    for model in MODELS:
+        if model.receiver is not None:
+            model.receiver.shutdown()
+        model.scheme.shutdown()
+
+
+# -- tests ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"encoding": "patch"}, BUCKETS], ids=["dense", "patch", "buckets"])
+def test_two_models_change_together_on_all_ranks(two: Ranks, options: dict[str, Any]) -> None:
+    two.all("run", connect_two, {**options, "convert": FailingConverter()})
+    assert two.all("run", send_two) == [[{0: 1}, {0: 1}]] * 2
+    assert two.all("run", compare_two)[0] == [True, True]
+    two.all("run", set_failing, True)
+    leader, follower = two.each("run", send_two)
+    assert isinstance(leader, ValueError)
+    assert isinstance(follower, SyncFailedError)
+    assert two.all("run", compare_two)[0] == [False, False]
+    two.all("run", set_failing, False)
+    assert len(two.all("run", send_two)) == 2
+    assert two.all("run", compare_two)[0] == [True, True]
+    two.all("run", leave_second)
+    errors = two.each("run", send_two)
+    assert all(str(error).startswith("no model was updated on any worker") for error in errors), errors
+    assert [list(error.failures) for error in errors] == [[0], [0]]
+    two.all("run", end_two)
