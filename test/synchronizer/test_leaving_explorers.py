@@ -319,9 +319,9 @@ def test_an_explorer_that_counts_as_gone_while_it_reads_a_file_has_its_version(
 def test_an_explorer_that_counts_as_gone_while_it_connects_gets_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def connect_late(*args: Any) -> Subscriber:
+    def connect_late(*args: Any, **options: Any) -> Subscriber:
         where.service.gone(explorer.blocking.session)  # as after ``lease`` seconds, or after a restart
-        return Subscriber(*args)
+        return Subscriber(*args, **options)
 
     source, model = model_at(0), model_at(-1)
     with connected(SyncMethod.MEMORY, SyncStyle.FIXED, tmp_path, source, model) as clients:

@@ -420,11 +420,11 @@ def test_a_synchronizer_that_restarts_while_an_explorer_connects_to_it(
         made.append(Synchronizer(SyncMethod.MEMORY, SyncStyle.EXPLORER_DRIVEN, directory=tmp_path))
         return made[-1].serve(port=port, token="the token")
 
-    def connect(*args: Any) -> Subscriber:
+    def connect(*args: Any, **options: Any) -> Subscriber:
         if len(made) == 1:
             made[0].close()
             start(int(server.address.rpartition(":")[2]))
-        return Subscriber(*args)
+        return Subscriber(*args, **options)
 
     made: list[Synchronizer] = []
     server, source, model = start(), model_at(1), model_at(-1)
