@@ -456,7 +456,7 @@ def test_a_learner_cannot_serve_an_actor_that_ray_restarts(made: Any) -> None:
     assert seen(next(frames)) == ({3}, {3.0})
     ray.kill(collector.remote_collectors[1], no_restart=False)
     with pytest.raises(WorkerError, match=r"Ray restarted the actor of worker 1.*make a new collector"):
-        next(frames)
+        list(zip(range(20), frames, strict=False))  # a batch may have come before the end
     sender.shutdown()
 
 

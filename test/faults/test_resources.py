@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 import os
 import re
 import threading
@@ -259,13 +260,10 @@ def test_memory_is_given_back_after_a_slow_phase(kind: type, procs: Processes, e
     late.call(let_go)
     assert late.call(wait_version, 11) == 11
     assert quick.call(wait_version, 11) == 11
-    for version in range(12, 32):
+    for version in range(12, 92):
         scheme.send_async(fill(model, version)).wait(20.0)
-    after = [slot_bytes(), late.call(slot_bytes), quick.call(slot_bytes)]
+        after = [slot_bytes(), late.call(slot_bytes), quick.call(slot_bytes)]
+        if version > 30 and all(map(operator.le, after, normal)):  # on a busy machine, workers are late again
+            break
     assert during[0] > normal[0], "the test makes no slow phase"
-    assert all(now <= then for now, then in zip(after, normal, strict=True)), (
-        inherited,
-        normal,
-        during,
-        after,
-    )
+    assert all(map(operator.le, after, normal)), (inherited, normal, during, after)
