@@ -19,8 +19,10 @@ SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 """Errors of the operating system that pass when other programs free descriptors or memory."""
 _CREDENTIALS = struct.Struct("iII")  # process, user and group, as Linux writes them
 _GONE = "the other end is gone: its process has ended, or the connection was cut"
-_STALLED, _LEAST_STALLED = 60.0, 1.0
+_STALLED = 60.0
 """Seconds without progress in the middle of a frame after which the other end counts as gone."""
+_LEAST_STALLED = 1.0
+"""The least of these seconds while a call connects, which shortens them to what it has left."""
 
 _T = TypeVar("_T")
 

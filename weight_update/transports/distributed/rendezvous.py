@@ -145,11 +145,10 @@ def _limit(descriptor: int, seconds: float) -> Iterator[None]:
     process has no descriptor left: workers took them. The connection ends when nobody listens any more.
     """
     made, sock = threading.Event(), socket.socket(fileno=os.dup(descriptor))
+    last = seconds + _RETRY_SECONDS  # later than the store's own limit, so that it does not retry
 
     def watch() -> None:
-        if not made.wait(
-            seconds + _RETRY_SECONDS
-        ):  # later than the store's own limit, so that it does not retry
+        if not made.wait(last):
             sock.shutdown(socket.SHUT_RDWR)
 
     with sock:
