@@ -13,7 +13,6 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-MEGABYTES, WORKERS = "1000", "4"
 _HEAD = ".. Written by docs/make_tables.py; do not edit.\n\n"
 # Scheme, location, elasticity, use.
 _SCHEMES = [
@@ -81,6 +80,108 @@ _SPEEDS = {
     "RPC": "``RPCWeightSyncScheme``",
     "Ray": "``RayWeightSyncScheme``",
 }
+# Titles of tables of the benchmarks.
+_SAME_MACHINE = "Synchronous update, 16 tensors"
+_CLUSTER = "Across processes: synchronous update, 16 tensors"
+_RATIO = {"ours": "ours", "torchrl": "TorchRL", "ours/torchrl": "ratio"}
+# Table of a migration page: page and title of the benchmark's table, columns and their names here, and the
+# first cells of the rows.
+_GAINS: dict[str, tuple[str, str, dict[str, str], list[tuple[str, ...]]]] = {
+    "gains_same_machine": (
+        "results",
+        _SAME_MACHINE,
+        {"scheme": "scheme", "MB": "MB", "workers": "workers", **_RATIO},
+        [
+            ("SharedMem", "1", "4"),
+            ("MultiProcess", "1", "4"),
+            ("SharedMem", "100", "1"),
+            ("SharedMem", "100", "8"),
+            ("SharedMem", "1000", "1"),
+            ("SharedMem", "1000", "4"),
+            ("MultiProcess", "1000", "4"),
+        ],
+    ),
+    "gains_many_tensors": (
+        "results",
+        "Many tensors: 5 MB to 2 workers",
+        {
+            "scheme": "scheme",
+            "tensors": "tensors",
+            "ours": "ours",
+            "torchrl, more files": "TorchRL, more files",
+            "ours/torchrl": "ratio",
+        },
+        [("SharedMem", "1000"), ("SharedMem", "5000"), ("MultiProcess", "5000")],
+    ),
+    "gains_cluster": (
+        "cluster",
+        _CLUSTER,
+        {"scheme": "scheme", "MB": "MB", "workers": "workers", **_RATIO},
+        [
+            ("Distributed", "1000", "4"),
+            ("Distributed, a host each", "100", "4"),
+            ("Distributed, a host each", "1000", "4"),
+            ("RPC", "1000", "4"),
+            ("Ray", "1000", "4"),
+            ("Ray, object store", "1000", "4"),
+            ("Ray, object store, a host each", "1000", "4"),
+        ],
+    ),
+    "gains_memory": (
+        "results",
+        "Memory of all processes, 1000 MB in 16 tensors",
+        {column: column for column in ("scheme", "processes", "total", "models beyond base")},
+        [("SharedMem, ours",), ("SharedMem, torchrl",)],
+    ),
+    "gains_updaters": (
+        "results",
+        _SAME_MACHINE,
+        {column: column for column in ("scheme", "MB", "workers", "ours", "plain copy", "ours/copy")},
+        [
+            ("SharedMem", "1", "2"),
+            ("SharedMem", "100", "2"),
+            ("SharedMem", "1000", "2"),
+            ("SharedMem", "1000", "8"),
+        ],
+    ),
+    "gains_rlinf": (
+        "patch",
+        "Bytes: policies in training",
+        {
+            "update": "update",
+            "layout": "layout",
+            "changed": "changed",
+            "MB, none": "MB",
+            "none": "none",
+            "lz4": "lz4",
+            "zstd": "zstd",
+        },
+        [
+            ("transformer, 1e-06, 1 step", "dense"),
+            ("transformer, 1e-06, 1 step", "RLinf"),
+            ("transformer, 1e-06, 1 step", "flat"),
+            ("transformer, 1e-06, 1 step", "flat, relative"),
+            ("transformer, 3e-06, 8 steps", "RLinf"),
+            ("transformer, 3e-06, 8 steps", "flat"),
+            ("transformer, 3e-06, 8 steps", "flat, relative"),
+        ],
+    ),
+    "gains_trinity": (
+        "synchronizer",
+        "Styles: who waits, and how old weights are",
+        {column: column for column in ("style", "method", "steps/s", "mean age", "oldest")},
+        [
+            (style, method)
+            for style in (
+                "FIXED, interval 4",
+                "EXPLORER_DRIVEN, interval 4",
+                "TRAINER_DRIVEN, interval 4",
+                "FULLY_ASYNC, interval 1, staleness 8",
+            )
+            for method in ("NCCL", "MEMORY")
+        ],
+    ),
+}
 _README = re.compile(
     r"(\.\. Speeds, written by docs/make_tables\.py\n\n).*(\n\.\. End of speeds\n)", re.DOTALL
 )
@@ -98,13 +199,33 @@ _PACKAGES = {
 }
 
 
-def measured(row: str) -> list[str]:
-    """Return the medians of an update of 1 GB to four workers, ours and TorchRL's, from a benchmark's row."""
-    wanted = rf"^{re.escape(row)}\s+{MEGABYTES}\s+(?:16\s+)?{WORKERS}\s+([\d.]+) \(.*?\)\s+([\d.]+) \("
-    for page in ("benchmark_results.rst", "benchmark_cluster.rst"):
-        if found := re.search(wanted, (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE):
-            return [f"{float(median):,.0f} ms" for median in found.groups()]
-    raise LookupError(f"the tables of the benchmarks have no row of {row}")
+def rows_of(page: str, title: str) -> list[dict[str, str]]:
+    """Return the rows of the table under ``title`` in a benchmark's page, by column, without their spread."""
+    lines = (
+        (DOCS / f"benchmark_{page}.rst")
+        .read_text(encoding="utf-8")
+        .partition(f"\n{title}\n~")[2]
+        .splitlines()
+    )
+    rules = [number for number, line in enumerate(lines) if re.fullmatch(r"=[= ]*", line)]
+    starts = [found.start() for found in re.finditer("=+", lines[rules[0]])]
+    cells = [
+        [
+            re.sub(r" \(\S+ \.\. \S+\)", "", line[start:end].strip())
+            for start, end in zip(starts, [*starts[1:], None], strict=True)
+        ]
+        for line in lines[rules[0] + 1 : rules[2]]
+    ]
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+
+
+def simple_table(header: list[str], rows: list[list[str]]) -> str:
+    """Return a table whose cells are one line each."""
+    rows = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    rule = "  ".join("=" * width for width in widths)
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule, ""])
 
 
 def list_table(header: list[str], rows: list[list[str]]) -> str:
@@ -128,13 +249,22 @@ def schemes() -> str:
 
 
 def speeds() -> str:
-    """Return the table of speeds on the landing page and in the README."""
-    rows = [[name, *measured(row)] for row, name in _SPEEDS.items()]
-    rows = [["scheme", "weight_update", "TorchRL"], *rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    rule = "  ".join("=" * width for width in widths)
-    return "\n".join([rule, lines[0], rule, *lines[1:], rule, ""])
+    """Return the table of speeds on the landing page and in the README: 1 GB to four workers."""
+    rows = [*rows_of("results", _SAME_MACHINE), *rows_of("cluster", _CLUSTER)]
+    found = {row["scheme"]: row for row in rows if (row["MB"], row["workers"]) == ("1000", "4")}
+    times = [
+        [name, *(f"{float(found[row][column]):,.0f} ms" for column in ("ours", "torchrl"))]
+        for row, name in _SPEEDS.items()
+    ]
+    return simple_table(["scheme", "weight_update", "TorchRL"], times)
+
+
+def gains(name: str) -> str:
+    """Return a table of a migration page, which quotes rows and columns of a benchmark's table."""
+    page, title, columns, wanted = _GAINS[name]
+    rows = [[row[column] for column in columns] for row in rows_of(page, title)]
+    found = {key: row for row in rows for key in wanted if key == tuple(row[: len(key)])}
+    return _HEAD + simple_table(list(columns.values()), [found[key] for key in wanted])
 
 
 def readme() -> str:
@@ -201,5 +331,7 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS / "tables"
     for make in (schemes, speeds, versions, rates, connections):
         (folder / f"{make.__name__}.rst").write_text(make(), encoding="utf-8")
+    for name in _GAINS:
+        (folder / f"{name}.rst").write_text(gains(name), encoding="utf-8")
     if len(sys.argv) == 1:
         (ROOT / "README.rst").write_text(readme(), encoding="utf-8")

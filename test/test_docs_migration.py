@@ -1,4 +1,4 @@
-"""The programs of the migration pages run, and the pages quote the benchmarks as they are."""
+"""The programs of the migration pages run."""
 
 import re
 
@@ -8,8 +8,6 @@ from marks import slow
 from test_docs_snippets import ROOT, snippets
 
 DOCS = ROOT / "docs"
-PAGES = ["torchrl_schemes", "torchrl_updaters", "rlinf", "trinity"]
-SOURCES = [page.read_text() for page in sorted(DOCS.glob("benchmark_*.rst"))]
 
 SHARES = ["0%", "100%", "0%", "100%"]
 ACTIONS = [f"batch {number}: {share} of the actions are action 1" for number, share in enumerate(SHARES)]
@@ -86,20 +84,3 @@ def test_the_program_after_runs_and_the_program_before_parses(page, printed, tmp
     before, after = snippets(f"migration_{page}.rst")
     compile(before, page, "exec")
     assert run(after, tmp_path) == printed
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_each_row_of_figures_is_a_row_of_a_benchmark(page):
-    text = (DOCS / f"migration_{page}.rst").read_text()
-    gains = text.partition("What you gain\n")[2]
-    rows = re.findall(r"^\w[^\n]*  +[\d.]+(?:%|  )[^\n]*$", gains, re.MULTILINE)
-    assert len(rows) >= 4
-    lines = [cells(line) for source in SOURCES for line in source.splitlines()]
-    for row in rows:
-        label, *figures = re.split(r"  +", row.strip())
-        assert any(line[:1] == [label] and set(figures) <= set(line) for line in lines), row
-
-
-def cells(line):
-    """Return the cells of a row without the ranges in brackets."""
-    return re.split(r"  +", re.sub(r" \([^()]* \.\. [^()]*\)", "", line.strip()))
