@@ -1,3 +1,4 @@
+import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 
@@ -358,6 +359,43 @@ def test_a_collector_for_evaluation_does_not_take_the_scheme_of_training(workers
     training.update_policy_weights_(weights_of(3.0))
     data = next(iter(training))
     assert data["action"].unique().tolist() == [3.0]
+
+
+def evaluate(scheme, go, seen):
+    """Follow the training in another process, as docs/collectors.rst shows."""
+    policy = make_policy()
+    scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=2)
+    evaluation = Collector(Env, policy, frames_per_batch=8, total_frames=-1, **OPTIONS)
+    evaluation.register_scheme_receiver({"policy": scheme})
+    for data in evaluation:
+        seen.send([data[key].unique().tolist() for key in ("policy_version", "action")])
+        if not go.recv():
+            break
+    evaluation.shutdown()
+    seen.send("ended")
+
+
+def test_another_process_evaluates_the_newest_version(made):
+    scheme = SharedMemWeightSyncScheme()
+    training = made(two_workers, make_policy(), weight_sync_schemes={"policy": scheme})
+    context = multiprocessing.get_context("forkserver")
+    (go, ask), (answer, seen) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+    process = context.Process(target=evaluate, args=(scheme, go, seen))
+    process.start()
+    assert answer.poll(60)
+    assert answer.recv() == [[0], [0.0]]
+    for version in (1, 2):
+        report = training.update_policy_weights_(weights_of(float(version)))
+        assert report.apply_seconds.keys() == {0, 1, 2}
+        ask.send(True)
+        assert answer.poll(60)
+        assert answer.recv() == [[version], [float(version)]]
+    ask.send(False)
+    assert answer.poll(60)
+    assert answer.recv() == "ended"
+    process.join(60)
+    assert process.exitcode == 0
+    assert training.update_policy_weights_(weights_of(3.0)).apply_seconds.keys() == {0, 1}
 
 
 def test_a_scheme_of_another_sender_is_only_connected():
