@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from weight_update.encodings.patch import kernels
-from weight_update.encodings.patch.arrays import Array
+from weight_update.encodings.patch.arrays import Array, union
 from weight_update.encodings.patch.gaps import Gaps
 from weight_update.encodings.patch.gaps_cuda import DeviceGaps
 from weight_update.errors import FormatError
@@ -178,7 +178,7 @@ class Changes:
                 found.append(np.arange((low - start) // size, -(-(high - start) // size)))
         if len(found) == 1 and self.sparse and self.sparse[0].width == size:
             return torch.from_numpy(found[0])
-        return torch.from_numpy(np.unique(np.concatenate(found or [np.empty(0, np.int64)])))
+        return torch.from_numpy(union(found or [np.empty(0, np.int64)]))
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
