@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 
 import pytest
@@ -60,3 +61,16 @@ def test_elements_of_random_changes(seed: int) -> None:
             assert found.tolist() == expected.tolist()
         touched += [i] * bool(len(expected))
     assert changes.touched(schema) == touched
+
+
+def test_a_forked_child_finds_changes_of_several_segments() -> None:
+    """Torch would join the segments with threads, which a forked child does not have."""
+    positions = torch.arange(300_000)
+    changes = Changes((Sparse.of(1, positions, torch.ones_like(positions, dtype=torch.int8)),))
+    assert len(changes.sparse[0].segments) > 1
+    torch.ones(10_000_000).add_(1)  # with the threads of this process
+    schema = WeightSchema.of({"weight": torch.zeros(len(positions), dtype=torch.uint8)})
+    child = multiprocessing.get_context("fork").Process(target=changes.touched, args=(schema,))
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0

@@ -184,7 +184,7 @@ def copy_tensors(
     with Progress(title, total) as progress:
         if library is not None and total >= _EACH * len(targets):
             pairs = list(zip(targets, sources, strict=True))
-            suiting = [_suits(*pair) for pair in pairs]
+            suiting = [takes_bytes(*pair) for pair in pairs]
             threads = 1 if serial else min(torch.get_num_threads(), total // _FOR_ONE)
             _stream([pair for pair, suits in zip(pairs, suiting, strict=True) if suits], threads, progress)
             others = [pair for pair, suits in zip(pairs, suiting, strict=True) if not suits]
@@ -196,7 +196,7 @@ def copy_tensors(
             progress.advance(sum(map(_NBYTES, batch)))
 
 
-def _suits(target: torch.Tensor, source: torch.Tensor) -> bool:
+def takes_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Return whether a target takes the bytes of its source, which lie elsewhere."""
     same = source.dtype is target.dtype and source.shape == target.shape
     plain = {type(source), type(target)} <= PLAIN and is_plain(source) and is_plain(target)

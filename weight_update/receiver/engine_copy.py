@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeGuard
 
-import numpy as np
 import torch
 
 from weight_update.encodings import Delta
 from weight_update.encodings.dense import copy_tensors
 from weight_update.engines.base import WeightChange
-from weight_update.engines.placement import bits_of
 from weight_update.errors import SchemaMismatchError
+from weight_update.receiver.elements import changed_elements, take
 from weight_update.receiver.flat_buffers import OwnCopy
 from weight_update.receiver.targets import EngineTarget, StagedUpdate, Target
 from weight_update.threads import in_threads, threads_for
@@ -122,15 +121,11 @@ def _changes_of(
 
     def change(i: int) -> WeightChange:
         name, weight = schema.names[i], values[i]
-        found = [delta.elements_of(schema.tensors[i]) for delta in deltas]
-        arrays = [one.numpy() for one in found if one is not None]
-        if len(arrays) < len(found):
+        positions = changed_elements(deltas, schema.tensors[i])
+        if positions is None:
             return WeightChange(name, None, weight, weight)
-        union = arrays[0] if len(arrays) == 1 else np.unique(np.concatenate(arrays))
-        positions = torch.from_numpy(union)
-        # Not torch: its threads hang in forked processes.
-        bits = torch.from_numpy(np.take(bits_of(weight.view(-1)).numpy(), union))
-        return WeightChange(name, positions, bits.view(weight.dtype), weight)
+        bits = torch.from_numpy(take(weight, positions))
+        return WeightChange(name, torch.from_numpy(positions), bits.view(weight.dtype), weight)
 
     touched = sorted({i for delta in deltas for i in delta.touched(schema)})
     return in_threads(change, touched, threads_for(sum(values[i].numel() for i in touched)))

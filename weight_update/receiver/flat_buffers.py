@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from weight_update.encodings import Delta
-from weight_update.encodings.dense import copy_tensors
+from weight_update.encodings.dense import copy_tensors, takes_bytes
 from weight_update.errors import SchemaMismatchError
+from weight_update.receiver.elements import Elements, few_elements, read_elements, write_elements
 from weight_update.receiver.targets import StagedUpdate, Storage, Target, with_own_buffers
 from weight_update.strategy.binding import Binding, count_writes
 from weight_update.wire.memory import digest
@@ -126,6 +127,9 @@ class OwnCopy(Storage):
         self._overwritten = False  # by this worker, before the model was replaced
         self._required: list[torch.Tensor] = []  # the model's tensors, from require() to apply()
         self._copies: list[int] = []  # positions of the model's tensors that do not lie in the buffer
+        # Elements that the staged patch changes, if the buffer has them already: as they become, and were.
+        self._ahead: list[Elements] = []
+        self._before: list[Elements] = []
         self.values: list[torch.Tensor] = []
 
     # -- as the storage of an update ---------------------------------------------------------------
@@ -135,8 +139,10 @@ class OwnCopy(Storage):
 
         A payload of this receiver that is a whole buffer is taken over, not copied.
         """
+        self.take_back()
         if update.base is not None:
             self.require(update.base)
+            self._write_ahead(update.deltas)
             return
         payloads, nbytes = update.payloads, self.schema.nbytes
         whole = next((one for one in payloads if one.numel() == nbytes and self._owns(one)), None)
@@ -254,23 +260,49 @@ class OwnCopy(Storage):
 
     def apply(self, deltas: Sequence[Delta], version: int) -> None:
         """Change the weights in force; :meth:`require` was called just before."""
-        assert self._flat is not None
         if self._binding is not None:
             self._binding.finish_kernels()
-        for delta in deltas:
-            delta.write(self._flat)
         tensors, self._required = self._required, []
+        ahead, self._ahead, self._before = self._ahead, [], []
+        if ahead:
+            write_elements(tensors, ahead)
+        else:
+            self._write(deltas)
         if self._binding is not None:
-            if self._copies:
-                touched = {i for delta in deltas for i in delta.touched(self.schema)}
-                stale = [i for i in self._copies if i in touched]
-                names = tuple(self.schema.names[i] for i in stale)
-                self._binding.copy(names, [self.values[i] for i in stale], counted=False)
             self._binding.finish_kernels()
             count_writes(tensors)
             # Not as found: the worker may have written while the changes were applied, or since.
             self._writes = _sum(self._writes, self._counts)
         self._version = version
+
+    def _write(self, deltas: Sequence[Delta]) -> None:
+        """Write changes into the buffer, and renew the model's tensors that are copies."""
+        assert self._flat is not None
+        for delta in deltas:
+            delta.write(self._flat)
+        if self._binding is not None and self._copies:
+            touched = {i for delta in deltas for i in delta.touched(self.schema)}
+            stale = [i for i in self._copies if i in touched]
+            names = tuple(self.schema.names[i] for i in stale)
+            self._binding.copy(names, [self.values[i] for i in stale], counted=False)
+
+    def _write_ahead(self, deltas: Sequence[Delta]) -> None:
+        """Write changes of few elements into the buffer, if the model's tensors are copies of it.
+
+        Inside the gate, :meth:`apply` then writes these elements into the model, instead of whole tensors.
+        """
+        assert self._flat is not None
+        positions = few_elements(deltas, self.schema, self._copies) if self._copies else {}
+        if positions and all(takes_bytes(self._required[i], self.values[i]) for i in positions):
+            self._before = read_elements(self.values, positions)
+            for delta in deltas:
+                delta.write(self._flat)
+            self._ahead = read_elements(self.values, positions)
+
+    def take_back(self) -> None:
+        """Take back what :meth:`stage` wrote into the buffer, if that is not in force."""
+        before, self._ahead, self._before = self._before, [], []
+        write_elements(self.values, before)
 
     @property
     def device(self) -> torch.device:

@@ -126,6 +126,8 @@ class Staging:
     def _fill(self, target: Target, current: StagedUpdate) -> None:
         """Give a new target the weights and the extra state in force."""
         schema = current.storage.schema
+        if self._own is not None:
+            self._own.take_back()  # a patch that waits, which the new model gets as whole tensors
         values = target.prepare(schema, current.values if self._own is None else list(self._own.values))
         target.check_extra(current.extra)
         bound = self.target
@@ -240,6 +242,8 @@ class Staging:
             self._decoders.clear()  # they hold views into payloads
         if version is None or (self.staged is not None and self.staged.version == version):
             self.staged = None
+            if self._own is not None:
+                self._own.take_back()
         if version is None or (self.parts and self.parts[0].header["version"] == version):
             self.parts = []
             return self._abort_loading()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from weight_update.encodings.patch import kernels
-from weight_update.encodings.patch.arrays import Array
+from weight_update.encodings.patch.arrays import Array, union
 from weight_update.encodings.patch.gaps import Gaps
 from weight_update.encodings.patch.gaps_cuda import DeviceGaps
 from weight_update.errors import FormatError
@@ -89,12 +89,12 @@ class Sparse:
     @functools.cached_property
     def positions(self) -> torch.Tensor:
         """All positions, 1-D int64, strictly increasing."""
-        return torch.cat([one.positions for one in self.segments])
+        return _joined([one.positions for one in self.segments])
 
     @functools.cached_property
     def values(self) -> torch.Tensor:
         """All values, of the shape of :attr:`positions`."""
-        return torch.cat([one.values for one in self.segments])
+        return _joined([one.values for one in self.segments])
 
     def map(self, move: Move) -> Sparse:
         """Return these changes with every tensor replaced by ``move(tensor)``."""
@@ -178,7 +178,14 @@ class Changes:
                 found.append(np.arange((low - start) // size, -(-(high - start) // size)))
         if len(found) == 1 and self.sparse and self.sparse[0].width == size:
             return torch.from_numpy(found[0])
-        return torch.from_numpy(np.unique(np.concatenate(found or [np.empty(0, np.int64)])))
+        return torch.from_numpy(union(found or [np.empty(0, np.int64)]))
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return 1-D parts as one tensor."""
+    if parts[0].is_cuda:
+        return torch.cat(list(parts))
+    return torch.from_numpy(np.concatenate(parts))  # not torch: its threads hang in forked processes
 
 
 def _search(positions: torch.Tensor, bounds: Array) -> Array:
