@@ -193,6 +193,12 @@ def report_version(scheme: WeightSyncScheme, pipe: Any) -> None:
     pipe.send(scheme.version)
 
 
+def test_a_process_whose_name_is_no_text() -> None:
+    """The kernel cuts names off after 15 bytes, also within a character."""
+    run = "import ctypes; ctypes.CDLL(None).prctl(15, b'a\\xe8'); import weight_update"
+    assert run_python("-c", run, merged=True, timeout=80.0).stdout == ""
+
+
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_queues_of_no_context_serve_processes_of_any(method: str) -> None:
     ctx = mp.get_context(method)

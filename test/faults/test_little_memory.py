@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import itertools
+import multiprocessing
 import os
+import re
 import resource
 import threading
 from pathlib import Path
@@ -31,6 +34,7 @@ from pairs import connect_pair
 from weight_update import (
     BucketEncoding,
     MemoryWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
     NotEnoughMemoryError,
     SharedMemWeightSyncScheme,
     SyncFailedError,
@@ -120,6 +124,41 @@ def test_a_directory_that_does_not_exist(kind, procs: Processes) -> None:
         scheme.init_on_sender(model=half_a_megabyte(), num_workers=1)
     scheme.directory = None
     use(procs, scheme)
+
+
+def test_no_room_for_queues() -> None:
+    """A container's /dev/shm of 64 MB may be full of other programs' files."""
+    ctx = multiprocessing.get_context("spawn")
+    ours, theirs = ctx.Pipe()
+    worker = ctx.Process(target=_init_with_full_shm, args=(theirs,))
+    worker.start()
+    theirs.close()
+    found = ours.recv()
+    worker.join()
+    if found is None:
+        pytest.skip("this machine does not let us mount another /dev/shm")
+    number, reason, initialized = found
+    assert number == errno.ENOSPC
+    assert re.search("queues for 2 workers.*No space left.*/dev/shm.*SharedMemWeightSyncScheme", reason)
+    assert not initialized
+
+
+def _init_with_full_shm(pipe: Any) -> None:
+    import ctypes
+    import subprocess
+
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", "/dev/shm"]
+    alone = ctypes.CDLL(None).unshare(0x00020000) == 0  # CLONE_NEWNS
+    private = alone and subprocess.run(["mount", "--make-rprivate", "/"], check=False).returncode == 0
+    if not private or subprocess.run(mount, check=False).returncode != 0:
+        pipe.send(None)
+        return
+    Path("/dev/shm/other").write_bytes(bytes(4096))
+    scheme = MultiProcessWeightSyncScheme()
+    try:
+        scheme.init_on_sender(model=half_a_megabyte(), num_workers=2)
+    except OSError as error:
+        pipe.send((error.errno, str(error), scheme.initialized_on_sender))
 
 
 ENCODINGS = {"dense": "dense", "bucket": BucketEncoding(bucket_size=4 << 20)}

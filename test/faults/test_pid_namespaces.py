@@ -33,7 +33,7 @@ def enter_namespace(me: Worker) -> int:
     """Go on in a child in a namespace of its own, with a number that no process has outside."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.unshare(CLONE_NEWPID) == 0, os.strerror(ctypes.get_errno())
-    _go_on_in_child(libc)
+    go_on_in_child(libc)
     while child := os.fork():
         _, status = os.waitpid(child, 0)
         if status != 0:  # it was the one that went on, and was killed
@@ -44,7 +44,8 @@ def enter_namespace(me: Worker) -> int:
     return os.getpid()
 
 
-def _go_on_in_child(libc: ctypes.CDLL) -> None:
+def go_on_in_child(libc: ctypes.CDLL) -> None:
+    """Continue in a child; this process waits for it, and ends as it does."""
     child = os.fork()
     if child:
         os.waitpid(child, 0)

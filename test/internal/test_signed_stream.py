@@ -302,6 +302,20 @@ def test_a_name_whose_first_address_refuses(monkeypatch: pytest.MonkeyPatch) -> 
             dial("a name", 1, deadline_of(LONG))
 
 
+def test_a_name_with_nothing_but_an_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a cluster without IPv4. A name with both stands for its IPv4 address."""
+    hosts = ("127.0.0.1", "::1")
+    four, six = (socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0] for host in hosts)
+    try:
+        listen("::1").close()
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    for found, host in (([six], "::1"), ([six, four], "127.0.0.1")):
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, found=found, **__: found)
+        with listen("a name") as sock:
+            assert sock.getsockname()[0] == host
+
+
 # -- forked children -----------------------------------------------------------------------------------
 
 

@@ -19,10 +19,10 @@ def _library_threads() -> set[str]:
     threads: set[str] = set()
     with contextlib.suppress(OSError):  # no such folder on this system
         ours = {str(thread.native_id) for thread in threading.enumerate()}
-        name = Path("/proc/self/comm").read_text()
+        name = Path("/proc/self/comm").read_bytes()
         for task in {path.name for path in _TASKS.iterdir()} - ours:
             with contextlib.suppress(OSError):  # it ended meanwhile
-                if (_TASKS / task / "comm").read_text() == name:
+                if (_TASKS / task / "comm").read_bytes() == name:
                     threads.add(task)
     return threads
 

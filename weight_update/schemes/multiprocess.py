@@ -50,7 +50,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
         ctx = ctx or mp.get_context("spawn")  # its queues suit processes started in any way
         self._sender_pid = os.getpid()
         self._start_method = ctx.get_start_method()
-        self._queues = _Queues((idx, (ctx.Queue(), ctx.Queue(), secrets.token_hex(8))) for idx in workers)
+        self._queues = _new_queues(ctx, workers)
         return super().open_sender(workers, ctx)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
@@ -98,3 +98,15 @@ class _Queues(dict[int, tuple[Any, Any, str]]):
                 "Process(args=...), or use SharedMemWeightSyncScheme, which can be pickled in any way"
             )
         return _Queues, (dict(self),)
+
+
+def _new_queues(ctx: Any, workers: Sequence[int]) -> _Queues:
+    """Return queues for ``workers``; the OSError of a system that has none names the cure."""
+    try:
+        return _Queues((idx, (ctx.Queue(), ctx.Queue(), secrets.token_hex(8))) for idx in workers)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot make queues for {len(workers)} workers ({error.strerror}): multiprocessing needs room "
+            "in /dev/shm for them, and descriptors (ulimit -n); or use SharedMemWeightSyncScheme",
+        ) from None

@@ -165,13 +165,16 @@ def _set_tcp_options(sock: socket.socket) -> None:
 def listen(address: str, port: int = 0) -> socket.socket:
     """Return a socket that listens on one address; port 0 takes a free one.
 
+    A name stands for one of its addresses, an IPv4 address if it has one.
+
     Raises:
         OSError: the address does not belong to this machine, the port is taken, or the process has too many
             open files; the message names the fix.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        sock = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        family, *_, where = min(found, key=lambda one: one[0] != socket.AF_INET)
+        sock = socket.create_server(where, family=family, backlog=_BACKLOG)
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # create_server() adds the address
         remedy = (
