@@ -291,6 +291,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.updates < 2:
         parser.error("--updates is at least 2: the reward of the last ones is compared with the first")
+    if args.group < 2:
+        parser.error("--group is at least 2: GRPO compares the answers to one problem")
 
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the model is small

@@ -165,12 +165,46 @@ def test_layers_that_come_apart() -> None:
         ("lora_magnitude_vector.default.weight", numbers(4)),
         ("lora_B.default.bias", numbers(4)),
         ("lora_A.default.weight", numbers(2, 4, 3, 3)),
+        ("trainable_tokens_delta.default", numbers(2, 4)),
     ],
 )
 def test_what_cannot_be_merged(name: str, value: torch.Tensor) -> None:
     weights = {"x.base_layer.weight": numbers(4, 4), f"x.{name}": value}
     with pytest.raises(ConversionError, match=f"x.{name}: only plain LoRA"):
         convert(merge_lora(1.0), weights.items())
+
+
+def test_fused_experts_cannot_be_merged() -> None:
+    weights = {  # of PEFT, with target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+        "experts.base_layer.base_layer.gate_up_proj": numbers(3, 8, 4),
+        "experts.base_layer.base_layer.down_proj": numbers(3, 4, 4),
+        "experts.base_layer.lora_A.default.weight": numbers(6, 4),
+        "experts.base_layer.lora_B.default.weight": numbers(8, 6),
+        "experts.lora_A.default.weight": numbers(6, 4),
+        "experts.lora_B.default.weight": numbers(4, 6),
+    }
+    with pytest.raises(ConversionError, match=r"experts.*\(gate_up_proj, down_proj\).*merge in the trainer"):
+        convert(merge_lora(1.0), weights.items())
+    once = {name.replace(".base_layer.base_layer", ".base_layer"): weights[name] for name in weights}
+    with pytest.raises(ConversionError, match=r"experts.*\(gate_up_proj, down_proj\).*merge in the trainer"):
+        convert(merge_lora(1.0), (item for item in once.items() if ".base_layer.lora" not in item[0]))
+
+
+def test_an_adapter_with_several_ranks_is_refused() -> None:
+    weights = {
+        "x.base_layer.weight": numbers(4, 4),
+        "x.lora_A.default.weight": numbers(2, 4),
+        "x.lora_B.default.weight": numbers(4, 2),
+        "x.lora_A.other.weight": numbers(1, 4),
+        "x.lora_B.other.weight": numbers(4, 1),
+        "y.base_layer.weight": numbers(4, 4),
+        "y.lora_A.default.weight": numbers(1, 4),
+        "y.lora_B.default.weight": numbers(4, 1),
+    }
+    with pytest.raises(
+        ConversionError, match=r"y \(default\): has rank 1, and x has rank 2, so one scaling="
+    ):
+        convert(merge_lora(2.0), weights.items())
 
 
 def test_quantized_bases_are_refused() -> None:

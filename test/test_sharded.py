@@ -46,6 +46,7 @@ from weight_update import (
     UnsupportedSourceError,
     WeightStrategy,
 )
+from weight_update.convert import rename
 from weight_update.sharded import ranks as ranks_module
 from weight_update.testing.models import fingerprint
 from weight_update.testing.processes import freeze
@@ -85,6 +86,16 @@ def test_workers_have_the_weights_of_all_ranks(
             assert all(same(worker.call("fingerprint"), expected) for worker in procs)
         assert four.all("get", "version", of=size) == [2] * size
         assert four.all("get", "worker_versions", of=size) == [dict.fromkeys(range(workers), 2)] * size
+
+
+@pytest.mark.parametrize("options", [{}, BUCKETS], ids=["whole", "in chunks"])
+def test_tied_weights_that_pass_a_converter_stay_tied(four: Ranks, options: dict[str, Any]) -> None:
+    four.all("make", 1, 2, of=2)
+    with running(four, size=2, workers=1, **options, convert=rename([("^no weight$", "")])) as procs:
+        four.all("train", 1, of=2)
+        four.all("call", "send", of=2)
+        expected = {name: value for name, value in four.all("whole", of=2)[0].items() if "_extra" not in name}
+        assert same(procs[0].call("fingerprint"), expected)
 
 
 def test_every_kind_of_shard(four: Ranks) -> None:

@@ -17,6 +17,7 @@ import torch
 from pairs import connect_pair
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import weight_update
 from weight_update import (
@@ -129,6 +130,17 @@ def test_a_compiled_model_is_recognized(connected: Callable[..., MemoryWeightSyn
         compiled = torch.compile(model)
     with pytest.raises(SchemaMismatchError, match=r"names of worker 0 contain _orig_mod\..*was wrapped"):
         connected(model, compiled)
+
+
+def test_layers_in_a_checkpoint_wrapper_are_recognized(
+    connected: Callable[..., MemoryWeightSyncScheme],
+) -> None:
+    trainer, worker = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    trainer[1] = checkpoint_wrapper(trainer[1])
+    with pytest.raises(
+        SchemaMismatchError, match=r"names of the sender contain _checkpoint_wrapped_module\..*convert="
+    ):
+        connected(trainer, worker, "tensordict")
 
 
 def test_a_wrapped_model_is_recognized_in_send(connected: Callable[..., MemoryWeightSyncScheme]) -> None:

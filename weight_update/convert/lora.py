@@ -15,9 +15,12 @@ from weight_update.convert.base import Converter, Item, stream
 from weight_update.errors import ConversionError
 
 _BASE = re.compile(r"(?P<layer>.+)\.base_layer\.(?P<leaf>.+)")
-_FACTOR = re.compile(r"(?P<layer>.+)\.lora_(?P<kind>[^.]+)\.(?P<adapter>[^.]+)(?P<leaf>\..+)?")
+_FACTOR = re.compile(
+    r"(?P<layer>.+)\.(?:lora|trainable_tokens)_(?P<kind>[^.]+)\.(?P<adapter>[^.]+)(?P<leaf>\..+)?"
+)
 _SAVED = re.compile(r"(?P<layer>.+)\.(?:original_module|modules_to_save\.(?P<adapter>[^.]+))\.(?P<leaf>.+)")
 _KINDS = {"A": ".weight", "B": ".weight", "embedding_A": None, "embedding_B": None}
+_REMEDY = "merge in the trainer and send the merged model"
 
 
 def merge_lora(
@@ -41,7 +44,9 @@ def merge_lora(
     The weights of one layer may come in any order, but must be adjacent. The converter raises
     :class:`~weight_update.ConversionError` if they are not adjacent, if a factor or base is missing, if an
     adapter of ``scaling`` belongs to no weight, if shapes do not fit, and for variants that it cannot merge:
-    DoRA, biases of ``lora_B``, and convolutions.
+    DoRA, biases of ``lora_B``, convolutions, parameters such as fused experts (``target_parameters``), single
+    tokens (``trainable_token_indices``), and an adapter with several ranks (``rank_pattern``). It cannot
+    notice ``alpha_pattern``, with which one scaling is wrong for some layers.
     """
     factors: Iterable[Any] = scaling.values() if isinstance(scaling, Mapping) else [scaling]
     if not all(isinstance(factor, numbers.Real) and math.isfinite(factor) for factor in factors):
@@ -61,7 +66,9 @@ class _Merger:
         self._scaling, self._fan_in_fan_out, self._prefix = scaling, fan_in_fan_out, prefix
         self._layer: str | None = None
         self._base: torch.Tensor | None = None
+        self._others: list[str] = []  # names of parameters of the base that are neither weight nor bias
         self._factors: dict[str, dict[str, torch.Tensor]] = {}
+        self._ranks: dict[str, tuple[int, str]] = {}  # of each adapter: rank, and the first layer that has it
         self._done: set[str] = set()
         self._unused = set(scaling) if isinstance(scaling, Mapping) else set[str]()
 
@@ -78,6 +85,8 @@ class _Merger:
             return before
         if saved and not base and (saved["adapter"] is None or not self._chosen(saved["adapter"])):
             return before
+        if base and base["leaf"] != "bias":
+            self._others.append(base["leaf"])
         if part := base or saved:
             name = f"{part['layer']}.{part['leaf']}"
         return [*before, (name, tensor)]
@@ -100,7 +109,7 @@ class _Merger:
             return []
         self._done.add(left)
         merged = self._merged(left)
-        self._base, self._factors = None, {}
+        self._base, self._factors, self._others = None, {}, []
         return [(f"{left}.weight", merged)]
 
     def _chosen(self, adapter: str) -> bool:
@@ -113,13 +122,18 @@ class _Merger:
             return
         if kind not in _KINDS or match["leaf"] != _KINDS[kind] or tensor.dim() != 2:
             raise ConversionError(
-                f"{name}: only plain LoRA of linear layers and embeddings can be merged; "
-                "merge in the trainer and send the merged model"
+                f"{name}: only plain LoRA of linear layers and embeddings can be merged; {_REMEDY}"
             )
         self._factors.setdefault(adapter, {})[kind] = tensor
 
     def _merged(self, layer: str) -> torch.Tensor:
         base = self._base
+        if base is None and self._others:
+            shown = ", ".join(self._others)
+            raise ConversionError(
+                f"{layer}: LoRA of the parameters of a module ({shown}), such as fused experts, cannot be "
+                f"merged; {_REMEDY}"
+            )
         if base is None:
             raise ConversionError(f"{layer}: base_layer.weight is missing; with select=, choose it too")
         if not self._factors:
@@ -131,7 +145,7 @@ class _Merger:
         wide = torch.promote_types(base.dtype, torch.float32)
         total = base.to(wide, copy=True)
         for adapter, factors in self._factors.items():
-            delta = self._delta(f"{layer} ({adapter})", factors, wide)
+            delta = self._delta(layer, adapter, factors, wide)
             if delta.shape != total.shape:
                 raise ConversionError(
                     f"{layer} ({adapter}): B @ A is {list(delta.shape)}, the base {list(total.shape)}; "
@@ -141,12 +155,21 @@ class _Merger:
             total.add_(delta, alpha=float(scales[adapter] if isinstance(scales, Mapping) else scales))
         return total.to(base.dtype)
 
-    def _delta(self, where: str, factors: Mapping[str, torch.Tensor], wide: torch.dtype) -> torch.Tensor:
+    def _delta(
+        self, layer: str, adapter: str, factors: Mapping[str, torch.Tensor], wide: torch.dtype
+    ) -> torch.Tensor:
+        where = f"{layer} ({adapter})"
         embedding = "embedding_" if any(kind.startswith("embedding") for kind in factors) else ""
         a, b = factors.get(f"{embedding}A"), factors.get(f"{embedding}B")
         if a is None or b is None:
             raise ConversionError(f"{where}: lora_{embedding}{'A' if a is None else 'B'} is missing")
         if a.shape[0] != b.shape[1]:
             raise ConversionError(f"{where}: A is {list(a.shape)} and B {list(b.shape)}, of another rank")
+        rank, first = self._ranks.setdefault(adapter, (a.shape[0], layer))
+        if a.shape[0] != rank:
+            raise ConversionError(
+                f"{where}: has rank {a.shape[0]}, and {first} has rank {rank}, so one scaling= does not fit "
+                f"both; {_REMEDY}"
+            )
         delta = b.to(wide) @ a.to(wide)
         return delta.T if embedding or self._fan_in_fan_out else delta

@@ -112,10 +112,12 @@ class NamedWeights:
         found: dict[str, torch.Tensor] = {}
         last = hollow = torch.empty(0)
         for name, tensor in self.items():
-            if memory_identity(tensor) in owned:
+            memory = memory_identity(tensor)
+            if memory in owned:
                 found[name] = tensor
                 continue
-            if tensor is not last:  # a tensor under several names in a row is tied
+            # A tensor under several names in a row is tied, also if each name has a view of its own.
+            if tensor is not last and (memory is None or memory != memory_identity(last)):
                 last, hollow = tensor, tensor.to("meta")
             found[name] = hollow
         return WeightSchema.of(found)
