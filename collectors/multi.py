@@ -171,7 +171,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             if self._relayed is None:
                 self._relayed = factory()
             return self._relayed
-        return find_model(super().get_model, model_id)
+        return find_model(super().get_model, model_id, num_workers=self.num_workers)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a ``state_dict`` on the workers; the next update gets a number above the restored version."""

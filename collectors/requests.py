@@ -189,8 +189,11 @@ def _foreign(model_id: str, scheme: Any) -> TypeError:
     )
 
 
-def find_model(find: Callable[[str], Any], model_id: str) -> Any:
-    """Return ``find(model_id)``; raise AttributeError, in one line, if there is no such model."""
+def find_model(find: Callable[[str], Any], model_id: str, *, num_workers: int | None = None) -> Any:
+    """Return ``find(model_id)``; raise AttributeError, in one line, if there is no such model.
+
+    The error names the remedy for a model that only the workers have, if there are ``num_workers`` of them.
+    """
     try:
         return find(model_id)
     except (AttributeError, LookupError, TypeError) as error:  # no such attribute, item or items at all
@@ -198,6 +201,11 @@ def find_model(find: Callable[[str], Any], model_id: str) -> Any:
         with contextlib.suppress(AttributeError, LookupError, TypeError):
             find(in_policy)
             hint = f"; the policy has one: {in_policy!r}"
+        if num_workers is not None and not hint:
+            hint = (
+                f"; if only the workers have it, call init_on_sender(model_id={model_id!r}, weights=..., "
+                f"num_workers={num_workers}) on its scheme first"
+            )
         raise AttributeError(
             f"this collector has no model {model_id!r}; a model id is 'policy' or a path of attributes, such "
             f"as 'env.transform[0]'{hint}"

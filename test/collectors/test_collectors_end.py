@@ -213,6 +213,13 @@ def test_a_scheme_of_an_unknown_model(cls):
         make(cls, weight_sync_schemes={3: kind()})
 
 
+def test_a_scheme_of_a_model_that_only_workers_have_names_the_call_that_it_needs():
+    path = "env.transform[0].module"
+    call = f"if only the workers have it, call init_on_sender(model_id={path!r}, weights=..., num_workers=1)"
+    with pytest.raises(AttributeError, match=re.escape(call)):
+        make(MultiSyncCollector, weight_sync_schemes={path: SharedMemWeightSyncScheme()})
+
+
 @pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, slow(MultiProcessWeightSyncScheme)])
 def test_a_worker_that_dies_before_it_connects_is_named_at_once(scheme):
     start = time.monotonic()

@@ -50,6 +50,12 @@ def test_every_public_name_of_torchrl_is_here():
         assert issubclass(ours, torchrl.collectors.WeightUpdaterBase if "Updater" in name else theirs)
 
 
+def test_the_documented_module_of_functions_is_here():
+    from collectors.utils import split_trajectories
+
+    assert split_trajectories is torchrl.collectors.utils.split_trajectories
+
+
 def test_a_name_that_a_later_torchrl_adds_is_its_own(monkeypatch):
     monkeypatch.setattr(torchrl.collectors, "__all__", [*torchrl.collectors.__all__, "compare_returns"])
     monkeypatch.setattr(torchrl.collectors, "compare_returns", max, raising=False)
