@@ -203,6 +203,48 @@ def test_a_weight_that_is_saved_in_parts_is_sent() -> None:
     assert torch.equal(target.qkv, source.qkv)
 
 
+class Transposing(nn.Module):
+    """A layer that saves its weight transposed, and transposes it again when it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(2, 2))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight.t()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        self.weight.data.copy_(state_dict[f"{prefix}weight"].t())
+
+
+def test_a_model_that_saves_other_values_than_it_has_gets_none() -> None:
+    source, target = Transposing(), Transposing()
+    before = target.weight.detach().clone()
+    refused = pytest.raises(
+        WeightSyncError, match="'weight' in the state dict of Transposing is not its param"
+    )
+    with MemoryWeightSyncScheme("state_dict", timeout=10.0) as scheme, refused:
+        connect_pair(scheme, source, target)
+    assert torch.equal(target.weight, before)
+
+
+def test_values_that_only_the_sender_saves_otherwise_are_sent() -> None:
+    source, target = Transposing(), nn.Linear(2, 2, bias=False)
+    with MemoryWeightSyncScheme("state_dict", timeout=10.0) as scheme:
+        connect_pair(scheme, source, target).shutdown()
+    assert torch.equal(target.weight, source.weight.t())
+
+
+def test_a_worker_without_a_model_may_load_what_was_saved() -> None:
+    source, target = Transposing(), Transposing()
+    with MemoryWeightSyncScheme("state_dict", timeout=10.0) as scheme:
+        receiver = connect_pair(scheme, source, None)
+        scheme.send_async()
+        target.load_state_dict(receiver.receive(timeout=10.0))
+        receiver.shutdown()
+    assert torch.equal(target.weight, source.weight)
+
+
 class Agent:
     """An object that computes when it is called, and holds a module."""
 

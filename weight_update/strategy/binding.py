@@ -271,11 +271,18 @@ class Binding:
                 for key, value in owner.items():
                     if value is not None:
                         places[prefix + key] = (owner, key)
-        for name in self._read(module).tensors:
+        for name, tensor in self._read(module).tensors.items():
             if name not in places:
                 raise UnsupportedSourceError(
                     f"{name!r} of {type(module).__name__} is neither a parameter nor a buffer, so it "
                     "can be read but not written; make it a buffer, or use 'tensordict' and select="
+                )
+            owner, key = places[name]
+            if tensor is not owner[key] and memory_identity(tensor) != memory_identity(owner[key]):
+                raise UnsupportedSourceError(
+                    f"{name!r} in the state dict of {type(module).__name__} is not its parameter or buffer "
+                    "of that name, so no weights can be written there; use 'tensordict', or call "
+                    "init_on_receiver() without a model, and load_state_dict() with each result of receive()"
                 )
             yield name, places[name]
 
