@@ -245,6 +245,45 @@ def test_a_worker_without_a_model_may_load_what_was_saved() -> None:
     assert torch.equal(target.weight, source.weight)
 
 
+class Counter(nn.Module):
+    """A module whose only state is extra state."""
+
+    def __init__(self, count: int = 0) -> None:
+        super().__init__()
+        self.count = count
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+def actor_critic(count: int) -> nn.ModuleDict:
+    """Return a model of which all parts have extra state."""
+    actor = nn.Sequential(nn.Linear(2, 2), Counter(count))
+    critic = nn.ModuleDict({"counter": Counter(count), "value": nn.Linear(2, 1)})
+    return nn.ModuleDict({"actor": actor, "critic": critic, "all": Counter(count)})
+
+
+@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("select", [["actor"], lambda name, tensor: name.startswith("actor")])
+def test_extra_state_is_sent_with_the_selected_weights(extract_as: Any, select: Any) -> None:
+    source, target = actor_critic(1), actor_critic(0)
+    with MemoryWeightSyncScheme(WeightStrategy(extract_as, select=select), timeout=10.0) as scheme:
+        connect_pair(scheme, source, target).shutdown()
+    counts = target["actor"][1].count, target["all"].count, target["critic"]["counter"].count
+    assert counts == (1, 1, 0)
+
+
+def test_a_worker_without_the_modules_that_are_not_selected_joins() -> None:
+    source, target = actor_critic(1), actor_critic(0)
+    del target["critic"]
+    with MemoryWeightSyncScheme(WeightStrategy(select=["actor"]), timeout=10.0) as scheme:
+        connect_pair(scheme, source, target).shutdown()
+    assert torch.equal(target["actor"][0].weight, source["actor"][0].weight)
+
+
 class Agent:
     """An object that computes when it is called, and holds a module."""
 

@@ -18,6 +18,7 @@ from weight_update.arguments import require_instance
 from weight_update.encodings import Encoding
 from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError
 from weight_update.strategy.conversion import Convert, collect, convert_checked
+from weight_update.strategy.selection import extra_with
 from weight_update.text import plural
 from weight_update.wire.fixed import FixedTensors
 from weight_update.wire.memory import has_memory, is_freed, memory_identity
@@ -265,7 +266,10 @@ class WeightReader:
         named = self.named(source)
         require_initialized(named.tensors)
         if chosen is not None:
-            named = NamedWeights({n: v for n, v in named.tensors.items() if n in chosen}, named.extra)
+            extra = named.extra
+            if extra and self.partial:
+                extra = extra_with(chosen, named.tensors, extra)
+            named = NamedWeights({n: v for n, v in named.tensors.items() if n in chosen}, extra)
         if self.convert is None:
             return named
         named = NamedWeights(named.tensors, convert=self.convert)
