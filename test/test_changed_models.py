@@ -20,6 +20,7 @@ from weight_update import (
     PatchEncoding,
     SharedMemWeightSyncScheme,
     SyncFailedError,
+    UnsupportedSourceError,
     WeightStrategy,
 )
 from weight_update.testing import WorkerProcesses, fingerprint, scramble
@@ -254,3 +255,44 @@ def await_staged(body: Body) -> None:
     gate, deadline = body.scheme._receiver.gate, time.monotonic() + 20.0
     while not gate._updates and time.monotonic() < deadline:
         time.sleep(0.005)
+
+
+def in_one_buffer(model: nn.Module) -> torch.Tensor:
+    """Move the parameters of a model into one buffer, as Megatron and FSDP do; return the buffer."""
+    sizes = [one.numel() for one in model.parameters()]
+    flat = torch.zeros(1 + sum(sizes))
+    for one, place in zip(model.parameters(), flat[1:].split(sizes), strict=True):
+        one.data = place.view_as(one)
+    return flat
+
+
+@pytest.mark.parametrize("encoding", ["dense", "bucket", "patch", "converted"])
+@pytest.mark.parametrize("count", [3, 150])
+def test_weights_that_a_trainer_has_offloaded_are_not_sent(count: int, encoding: str) -> None:
+    convert = iter if encoding == "converted" else None
+    strategy = WeightStrategy(encoding="dense" if convert else encoding, convert=convert)
+    source, target = layers(1, count), layers(2, count)
+    memory = in_one_buffer(source).untyped_storage()
+    with MemoryWeightSyncScheme(strategy, timeout=10.0) as scheme:
+        receiver = connect_pair(scheme, source, target)
+        before = fingerprint(target)
+        nbytes = memory.nbytes()
+        memory.resize_(0)
+        with pytest.raises(UnsupportedSourceError, match=r"the memory of '0\.weight' was freed"):
+            scheme.send()
+        memory.resize_(nbytes)
+        assert fingerprint(target) == before
+        receiver.shutdown()
+
+
+@pytest.mark.parametrize("stable", [False, True])
+def test_a_worker_that_has_offloaded_its_weights_is_named(stable: bool) -> None:
+    source, target = layers(1, 3), layers(2, 3)
+    memory = in_one_buffer(target).untyped_storage()
+    with MemoryWeightSyncScheme(timeout=10.0, stable_addresses=stable) as scheme:
+        scheme.init_on_sender(model=source, num_workers=1)
+        nbytes = memory.nbytes()
+        memory.resize_(0)
+        with pytest.raises(SyncFailedError, match=r"the memory of '0\.weight' was freed"):
+            connect_pair(scheme, source, target).shutdown()
+        memory.resize_(nbytes)

@@ -10,6 +10,7 @@ import time
 import tracemalloc
 import warnings
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from weight_update import FormatError, SchemaMismatchError, UnsupportedSourceError, WeightChunk, WeightSchema
 from weight_update.wire.extra_state import decode_extra, encode_extra
-from weight_update.wire.frames import MAX_HEADER_BYTES, PRELUDE_BYTES, Kind, Prelude
+from weight_update.wire.frames import MAX_HEADER_BYTES, PRELUDE_BYTES, Kind, Prelude, Step
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import DTYPES, MAX_PAYLOAD_BYTES, TensorMeta
 
@@ -385,12 +386,24 @@ def test_extra_state_with_lazy_views() -> None:
         assert torch.equal(decode_extra(encode_extra(view)), view)
 
 
+def freed() -> torch.Tensor:
+    tensor = torch.ones(3)[1:]
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
-    "tensor", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "meta"]
+    "make",
+    [
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.empty(2, device="meta"),
+        freed,
+    ],
+    ids=["sparse", "meta", "freed"],
 )
-def test_extra_state_without_plain_memory(tensor: torch.Tensor) -> None:
-    with pytest.raises(UnsupportedSourceError, match="extra state holds"):
-        encode_extra({"t": tensor})
+def test_extra_state_without_plain_memory(make: Callable[[], torch.Tensor]) -> None:
+    with pytest.raises(UnsupportedSourceError, match=r"'layer\._extra_state': extra state holds"):
+        Step.of(1, {"layer._extra_state": {"t": make()}})
 
 
 def test_digest_is_of_bits_wherever_they_lie() -> None:

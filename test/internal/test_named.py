@@ -203,6 +203,87 @@ def test_a_weight_that_is_saved_in_parts_is_sent() -> None:
     assert torch.equal(target.qkv, source.qkv)
 
 
+class Transposing(nn.Module):
+    """A layer that saves its weight transposed, and transposes it again when it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(2, 2))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight.t()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        self.weight.data.copy_(state_dict[f"{prefix}weight"].t())
+
+
+def test_a_model_that_saves_other_values_than_it_has_gets_none() -> None:
+    source, target = Transposing(), Transposing()
+    before = target.weight.detach().clone()
+    refused = pytest.raises(
+        WeightSyncError, match="'weight' in the state dict of Transposing is not its param"
+    )
+    with MemoryWeightSyncScheme("state_dict", timeout=10.0) as scheme, refused:
+        connect_pair(scheme, source, target)
+    assert torch.equal(target.weight, before)
+
+
+def test_values_that_only_the_sender_saves_otherwise_are_sent() -> None:
+    source, target = Transposing(), nn.Linear(2, 2, bias=False)
+    with MemoryWeightSyncScheme("state_dict", timeout=10.0) as scheme:
+        connect_pair(scheme, source, target).shutdown()
+    assert torch.equal(target.weight, source.weight.t())
+
+
+def test_a_worker_without_a_model_may_load_what_was_saved() -> None:
+    source, target = Transposing(), Transposing()
+    with MemoryWeightSyncScheme("state_dict", timeout=10.0) as scheme:
+        receiver = connect_pair(scheme, source, None)
+        scheme.send_async()
+        target.load_state_dict(receiver.receive(timeout=10.0))
+        receiver.shutdown()
+    assert torch.equal(target.weight, source.weight)
+
+
+class Counter(nn.Module):
+    """A module whose only state is extra state."""
+
+    def __init__(self, count: int = 0) -> None:
+        super().__init__()
+        self.count = count
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+def actor_critic(count: int) -> nn.ModuleDict:
+    """Return a model of which all parts have extra state."""
+    actor = nn.Sequential(nn.Linear(2, 2), Counter(count))
+    critic = nn.ModuleDict({"counter": Counter(count), "value": nn.Linear(2, 1)})
+    return nn.ModuleDict({"actor": actor, "critic": critic, "all": Counter(count)})
+
+
+@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("select", [["actor"], lambda name, tensor: name.startswith("actor")])
+def test_extra_state_is_sent_with_the_selected_weights(extract_as: Any, select: Any) -> None:
+    source, target = actor_critic(1), actor_critic(0)
+    with MemoryWeightSyncScheme(WeightStrategy(extract_as, select=select), timeout=10.0) as scheme:
+        connect_pair(scheme, source, target).shutdown()
+    counts = target["actor"][1].count, target["all"].count, target["critic"]["counter"].count
+    assert counts == (1, 1, 0)
+
+
+def test_a_worker_without_the_modules_that_are_not_selected_joins() -> None:
+    source, target = actor_critic(1), actor_critic(0)
+    del target["critic"]
+    with MemoryWeightSyncScheme(WeightStrategy(select=["actor"]), timeout=10.0) as scheme:
+        connect_pair(scheme, source, target).shutdown()
+    assert torch.equal(target["actor"][0].weight, source["actor"][0].weight)
+
+
 class Agent:
     """An object that computes when it is called, and holds a module."""
 

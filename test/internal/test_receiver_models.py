@@ -565,6 +565,31 @@ def test_forward_passes_are_awaited_on_the_gpu_that_a_model_was_moved_to(
         assert awaited == [torch.device("cuda", 1)] * expected  # before the weights are written, and after
 
 
+def with_empty_buffers() -> nn.Module:
+    """Return a module with empty buffers of several shapes, and elements of several sizes."""
+    model = nn.BatchNorm1d(3)
+    for number, shape in enumerate([(0,), (3, 0, 2), (0,), (0, 4)]):
+        model.register_buffer(f"empty{number}", torch.empty(shape))
+    return model
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_empty_buffers_keep_their_shapes(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path == "flat buffer":
+        monkeypatch.setattr(flat_buffers, "_MANY", 1)
+    source, target = with_empty_buffers(), with_empty_buffers()
+    options = dict(PATHS[path])
+    strategy = WeightStrategy(encoding=options.pop("encoding", "dense"))
+    shapes = [one.shape for one in target.buffers()]
+    with MemoryWeightSyncScheme(strategy, timeout=10.0, **options) as scheme:
+        receiver = connect_pair(scheme, source, target)
+        assert [one.shape for one in target.buffers()] == shapes
+        add_one(source)
+        scheme.send()
+        assert same(source, target)
+        receiver.shutdown()
+
+
 class HalfLoaded(InferenceEngine):
     """An engine that fails after it has begun to load."""
 

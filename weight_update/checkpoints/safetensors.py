@@ -28,7 +28,7 @@ import torch
 
 from weight_update.errors import CorruptCheckpointError, FormatError, UnsupportedSourceError
 from weight_update.strategy.named_weights import from_items
-from weight_update.wire.extra_state import decode_extra, encode_extra
+from weight_update.wire.extra_state import decode_extra, encode_all
 from weight_update.wire.memory import byte_view, bytes_of
 from weight_update.wire.schema import DTYPES, TensorMeta, WeightSchema, aligned, dtype_name
 
@@ -71,7 +71,7 @@ def pack(weights: Mapping[str, Any]) -> tuple[WeightSchema, list[memoryview]]:
     tensors, schema = named.tensors, WeightSchema.of(named.tensors)
     # The widest dtypes first: without holes, each tensor then begins at a multiple of its element size.
     stored = sorted((schema.tensors[i] for i in schema.distinct), key=lambda meta: -meta.dtype.itemsize)
-    header = _header(schema, stored, {name: encode_extra(value) for name, value in named.extra.items()})
+    header = _header(schema, stored, encode_all(named.extra))
     return schema, [memoryview(header), *(bytes_of(tensors[meta.name]) for meta in stored)]
 
 

@@ -152,8 +152,9 @@ def with_own_buffers(
     """
     if not schema.mixes_sizes:
         return values
-    # Tied tensors have equal keys.
-    keys = [(i, one.dtype, one.numel()) for i, one in zip(schema.offsets, values, strict=True)]
+    # Tied tensors have equal keys, and so have empty ones of one shape, which lie at one offset.
+    rows = zip(schema.offsets, schema.shapes, values, strict=True)
+    keys = [(offset, shape, one.dtype) for offset, shape, one in rows]
     targets = binding.tensors(schema.names)
     kept = {key for key, one in zip(keys, targets, strict=True) if isinstance(one, nn.Parameter)}
     sources = {key: one for key, one in zip(keys, values, strict=True) if key not in kept}

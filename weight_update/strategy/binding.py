@@ -25,7 +25,7 @@ from weight_update.strategy.named_weights import (
     require_initialized,
 )
 from weight_update.wire.memory import memory_identity
-from weight_update.wire.schema import WeightSchema, require_tensor
+from weight_update.wire.schema import WeightSchema, require_not_freed, require_tensor
 
 _Place = tuple[str, tuple[Any, Any]]  # name of a tensor, the dict that holds it, and its key
 _Facts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[torch.dtype, ...]]
@@ -259,7 +259,7 @@ class Binding:
         self._find_devices()
 
     def _module_places(self, module: nn.Module) -> Iterator[_Place]:
-        places = {}
+        places, own = {}, {}
         for prefix, part in named_parts(module):
             if isinstance(part, torch.jit.ScriptModule):
                 raise UnsupportedSourceError(
@@ -270,12 +270,18 @@ class Binding:
             for owner in (part._parameters, part._buffers):
                 for key, value in owner.items():
                     if value is not None:
-                        places[prefix + key] = (owner, key)
-        for name in self._read(module).tensors:
+                        places[prefix + key], own[prefix + key] = (owner, key), value
+        for name, tensor in self._read(module).tensors.items():
             if name not in places:
                 raise UnsupportedSourceError(
                     f"{name!r} of {type(module).__name__} is neither a parameter nor a buffer, so it "
                     "can be read but not written; make it a buffer, or use 'tensordict' and select="
+                )
+            if tensor is not own[name] and memory_identity(tensor) != memory_identity(own[name]):
+                raise UnsupportedSourceError(
+                    f"{name!r} in the state dict of {type(module).__name__} is not its parameter or buffer "
+                    "of that name, so no weights can be written there; use 'tensordict', or call "
+                    "init_on_receiver() without a model, and load_state_dict() with each result of receive()"
                 )
             yield name, places[name]
 
@@ -379,6 +385,7 @@ def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor])
             raise UnsupportedSourceError(
                 f"{name!r} of the target is an expanded view; its elements cannot be written one by one"
             )
+        require_not_freed(name, target)
 
 
 def _places(node: MutableMapping[Any, Any], prefix: str = "") -> Iterator[_Place]:

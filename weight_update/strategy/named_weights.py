@@ -18,13 +18,15 @@ from weight_update.arguments import require_instance
 from weight_update.encodings import Encoding
 from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError
 from weight_update.strategy.conversion import Convert, collect, convert_checked
+from weight_update.strategy.selection import extra_with
 from weight_update.text import plural
 from weight_update.wire.fixed import FixedTensors
-from weight_update.wire.memory import has_memory, memory_identity
+from weight_update.wire.memory import has_memory, is_freed, memory_identity
 from weight_update.wire.schema import (
     WeightSchema,
     differences,
     matching,
+    require_not_freed,
     require_tensor,
     untied,
     wrapper_hint,
@@ -42,6 +44,7 @@ Gather = Callable[[Mapping[str, torch.Tensor]], Generator[tuple[str, torch.Tenso
 
 # these run for thousands of tensors in each update, so without interpreted code for each tensor
 _SHAPE, _DTYPE, _LAYOUT, _IS_META = map(operator.attrgetter, ("shape", "dtype", "layout", "is_meta"))
+_STORAGE, _NBYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 _LAZY = {UninitializedParameter, UninitializedBuffer}
 
 
@@ -84,6 +87,8 @@ class NamedWeights:
         whole = (item for item in self.tensors.items()) if self.gather is None else self.gather(self.tensors)
         # How often each was written to, as far as PyTorch counts.
         counted = () if self.convert is None else self.tensors.items()
+        for name, one in counted:
+            require_not_freed(name, one)
         before = {name: one._version for name, one in counted if not one.is_inference()}
         try:
             yield from whole if self.convert is None else convert_checked(self.convert, whole)
@@ -263,7 +268,10 @@ class WeightReader:
         named = self.named(source)
         require_initialized(named.tensors)
         if chosen is not None:
-            named = NamedWeights({n: v for n, v in named.tensors.items() if n in chosen}, named.extra)
+            extra = named.extra
+            if extra and self.partial:
+                extra = extra_with(chosen, named.tensors, extra)
+            named = NamedWeights({n: v for n, v in named.tensors.items() if n in chosen}, extra)
         if self.convert is None:
             return named
         named = NamedWeights(named.tensors, convert=self.convert)
@@ -281,6 +289,7 @@ def _exact(schema: WeightSchema, tensors: Mapping[str, torch.Tensor], *, more: b
         and all(map(operator.eq, map(_SHAPE, values), schema.shapes))
         and all(map(operator.is_, map(_DTYPE, values), schema.dtypes))
         and set(map(_LAYOUT, values)) <= {torch.strided}
+        and (0 not in map(_NBYTES, map(_STORAGE, values)) or not any(map(is_freed, values)))
         and all(
             values[a] is values[b] or memory_identity(values[a]) == memory_identity(values[b])
             for a, b in schema.ties

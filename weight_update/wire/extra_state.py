@@ -8,15 +8,27 @@ type is an error that names it.
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from weight_update.errors import FormatError, UnsupportedSourceError
-from weight_update.wire.memory import bytes_of
+from weight_update.wire.memory import bytes_of, has_memory, is_freed
 from weight_update.wire.schema import DTYPES, dtype_name
 
 _PLAIN = (type(None), bool, int, float, str)
+
+
+def encode_all(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON-able forms of extra state by name; UnsupportedSourceError if one has none."""
+    encoded = {}
+    for name, value in extra.items():
+        try:
+            encoded[name] = encode_extra(value)
+        except UnsupportedSourceError as error:
+            raise UnsupportedSourceError(f"{name!r}: {error}") from None
+    return encoded
 
 
 def encode_extra(value: Any) -> Any:
@@ -55,7 +67,8 @@ def _encode(value: Any) -> Any:
 
 
 def _encode_tensor(tensor: torch.Tensor) -> list[Any]:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+    hollow = tensor.numel() > 0 and (not has_memory(tensor) or is_freed(tensor))
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or hollow:
         raise UnsupportedSourceError(
             f"extra state holds a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}; "
             "only plain tensors with memory can be synchronized"

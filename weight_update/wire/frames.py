@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weight_update.errors import FormatError, NotEnoughMemoryError, UnreachableMemoryError
-from weight_update.wire.extra_state import decode_extra, encode_extra
+from weight_update.wire.extra_state import decode_extra, encode_all
 from weight_update.wire.memory import byte_view
 from weight_update.wire.schema import MAX_PAYLOAD_BYTES, WeightSchema, compact_json
 
@@ -268,7 +268,7 @@ class Step:
 
     Attributes:
         version: number of the version.
-        extra: extra state of modules, encoded by :func:`~weight_update.wire.extra_state.encode_extra`.
+        extra: extra state of modules, encoded by :func:`~weight_update.wire.extra_state.encode_all`.
         group_commit: name of several models that switch together; see :func:`~weight_update.send_together`.
     """
 
@@ -279,7 +279,7 @@ class Step:
     @classmethod
     def of(cls, version: int, extra: Mapping[str, Any], group_commit: str | None = None) -> Step:
         """Return a step that carries the extra state ``extra``."""
-        return cls(version, {name: encode_extra(value) for name, value in extra.items()}, group_commit)
+        return cls(version, encode_all(extra), group_commit)
 
     @property
     def commit(self) -> bool:

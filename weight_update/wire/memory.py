@@ -96,6 +96,12 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.data_ptr() != 0
 
 
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has elements, but its storage was resized to 0 bytes."""
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 def memory_identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Return a key that is equal for two tensors exactly if they are the same view of the same memory.
 

@@ -16,7 +16,7 @@ import torch
 
 from weight_update.errors import FormatError, SchemaMismatchError, UnsupportedSourceError
 from weight_update.text import plural
-from weight_update.wire.memory import has_memory, memory_identity
+from weight_update.wire.memory import has_memory, is_freed, memory_identity
 
 ALIGNMENT = 64
 """Bytes to which every tensor is aligned in the flat buffer."""
@@ -267,6 +267,15 @@ def require_tensor(name: str, value: Any) -> None:
         )
 
 
+def require_not_freed(name: str, tensor: torch.Tensor) -> None:
+    """Raise UnsupportedSourceError for a weight whose memory was freed; torch crashes when it reads one."""
+    if is_freed(tensor):
+        raise UnsupportedSourceError(
+            f"the memory of {name!r} was freed (its storage has 0 bytes), as when weights are offloaded; "
+            "load them again first"
+        )
+
+
 def require_plain(name: str, tensor: Any) -> None:
     """Raise UnsupportedSourceError for a weight that :meth:`WeightSchema.of` does not take."""
     require_tensor(name, tensor)
@@ -276,6 +285,7 @@ def require_plain(name: str, tensor: Any) -> None:
             f"{name!r} is a {kind} tensor of {tensor.dtype}; only plain strided tensors can be "
             f"synchronized, such as the result of {plain}()"
         )
+    require_not_freed(name, tensor)
     if not has_memory(tensor) and tensor.numel() and not tensor.is_meta:
         raise UnsupportedSourceError(
             f"{name!r} is of type {type(tensor).__name__}, without memory of its own; only plain strided "
