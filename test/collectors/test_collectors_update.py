@@ -249,6 +249,16 @@ def test_distinct_factories_and_weights_for_each_worker(made):
     assert used(frames) == [1.0, 3.0]
 
 
+def test_other_weights_do_not_change_the_policy_that_a_call_without_weights_sends(made):
+    policy = make_policy(1.0)
+    collector = made(two_workers, policy)
+    frames = iter(collector)
+    collector.update_policy_weights_(weights_of(5.0))
+    assert used(frames) == [5.0, 5.0]
+    collector.update_policy_weights_()
+    assert used(frames) == [1.0, 1.0]
+
+
 def test_a_factory_without_scheme_cannot_be_updated(made):
     collector = made(
         MultiAsyncCollector,
