@@ -308,13 +308,12 @@ class WorkerTable:
         """Return the workers of these indices; late joiners that were forgotten are left out."""
         with self.lock:
             found = [self._states.get(idx) or self._removed.get(idx) for idx in workers]
-        return [worker for worker in found if worker is not None]
+        return [one for one in found if one is not None]
 
     @property
     def present(self) -> list[WorkerState]:
         """All initial workers and the late joiners that are connected, by index."""
-        states = self._states
-        return [states[idx] for idx in sorted(states) if states[idx].joined or not states[idx].late]
+        return [one for _, one in sorted(self._states.items()) if one.joined or not one.late]
 
 
 class GroupAssignment:
@@ -385,13 +384,15 @@ class GroupAssignment:
         return group
 
     def _find(self, source: Hashable, wire: WeightSchema) -> SendGroup | None:
-        alike = (one for one in self.all() if one.source == source)
-        return next((one for one in alike if one.schema.digest == wire.digest), None)
+        wanted = source, wire.digest
+        return next((one for one in self.all() if (one.source, one.schema.digest) == wanted), None)
 
     def _new(self, schema: WeightSchema, tracked: frozenset[str] | None, source: Hashable) -> SendGroup:
-        group: SendGroup = FullGroup(schema, self._pool, self.encoding.whole)
+        group: SendGroup
         if isinstance(self.encoding, DeltaEncoding):
             group = DeltaGroup(schema, self._pool, self.encoding, tracked)
+        else:
+            group = FullGroup(schema, self._pool, self.encoding.whole)
         group.source = source
         return group
 
