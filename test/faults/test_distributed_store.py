@@ -6,6 +6,7 @@ As a program it is a soak test: ``python test/faults/test_distributed_store.py 6
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import random
 import socket
@@ -338,6 +339,23 @@ def test_a_sender_that_cannot_be_announced_stops_listening() -> None:
     with pytest.raises(RuntimeError, match="nowhere"):
         Mute().init_on_sender(model=torch.nn.Linear(2, 2), num_workers=1)
     assert listening() == before
+
+
+def test_the_end_of_the_senders_own_connection_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a traceback of a thread; the announcement that was written last stays in the store."""
+    scheme = DistributedWeightSyncScheme()
+    scheme.init_on_sender(weights={"weight": torch.zeros(2)}, num_workers=0)
+    with scheme:
+        scheme.connect()
+        for one in psutil.Process().net_connections("tcp"):
+            if one.raddr and one.raddr.port == scheme.port:
+                with socket.socket(fileno=os.dup(one.fd)) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)
+        eventually(lambda: "does not write its announcement again" in caplog.text)
+        receiver = copy.copy(scheme)
+        receiver.init_on_receiver(model={"weight": torch.zeros(2)}, worker_idx=0)
+        with receiver:
+            receiver.connect(timeout=10.0)
 
 
 def test_a_store_that_takes_no_announcement_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:

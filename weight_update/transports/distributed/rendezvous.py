@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import logging
 import os
 import socket
 import struct
@@ -26,12 +27,14 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
 )
-from weight_update.text import format_seconds
+from weight_update.text import brief, format_seconds
 from weight_update.threads import start_thread
 from weight_update.transports.distributed.store import TCPStore, disown, own
 from weight_update.transports.handshake import PROOF_BYTES, proof
 from weight_update.transports.signed_stream import dial, listen
 from weight_update.transports.socket_stream import SocketStream
+
+_log = logging.getLogger(__name__)
 
 REPLY_SECONDS = 10.0
 """Seconds that a store may take to answer where the caller sets no limit."""
@@ -126,8 +129,15 @@ class SenderStore:
         self._server = None  # which listens until nothing refers to it
 
     def _repeat(self, key: str, signed: bytes) -> None:
-        while not self._closed.wait(_REPEAT_SECONDS):
-            self._server.set(key, signed)
+        try:
+            while not self._closed.wait(_REPEAT_SECONDS):
+                self._server.set(key, signed)
+        except RuntimeError as error:  # a firewall, for example, has cut this process's own connection
+            _log.warning(
+                "the sender at %s:%d does not write its announcement again: %s; workers can join unless "
+                "another process overwrites the announcement; if they cannot, start the sender again",
+                *(self.address, self.port, brief(error)),
+            )
 
 
 def _require_descriptors(one: int) -> None:
