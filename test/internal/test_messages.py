@@ -17,6 +17,7 @@ import torch
 from pairs import connect_pair
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import weight_update
 from weight_update import (
@@ -142,6 +143,14 @@ def test_a_wrapped_model_is_recognized_in_send(connected: Callable[..., MemoryWe
     with pytest.raises(SchemaMismatchError) as other:
         scheme.send(nn.Linear(3, 3))
     assert "wrapped" not in str(other.value)
+
+
+def test_activation_checkpointing_is_recognized(connected: Callable[..., MemoryWeightSyncScheme]) -> None:
+    source = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))  # type: ignore[no-untyped-call]
+    with pytest.raises(
+        SchemaMismatchError, match=r"sender contain _checkpoint_wrapped_module\..*was wrapped"
+    ):
+        connected(source, nn.Sequential(nn.Linear(2, 2)), "tensordict")
 
 
 def test_a_wrapper_around_a_tensordict_module_is_recognized(

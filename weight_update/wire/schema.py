@@ -23,7 +23,7 @@ ALIGNMENT = 64
 
 MAX_PAYLOAD_BYTES = 1 << 42
 _MAX_DIMENSIONS = 64  # that torch supports
-_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(_orig_mod|module)\.")
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(_orig_mod|module|_checkpoint_wrapped_module)\.")
 
 
 _DTYPE_NAMES = [
@@ -337,8 +337,9 @@ def wrapper_hint(names: Mapping[str, Sequence[str]]) -> str:
             added = " and ".join(f"{one}." for one in sorted(extra))
             return (
                 f"; the names of {side} contain {added}, which torch.compile (_orig_mod), "
-                "DistributedDataParallel and TensorDictModule (module) add: give both sides the wrapper, or "
-                "both the module that was wrapped"
+                "DistributedDataParallel and TensorDictModule (module) and activation checkpointing "
+                "(_checkpoint_wrapped_module) add: give both sides the wrapper, or both the module that was "
+                "wrapped"
             )
     return ""
 
