@@ -302,7 +302,8 @@ class OwnCopy(Storage):
     def take_back(self) -> None:
         """Take back what :meth:`stage` wrote into the buffer, if that is not in force."""
         before, self._ahead, self._before = self._before, [], []
-        write_elements(self.values, before)
+        if before:
+            write_elements(self.values, before)
 
     @property
     def device(self) -> torch.device:

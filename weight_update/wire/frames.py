@@ -279,7 +279,7 @@ class Step:
     @classmethod
     def of(cls, version: int, extra: Mapping[str, Any], group_commit: str | None = None) -> Step:
         """Return a step that carries the extra state ``extra``."""
-        return cls(version, encode_all(extra), group_commit)
+        return cls(version, encode_all(extra) if extra else {}, group_commit)
 
     @property
     def commit(self) -> bool:
