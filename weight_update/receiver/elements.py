@@ -14,7 +14,7 @@ from weight_update.engines.placement import bits_of
 from weight_update.threads import in_threads, threads_for
 from weight_update.wire.schema import TensorMeta, WeightSchema
 
-_FEW = 100  # elements of all weights for each that changes; with fewer, copying all takes about as long
+_FEW = 200  # elements of all weights for each that changes; with fewer, send() would take longer
 _LARGE = 64 << 10  # bytes of a weight, on average; smaller ones are copied faster than looked at
 
 
