@@ -7,13 +7,10 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import torch
 from marks import slow
-from torch import nn
 
 from weight_update import (
     DistributedWeightSyncScheme,
@@ -92,57 +89,6 @@ def test_a_thread_comes_back_before_the_sender_has_forgotten_it(
             with late_joiner(scheme) as receiver:
                 receiver.connect()
                 assert scheme.send().apply_seconds.keys() == {3}
-
-
-@pytest.mark.parametrize("init_sync", [True, False])
-def test_late_joiners_get_patches_in_their_dtype(init_sync: bool) -> None:
-    trainer = nn.Linear(64, 64)
-    strategy = WeightStrategy("state_dict", encoding=PatchEncoding(init_sync=init_sync))
-    with MemoryWeightSyncScheme(strategy, timeout=10.0) as scheme:
-        scheme.init_on_sender(model=trainer, num_workers=0)
-        scheme.connect()
-        for index in (3, 4):
-            scheme.send()
-            worker, receiver = nn.Linear(64, 64).bfloat16(), copy.copy(scheme)
-            with receiver:
-                receiver.init_on_receiver(model=worker, worker_idx=index)
-                receiver.connect(timeout=5.0)
-                assert receiver.version == scheme.last_report.version
-                assert same_in_bfloat16(trainer, worker)
-                with torch.no_grad():
-                    next(trainer.parameters()).view(-1)[0] += 1.0
-                report = scheme.send()
-                assert (report.encoding, report.dense_bytes) == ("patch", dense_bytes(worker))
-                assert same_in_bfloat16(trainer, worker)
-
-
-def test_a_late_joiner_of_a_wider_dtype_gets_the_next_version() -> None:
-    trainer, narrow, wide = mlp(1), mlp(2).bfloat16(), mlp(3)
-    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
-        scheme = stack.enter_context(MemoryWeightSyncScheme(WeightStrategy("state_dict", encoding="patch")))
-        scheme.init_on_sender(model=trainer, num_workers=0)
-        scheme.connect()
-        receivers = [stack.enter_context(copy.copy(scheme)) for _ in range(2)]
-        for index, (receiver, model) in enumerate(zip(receivers, (narrow, wide), strict=True)):
-            receiver.init_on_receiver(model=model, worker_idx=index)
-        receivers[0].connect(timeout=5.0)
-        joining = pool.submit(receivers[1].connect, timeout=10.0)
-        assert eventually(lambda: 1 in scheme.worker_versions)
-        time.sleep(0.1)
-        scheme.send()
-        joining.result(10.0)
-        assert same_in_bfloat16(trainer, narrow)
-        assert all(map(torch.equal, trainer.parameters(), wide.parameters()))
-
-
-def same_in_bfloat16(trainer: nn.Module, worker: nn.Module) -> bool:
-    return all(
-        torch.equal(a.bfloat16(), b) for a, b in zip(trainer.parameters(), worker.parameters(), strict=True)
-    )
-
-
-def dense_bytes(model: nn.Module) -> int:
-    return sum(one.nbytes for one in model.state_dict().values())
 
 
 def test_one_of_two_threads_becomes_a_late_joiner(monkeypatch: pytest.MonkeyPatch) -> None:

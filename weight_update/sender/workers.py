@@ -349,7 +349,10 @@ class GroupAssignment:
                 group.close()
 
     def join(self, worker: WorkerState, wire: WeightSchema) -> SendGroup | None:
-        """Return the group of a worker that has one, or joins late; if possible, one that sends ``wire``."""
+        """Return the group of a worker that joins, if it has one, or joins late.
+
+        That is, if possible, the group for weights that travel best as ``wire``.
+        """
         if worker.group is None and worker.late:
             newest = max(self.all(), key=_version, default=None)
             if newest is not None:
@@ -358,15 +361,11 @@ class GroupAssignment:
         if group is None or wire.digest == group.schema.digest:
             return group
         best = self._find(group.source, wire)
-        if best is None:
-            best = self._new(wire, worker.tracked, group.source)
-            if group.schema.digest == worker.schema.digest:
-                if not group.copy_to(best):
-                    return group
-                nobody = [one for one in self._table if one.idx == NOBODY and one.group is group]
-                self.move(nobody, best)  # workers that join later are most likely like this one
-        self.move([worker], best)  # without weights, it waits for the next update
-        return best
+        if best is None and group.schema.digest != worker.schema.digest:
+            best = self._new(wire, worker.tracked, group.source)  # the group's is not ours either: wait
+        if best is not None:
+            self.move([worker], best)
+        return best or group
 
     def assign_first(
         self, worker: WorkerState, wire: WeightSchema, version: int, named: NamedWeights | None

@@ -136,10 +136,6 @@ class SendGroup(ABC):
         This may take long. The caller does not hold the sender's lock.
         """
 
-    def copy_to(self, other: SendGroup) -> bool:
-        """Give another group the committed weights; return False if this group does not remember them."""
-        return False
-
     @abstractmethod
     def fork(self) -> SendGroup:
         """Return another group that starts with the same weights."""

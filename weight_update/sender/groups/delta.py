@@ -182,16 +182,6 @@ class DeltaGroup(SendGroup):
                 else:  # it was closed or dropped meanwhile
                     give_back(whole.slots)
 
-    def copy_to(self, other: SendGroup) -> bool:
-        if self.version is None or self._staged is not None or not isinstance(other, DeltaGroup):
-            return False
-        with self._remembering, undo_on_error(self.close):
-            weights = zip(self.schema.names, self._tracker.weights(), strict=True)
-            other.stage(self._step, NamedWeights(dict(weights)))
-        other.commit()
-        other._first = self._first
-        return True
-
     def fork(self) -> SendGroup:
         """Return another group that starts with a copy of the remembered weights and changes."""
         with self._remembering, undo_on_error(self.close):
