@@ -7,10 +7,13 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import torch
 from marks import slow
+from torch import nn
 
 from weight_update import (
     DistributedWeightSyncScheme,
@@ -23,6 +26,7 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
 )
+from weight_update.convert import cast
 from weight_update.schemes.sender_side import SenderSide
 from weight_update.sender.delivery import AnswerThreads
 from weight_update.sender.sender import Sender
@@ -89,6 +93,30 @@ def test_a_thread_comes_back_before_the_sender_has_forgotten_it(
             with late_joiner(scheme) as receiver:
                 receiver.connect()
                 assert scheme.send().apply_seconds.keys() == {3}
+
+
+def test_late_joiners_with_narrower_dtypes_are_told_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = nn.Linear(64, 64)
+    for convert, warnings in ((None, 1), (cast(torch.bfloat16), 0)):
+        caplog.clear()
+        strategy = WeightStrategy("state_dict", encoding="patch", convert=convert)
+        with MemoryWeightSyncScheme(strategy, timeout=10.0) as scheme, ExitStack() as stack:
+            scheme.init_on_sender(model=trainer, num_workers=0)
+            scheme.connect()
+            for index in (3, 4):
+                receiver, worker = stack.enter_context(copy.copy(scheme)), nn.Linear(64, 64).bfloat16()
+                receiver.init_on_receiver(model=worker, worker_idx=index)
+                receiver.connect(timeout=5.0)
+                assert torch.equal(worker.weight, trainer.weight.bfloat16())
+            with torch.no_grad():
+                trainer.weight[0, 0] += 1.0
+                trainer.weight[1:].mul_(1 + 1e-6)  # nothing in bf16
+            report = scheme.send()
+            assert (report.encoding == "patch") == (convert is not None)
+            assert torch.equal(worker.weight, trainer.weight.bfloat16())
+        told = [one.getMessage() for one in caplog.records if "convert=cast" in one.getMessage()]
+        assert len(told) == warnings
+        assert all("worker 3 joined late, and gets updates of 0.0166 MB" in one for one in told)
 
 
 def test_one_of_two_threads_becomes_a_late_joiner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,31 @@ def test_an_engine_does_not_replace_a_model(join: Join) -> None:
     assert same(source, target)
 
 
+def test_no_model_leaves_the_one_before_as_it_is(join: Join) -> None:
+    source, target = net(), net()
+    sender, receiver = join(source, target)
+    before = copy.deepcopy(source)
+    receiver.model = None
+    for _ in range(3):
+        add_one(source)
+        sender.send()
+    assert same(before, target)
+    weights = receiver.receive(timeout=0)
+    assert all(map(torch.equal, weights.values(), source.state_dict().values()))
+    other = net()
+    receiver.model = other
+    assert same(source, other)
+
+
+def test_it_gets_the_weights_before_a_rejoin_without_weights(join: Join) -> None:
+    source, other = net(), net()
+    sender, receiver = join(source, net())
+    header = {"schema": sender._sender._groups.all()[0].schema.to_header(), "digests": None}
+    receiver._receiver.staging.begin_with({**header, **sender._sender._groups.all()[0].welcome()})
+    receiver.model = other
+    assert same(source, other)
+
+
 def test_it_gets_the_extra_state_in_force(join: Join) -> None:
     source, other = Noted(7), Noted()
     _, receiver = join(source, Noted())

@@ -12,7 +12,7 @@ from pairs import connect_pair, same
 from torch import nn
 
 from weight_update import MemoryWeightSyncScheme, PatchEncoding, SyncFailedError, WeightStrategy
-from weight_update.receiver import elements
+from weight_update.receiver import elements, flat_buffers
 
 WAIT = 20.0
 
@@ -112,6 +112,24 @@ def test_a_patch_that_failed_inside_the_gate_is_taken_back(sender: Any) -> None:
         change(source, 4)
         assert sender.send().encoding == "patch"
         assert same(source, target)
+
+
+def test_all_weights_follow_an_error_halfway(sender: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Noted()
+    target = copy.deepcopy(source)
+    with connect_pair(sender, source, target):
+        with monkeypatch.context() as context:
+            context.setattr(flat_buffers, "write_elements", fail)
+            change(source, 3)
+            with pytest.raises(SyncFailedError, match="can't start new thread"):
+                sender.send()
+        change(source, 4)
+        sender.send()
+        assert same(source, target)
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_a_model_that_comes_while_a_patch_waits_gets_the_version_in_force(sender: Any) -> None:

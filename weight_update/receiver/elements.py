@@ -14,8 +14,8 @@ from weight_update.engines.placement import bits_of
 from weight_update.threads import in_threads, threads_for
 from weight_update.wire.schema import TensorMeta, WeightSchema
 
-_FEW = 200  # elements of all weights for each that changes; with fewer, send() would take longer
-_LARGE = 64 << 10  # bytes of a weight, on average; smaller ones are copied faster than looked at
+_FEW = 200  # elements of all weights for each that changes; if more change, send() would take longer
+_LARGE = 64 << 10  # bytes of a weight, on average; copying smaller ones takes less time than finding elements
 
 
 class Elements(NamedTuple):
@@ -46,11 +46,11 @@ def few_elements(deltas: Sequence[Delta], schema: WeightSchema, among: Collectio
         return {}
     found, left = dict[int, Array](), schema.elements // _FEW
     for i, meta in zip(touched, metas, strict=True):
-        positions = changed_elements(deltas, meta)
-        found[i] = np.arange(meta.nbytes // meta.dtype.itemsize) if positions is None else positions
-        left -= len(found[i])
+        positions, count = changed_elements(deltas, meta), meta.nbytes // meta.dtype.itemsize
+        left -= count if positions is None else len(positions)
         if left < 0:
             return {}
+        found[i] = np.arange(count) if positions is None else positions
     return found
 
 
@@ -63,13 +63,18 @@ def read_elements(tensors: Sequence[torch.Tensor], positions: Mapping[int, Array
     return in_threads(read, list(positions), threads_for(sum(map(len, positions.values()))))
 
 
-def write_elements(tensors: Sequence[torch.Tensor], elements: Sequence[Elements]) -> None:
-    """Write the result of :func:`read_elements` into other tensors of these dtypes; no write is counted."""
+def write_elements(
+    tensors: Sequence[torch.Tensor], elements: Sequence[Elements], *, serial: bool = False
+) -> None:
+    """Write the result of :func:`read_elements` into other tensors of these dtypes; no write is counted.
+
+    ``serial`` starts no threads, which may fail.
+    """
 
     def write(one: Elements) -> None:
         _words(tensors[one.entry])[one.positions] = one.bits
 
-    in_threads(write, elements, threads_for(sum(len(one.bits) for one in elements)))
+    in_threads(write, elements, 1 if serial else threads_for(sum(len(one.bits) for one in elements)))
 
 
 def take(tensor: torch.Tensor, positions: Array) -> Array:

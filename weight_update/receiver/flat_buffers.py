@@ -225,7 +225,8 @@ class OwnCopy(Storage):
         """
         self.unbind()
         self._binding = binding
-        self._find_copies()
+        if self._flat is not None:  # else the first weights are still to come
+            self._find_copies()
 
     def unbind(self) -> None:
         """Keep no model current, and remember whether the worker wrote into its weights."""
@@ -264,6 +265,7 @@ class OwnCopy(Storage):
             self._binding.finish_kernels()
         tensors, self._required = self._required, []
         ahead, self._ahead, self._before = self._ahead, [], []
+        self._version = None  # if an error ends this halfway, no change fits any more
         if ahead:
             write_elements(tensors, ahead)
         else:
@@ -292,7 +294,8 @@ class OwnCopy(Storage):
         Inside the gate, :meth:`apply` then writes these elements into the model, instead of whole tensors.
         """
         assert self._flat is not None
-        positions = few_elements(deltas, self.schema, self._copies) if self._copies else {}
+        on_cpu = self._copies and self._flat.is_cpu
+        positions = few_elements(deltas, self.schema, self._copies) if on_cpu else {}
         if positions and all(takes_bytes(self._required[i], self.values[i]) for i in positions):
             self._before = read_elements(self.values, positions)
             for delta in deltas:
@@ -301,9 +304,10 @@ class OwnCopy(Storage):
 
     def take_back(self) -> None:
         """Take back what :meth:`stage` wrote into the buffer, if that is not in force."""
-        before, self._ahead, self._before = self._before, [], []
-        if before:
-            write_elements(self.values, before)
+        self._ahead = []
+        if self._before:
+            write_elements(self.values, self._before, serial=True)
+            self._before = []
 
     @property
     def device(self) -> torch.device:

@@ -116,9 +116,10 @@ class Staging:
         guarded = isinstance(model, torch.nn.Module) and not self._guarded_outside
         unguard = self._gate.guard(model) if guarded else lambda: None
         with undo_on_error(unguard):
-            if self.current is not None and target.binding is not None:
-                schema = self.current.storage.schema
-                schema.require_same(target.binding.schema(), "the new model", more=True)
+            if self.current is not None:
+                if target.binding is not None:
+                    schema = self.current.storage.schema
+                    schema.require_same(target.binding.schema(), "the new model", more=True)
                 self._gate.run(functools.partial(self._fill, target, self.current), timeout)
         self.unguard()
         self.target, self.unguard = target, unguard
@@ -128,7 +129,8 @@ class Staging:
         schema = current.storage.schema
         if self._own is not None:
             self._own.take_back()  # a patch that waits, which the new model gets as whole tensors
-        values = target.prepare(schema, current.values if self._own is None else list(self._own.values))
+        own = self._own if current.storage is self._own else None
+        values = target.prepare(schema, current.values if own is None else list(own.values))
         target.check_extra(current.extra)
         bound = self.target
         with undo_on_error(target.exchange_extra(copy.deepcopy(current.extra))):

@@ -56,6 +56,7 @@ class Admission:
         self._table, self._delivery, self._strategy = table, delivery, strategy
         self._token, self._assign = token, assign
         self._replaced: OrderedDict[str | None, int] = OrderedDict()  # instance: pid of its successor
+        self._told_of_dtypes = False
 
     def watch(self, worker: WorkerState) -> None:
         """Have the link of a worker pass its join requests to :meth:`screen`."""
@@ -143,8 +144,9 @@ class Admission:
         with self._table.lock:
             worker.mark_disconnected()
             worker.joining, worker.leaving, worker.lost = True, False, None
+        wire = worker.schema.for_receiver(theirs)
         try:
-            group = self._assign(worker, worker.schema.for_receiver(theirs))
+            group = self._assign(worker, wire)
         except (TransportError, FormatError, TimeoutError, NotEnoughMemoryError):
             raise  # the worker may join again
         except Exception as error:  # noqa: BLE001 - both sides are told, whatever it is
@@ -162,6 +164,15 @@ class Admission:
                 worker.absence_told = worker.arrived = False
                 worker.failures.clear()  # they were of another process, or of an earlier connection
         _log.info("worker %d (process %d) joined", worker.idx, worker.pid)
+        if wire.nbytes < group.schema.nbytes and not self._told_of_dtypes:
+            self._told_of_dtypes = True
+            _log.warning(
+                "worker %d joined late, and gets updates of %.3g MB, because it is sent the trainer's "
+                "dtypes; in its own they would have %.3g MB: give the trainer's strategy convert=cast(...)",
+                worker.idx,
+                group.schema.nbytes / 1e6,
+                wire.nbytes / 1e6,
+            )
         self._table.tell(WorkerEvent("joined", worker.idx, worker.version, late_joiner=worker.late))
         self._delivery.update(worker)
 

@@ -19,6 +19,7 @@ from weight_update.strategy.named_weights import (
     EXTRA,
     EXTRA_IN_TENSORDICT,
     NamedWeights,
+    any_freed,
     extra_owners,
     key_name,
     named_parts,
@@ -259,7 +260,7 @@ class Binding:
         self._find_devices()
 
     def _module_places(self, module: nn.Module) -> Iterator[_Place]:
-        places, own = {}, {}
+        places: dict[str, tuple[Any, str]] = {}
         for prefix, part in named_parts(module):
             if isinstance(part, torch.jit.ScriptModule):
                 raise UnsupportedSourceError(
@@ -270,14 +271,16 @@ class Binding:
             for owner in (part._parameters, part._buffers):
                 for key, value in owner.items():
                     if value is not None:
-                        places[prefix + key], own[prefix + key] = (owner, key), value
+                        places[prefix + key] = (owner, key)
         for name, tensor in self._read(module).tensors.items():
             if name not in places:
                 raise UnsupportedSourceError(
                     f"{name!r} of {type(module).__name__} is neither a parameter nor a buffer, so it "
                     "can be read but not written; make it a buffer, or use 'tensordict' and select="
                 )
-            if tensor is not own[name] and memory_identity(tensor) != memory_identity(own[name]):
+            owner, key = places[name]
+            other = not tensor.is_meta and memory_identity(tensor) != memory_identity(owner[key])
+            if tensor is not owner[key] and other:
                 raise UnsupportedSourceError(
                     f"{name!r} in the state dict of {type(module).__name__} is not its parameter or buffer "
                     "of that name, so no weights can be written there; use 'tensordict', or call "
@@ -378,6 +381,9 @@ def _dimensions_of(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], 
 
 def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:
     """Raise for tensors that a copy would fail on halfway."""
+    if any_freed(targets):  # seldom: forward passes may be waiting
+        for name, target in zip(names, targets, strict=True):
+            require_not_freed(name, target)
     for name, target in zip(names, targets, strict=True):
         if 0 in target.stride() and any(
             step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)
@@ -385,7 +391,6 @@ def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor])
             raise UnsupportedSourceError(
                 f"{name!r} of the target is an expanded view; its elements cannot be written one by one"
             )
-        require_not_freed(name, target)
 
 
 def _places(node: MutableMapping[Any, Any], prefix: str = "") -> Iterator[_Place]:

@@ -44,7 +44,6 @@ Gather = Callable[[Mapping[str, torch.Tensor]], Generator[tuple[str, torch.Tenso
 
 # these run for thousands of tensors in each update, so without interpreted code for each tensor
 _SHAPE, _DTYPE, _LAYOUT, _IS_META = map(operator.attrgetter, ("shape", "dtype", "layout", "is_meta"))
-_STORAGE, _NBYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 _LAZY = {UninitializedParameter, UninitializedBuffer}
 
 
@@ -121,8 +120,9 @@ class NamedWeights:
             if memory in owned:
                 found[name] = tensor
                 continue
-            # A tensor under several names in a row is tied, also if each name has a view of its own.
-            if tensor is not last and (memory is None or memory != memory_identity(last)):
+            # A tensor under several names in a row is tied, also if a gathered one has a view for each name.
+            again = self.gather is not None and memory is not None and memory == memory_identity(last)
+            if tensor is not last and not again:
                 last, hollow = tensor, tensor.to("meta")
             found[name] = hollow
         return WeightSchema.of(found)
@@ -268,14 +268,18 @@ class WeightReader:
         named = self.named(source)
         require_initialized(named.tensors)
         if chosen is not None:
-            extra = named.extra
-            if extra and self.partial:
-                extra = extra_with(chosen, named.tensors, extra)
+            extra = extra_with(chosen, named.tensors, named.extra) if self.partial else named.extra
             named = NamedWeights({n: v for n, v in named.tensors.items() if n in chosen}, extra)
         if self.convert is None:
             return named
         named = NamedWeights(named.tensors, convert=self.convert)
         return named if later or self.max_in_flight is not None or named.sharded else named.converted()
+
+
+def any_freed(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether the memory of strided tensors was freed, as when a model is offloaded."""
+    sizes = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors))
+    return 0 in sizes and any(map(is_freed, tensors))
 
 
 def _exact(schema: WeightSchema, tensors: Mapping[str, torch.Tensor], *, more: bool) -> bool:
@@ -289,7 +293,7 @@ def _exact(schema: WeightSchema, tensors: Mapping[str, torch.Tensor], *, more: b
         and all(map(operator.eq, map(_SHAPE, values), schema.shapes))
         and all(map(operator.is_, map(_DTYPE, values), schema.dtypes))
         and set(map(_LAYOUT, values)) <= {torch.strided}
-        and (0 not in map(_NBYTES, map(_STORAGE, values)) or not any(map(is_freed, values)))
+        and not any_freed(values)
         and all(
             values[a] is values[b] or memory_identity(values[a]) == memory_identity(values[b])
             for a, b in schema.ties

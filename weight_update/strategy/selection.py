@@ -16,6 +16,8 @@ def extra_with(chosen: Iterable[str], names: Iterable[str], extra: Mapping[str, 
         names: names of all weights.
         extra: extra state of all modules.
     """
+    if not extra:
+        return {}
     with_weights, with_chosen = _modules_of(names), _modules_of(chosen)
     found = {}
     for name, value in extra.items():

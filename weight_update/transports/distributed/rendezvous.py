@@ -133,6 +133,8 @@ class SenderStore:
             while not self._closed.wait(_REPEAT_SECONDS):
                 self._server.set(key, signed)
         except RuntimeError as error:  # a firewall, for example, has cut this process's own connection
+            if self._closed.is_set():
+                return
             _log.warning(
                 "the sender at %s:%d does not write its announcement again: %s; workers can join unless "
                 "another process overwrites the announcement; if they cannot, start the sender again",
