@@ -159,6 +159,7 @@ def test_an_actor_that_ray_restarts_has_the_newest_weights(collect: Any) -> None
     batches = iter(collector)
     assert seen(next(batches)) == ([1, 1], {1.0})
     ray.kill(collector.remote_collectors[0], no_restart=False)
+    wait_until(lambda: collector._weight_sync_schemes["policy"].worker_versions[0] is None, WAIT)
     assert seen(next(batches)) == ([1, 1], {1.0})
     assert collector.update_policy_weights_(fill(policy, 2.0)).version == 2
     assert seen(next(batches)) == ([2, 2], {2.0})
