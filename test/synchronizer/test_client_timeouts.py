@@ -162,6 +162,26 @@ def test_a_call_that_a_living_synchronizer_does_not_answer_is_told_with_its_whol
             over.set()
 
 
+def test_the_time_of_a_call_may_end_while_another_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = iter([True, False])
+
+    def is_alive(channel: SocketChannel, deadline: float) -> bool:
+        if not next(answered):
+            time.sleep(deadline - time.monotonic())
+            return False
+        return True
+
+    monkeypatch.setattr(SocketChannel, "_is_alive", is_alive)
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        server = where.serve()
+        with ExplorerClient(server, model_at(-1)) as client:
+            over = threading.Event()
+            where.service.explorer_needs = lambda **args: {"done": over.wait(10.0)}
+            with pytest.raises(LinkClosedError, match=r"call was not answered within 0.7 s, unlike others"):
+                client.blocking.channel.call("explorer_needs", {}, 0.5, 0.2)
+            over.set()
+
+
 @contextmanager
 def server_that(answers: Callable[[SocketStream, SignedStream, bytes], None]) -> Iterator[SocketChannel]:
     """Yield the channel to a server that runs ``answers`` on each connection, with the bytes of the reply."""

@@ -183,10 +183,11 @@ class SocketChannel(Channel):
         """Wait for the answer. While none comes, check that the synchronizer answers other calls."""
         last = deadline + longer
         while longer and not connection.wait_readable(max(deadline - time.monotonic(), 0.0) / 2):
-            if time.monotonic() >= last:
+            alive = time.monotonic() < last and self._is_alive(deadline)
+            if time.monotonic() >= last:  # an earlier check was answered
                 whole = format_seconds(timeout + longer)
                 raise SyncTimeoutError(f"this call was not answered within {whole}, unlike others meanwhile")
-            if not self._is_alive(deadline):
+            if not alive:
                 raise SyncTimeoutError(f"the other end said nothing for {format_seconds(timeout)}")
             deadline = min(time.monotonic() + timeout, last)
         return connection.receive_json(seconds_left(deadline))
