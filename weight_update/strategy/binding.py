@@ -279,8 +279,8 @@ class Binding:
                     "can be read but not written; make it a buffer, or use 'tensordict' and select="
                 )
             owner, key = places[name]
-            other = not tensor.is_meta and memory_identity(tensor) != memory_identity(owner[key])
-            if tensor is not owner[key] and other:
+            kept = tensor is owner[key] or tensor.is_meta
+            if not kept and memory_identity(tensor) != memory_identity(owner[key]):
                 raise UnsupportedSourceError(
                     f"{name!r} in the state dict of {type(module).__name__} is not its parameter or buffer "
                     "of that name, so no weights can be written there; use 'tensordict', or call "
