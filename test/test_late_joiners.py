@@ -116,7 +116,7 @@ def test_late_joiners_with_narrower_dtypes_are_told_the_remedy(caplog: pytest.Lo
             assert torch.equal(worker.weight, trainer.weight.bfloat16())
         told = [one.getMessage() for one in caplog.records if "convert=cast" in one.getMessage()]
         assert len(told) == warnings
-        assert all("worker 3 joined late, and gets updates of 0.0166 MB" in one for one in told)
+        assert all("worker 3 joined after connect(), and gets updates of 0.0166 MB" in one for one in told)
 
 
 def test_one_of_two_threads_becomes_a_late_joiner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,9 @@ class CheckpointStore:
 
         Raises:
             LifecycleError: another store object has published since this one did.
-            NotEnoughSpaceError: the disk is full, or files may not be that large. As after every error but
-                the next one, the version does not exist, its bytes are free again and older versions stay.
+            NotEnoughSpaceError: the disk is full, or files may not be that large. As after every error
+                except the OSError below, the version does not exist, its bytes are free again and older
+                versions stay.
             OSError: the files could not be written. If only the last step failed, which syncs the directory,
                 the version exists, and may be lost in a power cut; publish it again.
             UnsupportedSourceError: ``weights`` is no dict; a tensor is sparse, quantized, of an unknown dtype

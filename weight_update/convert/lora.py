@@ -16,7 +16,8 @@ from weight_update.errors import ConversionError
 
 _BASE = re.compile(r"(?P<layer>.+)\.base_layer\.(?P<leaf>.+)")
 _FACTOR = re.compile(
-    r"(?P<layer>.+)\.(?:lora_|trainable_tokens_(?=original|delta))(?P<kind>[^.]+)\.(?P<adapter>[^.]+)(?P<leaf>\..+)?"
+    r"(?P<layer>.+)\.(?:lora_|trainable_tokens_(?=original|delta))"
+    r"(?P<kind>[^.]+)\.(?P<adapter>[^.]+)(?P<leaf>\..+)?"
 )
 _SAVED = re.compile(r"(?P<layer>.+)\.(?:original_module|modules_to_save\.(?P<adapter>[^.]+))\.(?P<leaf>.+)")
 _KINDS = {"A": ".weight", "B": ".weight", "embedding_A": None, "embedding_B": None}

@@ -167,8 +167,8 @@ class Admission:
         if wire.nbytes < group.schema.nbytes and not self._told_of_dtypes:
             self._told_of_dtypes = True
             _log.warning(
-                "worker %d joined late, and gets updates of %.3g MB, because it is sent the trainer's "
-                "dtypes; in its own they would have %.3g MB: give the trainer's strategy convert=cast(...)",
+                "worker %d joined after connect(), and gets updates of %.3g MB in the trainer's dtypes; in "
+                "its own they would have %.3g MB: give the trainer's strategy convert=cast(...)",
                 worker.idx,
                 group.schema.nbytes / 1e6,
                 wire.nbytes / 1e6,

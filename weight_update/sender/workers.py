@@ -308,7 +308,7 @@ class WorkerTable:
         """Return the workers of these indices; late joiners that were forgotten are left out."""
         with self.lock:
             found = [self._states.get(idx) or self._removed.get(idx) for idx in workers]
-        return [one for one in found if one is not None]
+        return [worker for worker in found if worker is not None]
 
     @property
     def present(self) -> list[WorkerState]:
@@ -383,8 +383,8 @@ class GroupAssignment:
         return group
 
     def _find(self, source: Hashable, wire: WeightSchema) -> SendGroup | None:
-        wanted = source, wire.digest
-        return next((one for one in self.all() if (one.source, one.schema.digest) == wanted), None)
+        alike = (one for one in self.all() if one.source == source)
+        return next((one for one in alike if one.schema.digest == wire.digest), None)
 
     def _new(self, schema: WeightSchema, tracked: frozenset[str] | None, source: Hashable) -> SendGroup:
         group: SendGroup

@@ -381,7 +381,7 @@ def _dimensions_of(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], 
 
 def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:
     """Raise for tensors that a copy would fail on halfway."""
-    if any_freed(targets):  # seldom: forward passes may be waiting
+    if any_freed(targets):  # first for all at once: forward passes may be waiting
         for name, target in zip(names, targets, strict=True):
             require_not_freed(name, target)
     for name, target in zip(names, targets, strict=True):
