@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from weight_update.sender.buffers import (
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import FullGroup
 from weight_update.sender.reasons import delay_of
-from weight_update.sender.workers import GroupAssignment, WorkerState
+from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerWeights
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Kind, Step, WeightChunk, frames_of
 from weight_update.wire.memory import memory_identity
@@ -42,9 +42,7 @@ class PipelineSender:
         self._groups, self._limit, self._pool, self._delivery = groups, limit, pool, delivery
         self._unfinished: list[Pipeline] = []  # workers must forget these if the version fails
 
-    def send(
-        self, weights: Mapping[int, NamedWeights], version: int, group_commit: str | None = None
-    ) -> SyncReport:
+    def send(self, weights: WorkerWeights, version: int, group_commit: str | None = None) -> SyncReport:
         """Convert, encode and send a version; ``group_commit`` is as in :meth:`Sender.publish`.
 
         Raises:
@@ -55,7 +53,7 @@ class PipelineSender:
         self._give_up()  # a signal handler may have kept the call before from it
         report = SyncReport(version, self._groups.encoding.label)
         parts = self._groups.partition(weights, apart=group_commit is not None)
-        ordered = [_in_order(weights[states[0].idx], states[0].schema) for states in parts]
+        ordered = [_in_order(weights[states[0]], states[0].schema) for states in parts]
         with undo_on_error(self._give_up):
             for part, named in zip(parts, ordered, strict=True):
                 for states, commit in _by_commit(part, group_commit):

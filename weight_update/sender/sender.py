@@ -18,7 +18,7 @@ from weight_update.sender.handle import AnswerReader, Outcomes
 from weight_update.sender.joining import Admission, absent, require_weights, wait_for_none, without_weights
 from weight_update.sender.observed import ObservedUpdate
 from weight_update.sender.pipeline import PipelineSender
-from weight_update.sender.workers import NOBODY, GroupAssignment, WorkerState, WorkerTable
+from weight_update.sender.workers import NOBODY, GroupAssignment, WorkerState, WorkerTable, WorkerWeights
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
@@ -61,7 +61,7 @@ class Sender(Outcomes):
         self._strategy = strategy
         self._number = -1  # of the last version
         self._next = 0  # number of the next version
-        self._first_weights: Mapping[int, NamedWeights] = {}  # for workers that join while connect() waits
+        self._first_weights: WorkerWeights = {}  # for workers that join while connect() waits
         self._first_label = strategy.encoding.whole.label  # of the weights that a worker gets when it joins
         self._pid = os.getpid()
         first = next(iter(links.values()))
@@ -164,12 +164,12 @@ class Sender(Outcomes):
                 self._answers.start(worker)
             wait_for_none(self.table, absent, deadline)
             with self._groups.lock:
-                report = self._pipelines.send(self._of_known(weights), self._next_number())
+                first = self._of_known(weights)
+                report = self._pipelines.send(first, self._next_number())
         else:
             with self._groups.lock:
-                weights = self._of_known(weights)
-                report = self._stage(weights)
-                self._first_weights = weights
+                first = self._first_weights = self._of_known(weights)
+                report = self._stage(first)
         for worker in self.table:  # late joiners may have come just now
             self._delivery.update(worker)
             self._answers.start(worker)
@@ -178,17 +178,17 @@ class Sender(Outcomes):
             require_weights(self.table, timeout, self.refusals)
         finally:
             with self._groups.lock:
-                self._end_connect(weights)
+                self._end_connect(first)
             report.dense_bytes = sum(group.schema.dense_bytes for group in self._groups.all())
-        self.fill(report, self.table.known(weights))
+        self.fill(report, first)
         self.table.told = report.version
         return report
 
-    def _end_connect(self, weights: Mapping[int, NamedWeights]) -> None:
+    def _end_connect(self, weights: WorkerWeights) -> None:
         """Encode the first weights of workers that did not join: ``weights`` may change until they do."""
         for worker in self.table:
             if worker.group is None and (worker.idx == NOBODY or not worker.late):
-                kept = weights[worker.idx] if self._pipelines is None else None
+                kept = weights[worker] if self._pipelines is None else None
                 self._groups.assign_first(worker, worker.schema, self._number, kept)
         self._first_weights = {}
 
@@ -198,7 +198,7 @@ class Sender(Outcomes):
             group = self._groups.join(worker, wire)
             if group is None:
                 first = next(iter(self._first_weights.values()), None) if worker.late else None
-                named = self._first_weights.get(worker.idx, first)
+                named = self._first_weights.get(worker, first)
                 group = self._groups.assign_first(worker, wire, self._number, named)
             return group
 
@@ -219,17 +219,16 @@ class Sender(Outcomes):
             with self._groups.lock:
                 self._delivery.lose_interrupted()
                 self._groups.release_departed()
-                weights = self._of_known(weights)
+                states = self._of_known(weights)
                 with self.table.lock:
-                    for worker in self.table.known(weights):
+                    for worker in states:
                         worker.forget_old_failures()
                         if group_commit is not None and worker.joining_error is not None:
                             worker.failures.popitem()  # it is sent these weights again: it needs them first
                 if self._pipelines is not None:
-                    return self._pipelines.send(weights, self._next_number(), group_commit)
-                report = self._stage(weights, group_commit)
+                    return self._pipelines.send(states, self._next_number(), group_commit)
+                report = self._stage(states, group_commit)
                 start = time.perf_counter()
-                states = self.table.known(weights)
                 self.reader.pause(states)
                 self._delivery.update(*states)
                 report.seconds["send"] = time.perf_counter() - start
@@ -252,11 +251,11 @@ class Sender(Outcomes):
         self._number, self._next = self._next, self._next + 1
         return self._number
 
-    def _of_known(self, weights: Mapping[int, NamedWeights]) -> Mapping[int, NamedWeights]:
-        """Return ``weights`` without those for late joiners that were forgotten meanwhile."""
-        return {idx: named for idx, named in weights.items() if idx in self.table}
+    def _of_known(self, weights: Mapping[int, NamedWeights]) -> WorkerWeights:
+        """Return ``weights`` by worker, without those for late joiners that were forgotten meanwhile."""
+        return {self.table[idx]: named for idx, named in weights.items() if idx in self.table}
 
-    def _stage(self, weights: Mapping[int, NamedWeights], group_commit: str | None = None) -> SyncReport:
+    def _stage(self, weights: WorkerWeights, group_commit: str | None = None) -> SyncReport:
         """Encode a new version and, unless workers wait for COMMIT, make it the one they are to have."""
         start, commit = time.perf_counter(), group_commit is None
         self._require_agreed(weights)
@@ -269,7 +268,7 @@ class Sender(Outcomes):
         try:
             for states in parts:
                 self._groups.await_room(self.timeout)
-                named = weights[states[0].idx]
+                named = weights[states[0]]
                 groups.append(self._groups.group_for(states))
                 step = Step.of(self._number, named.extra, group_commit)
                 bases = [worker.has for worker in states if worker.has is not None]
@@ -280,7 +279,7 @@ class Sender(Outcomes):
             self._groups.close_unused(groups)
             raise
         for states, group in zip(parts, groups, strict=True):
-            group.source = (self._number, id(weights[states[0].idx]))
+            group.source = (self._number, id(weights[states[0]]))
             self._groups.move(states, group)
             if commit:
                 group.commit()
@@ -292,19 +291,18 @@ class Sender(Outcomes):
         report.seconds["encode"] = time.perf_counter() - start
         return report
 
-    def _require_agreed(self, weights: Mapping[int, NamedWeights]) -> None:
+    def _require_agreed(self, weights: WorkerWeights) -> None:
         """Check weights that are to be sent, once for workers that are alike.
 
         Weights that updates do not carry are needed the first time only.
         """
-        alike: dict[tuple[int | bool, ...], int] = {}
-        for idx, named in weights.items():
-            worker = self.table[idx]
-            alike.setdefault((id(named), id(worker.schema), id(worker.tracked), worker.group is None), idx)
-        for idx in alike.values():
-            worker = self.table[idx]
+        alike = {
+            (id(named), id(worker.schema), id(worker.tracked), worker.group is None): (worker, named)
+            for worker, named in weights.items()
+        }
+        for worker, named in alike.values():
             required = None if worker.group is None else worker.tracked
-            weights[idx].require_agreed(worker.schema, more=self._strategy.partial, required=required)
+            named.require_agreed(worker.schema, more=self._strategy.partial, required=required)
 
     def whole_weights(self, weights: Mapping[int, NamedWeights]) -> NamedWeights:
         """Return the weights of one worker after gathering and conversion."""

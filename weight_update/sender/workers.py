@@ -251,6 +251,9 @@ class WorkerState:
         self.set_update("applied", None)
 
 
+WorkerWeights = Mapping[WorkerState, NamedWeights]
+
+
 class WorkerTable:
     """All workers of a sender, and the lock and condition to wait for them.
 
@@ -401,14 +404,13 @@ class GroupAssignment:
             gone = [one for one in self._table if one.late and not one.joined and one.lost is not None]
             self.move(gone, None)
 
-    def partition(self, weights: Mapping[int, NamedWeights], *, apart: bool) -> list[list[WorkerState]]:
+    def partition(self, weights: WorkerWeights, *, apart: bool) -> list[list[WorkerState]]:
         """Return lists of workers that can be sent the same bytes; workers without a group are left out.
 
         ``apart`` keeps workers of different groups apart even if they could be sent the same.
         """
         parts: dict[tuple[Any, ...], list[WorkerState]] = {}
-        for idx, named in weights.items():
-            worker = self._table[idx]
+        for worker, named in weights.items():
             if worker.group is not None:
                 key = id(named), worker.group.schema.digest, worker.tracked, apart and id(worker.group)
                 parts.setdefault(key, []).append(worker)
