@@ -50,6 +50,7 @@ class Delivery:
         self._reports: weakref.WeakValueDictionary[int, SyncReport] = weakref.WeakValueDictionary()
         self._counted: set[tuple[int, int]] = set()  # versions, and payloads that workers share
         self._unwritten: dict[WorkerState, int] = {}  # by the main thread, and the connections of the workers
+        self._main_thread = threading.main_thread().ident
 
     def count_in(self, report: SyncReport) -> None:
         """Count the bytes that workers are sent of a version in its report, as long as that is in use."""
@@ -115,7 +116,7 @@ class Delivery:
 
     def _writes_of_this_thread(self) -> dict[WorkerState, int]:
         """Return the writes that have begun; signal handlers raise in the main thread only."""
-        return self._unwritten if threading.current_thread() is threading.main_thread() else {}
+        return self._unwritten if threading.get_ident() == self._main_thread else {}
 
     def post(self, worker: WorkerState, write: Callable[[], None], *, short: bool = True) -> None:
         """Call ``write`` if that cannot block, else have the outbox of a worker call it.

@@ -303,15 +303,14 @@ class WorkerTable:
     def remove(self, worker: WorkerState) -> None:
         """Remove a late joiner that has left."""
         with self.lock:
+            self._removed[worker.idx] = worker  # first: known() finds it in one of the two
             self._states = {idx: one for idx, one in self._states.items() if one is not worker}
-            self._removed[worker.idx] = worker
             self.changed.notify_all()
 
     def known(self, workers: Iterable[int]) -> list[WorkerState]:
         """Return the workers of these indices; late joiners that were forgotten are left out."""
-        with self.lock:
-            found = [self._states.get(idx) or self._removed.get(idx) for idx in workers]
-        return [worker for worker in found if worker is not None]
+        found, gone = self._states, self._removed
+        return [one for idx in workers if (one := found.get(idx) or gone.get(idx)) is not None]
 
     @property
     def present(self) -> list[WorkerState]:
@@ -401,8 +400,9 @@ class GroupAssignment:
     def release_departed(self) -> None:
         """Release updates held for late joiners that have left."""
         with self._table.lock:
-            gone = [one for one in self._table if one.late and not one.joined and one.lost is not None]
-            self.move(gone, None)
+            for worker in self._table:
+                if worker.late and not worker.joined and worker.lost is not None:
+                    self.move([worker], None)
 
     def partition(self, weights: WorkerWeights, *, apart: bool) -> list[list[WorkerState]]:
         """Return lists of workers that can be sent the same bytes; workers without a group are left out.
@@ -442,7 +442,7 @@ class GroupAssignment:
         The caller moves them to it once the update is staged.
         """
         groups = {worker.group: None for worker in states if worker.group}
-        outside = {worker.group for worker in self._table if worker not in states}
+        outside = {worker.group for worker in set(self._table).difference(states)}
         own = [group for group in groups if group not in outside]
         return max(own, key=_version) if own else next(iter(groups)).fork()
 
