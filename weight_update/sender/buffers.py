@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from weight_update.wire.memory import pin
 
 _IDLE_UPDATES = 8
 _CHECK_SECONDS = 0.2
+_T = TypeVar("_T")
 _KEPT_BYTES = 16 << 10  # as small frames, too, this fits into the default buffer of a Unix socket
 
 
@@ -105,11 +106,10 @@ class BufferPool:
             self._slots.append(Slot(self._link.allocate(nbytes)))
             pin(self._slots[-1].buffer.tensor)
 
-    @contextlib.contextmanager
-    def borrowing(self) -> Iterator[tuple[list[Slot], Lend]]:
-        """Yield a list and a ``lend`` function, which takes slots with one user each and appends them to it.
+    def fill(self, encode: Callable[[Lend], _T]) -> tuple[_T, list[Slot]]:
+        """Return the result of ``encode(lend)`` and the slots that ``lend`` took for it, with one user each.
 
-        After an error in this context, the slots are given back.
+        After an error of ``encode``, the slots are given back.
         """
         slots: list[Slot] = []
 
@@ -118,7 +118,7 @@ class BufferPool:
             return slots[-1].buffer.tensor
 
         try:
-            yield slots, lend
+            return encode(lend), slots
         except BaseException:
             with self.lock:
                 give_back(slots)
@@ -147,11 +147,11 @@ class BufferPool:
 
     def _find(self, nbytes: int) -> Slot:
         """Return a free slot of exactly this size, else a new one; NotEnoughMemoryError if there is none."""
-        self._drop([slot for slot in self._slots if slot.abandoned and slot.users == 0])
         free = [slot for slot in self._slots if slot.users == 0]
-        for slot in [slot for slot in free if slot.buffer.is_read_elsewhere()]:
-            free.remove(slot)
-            self._drop([slot])
+        for slot in free.copy():
+            if slot.abandoned or slot.buffer.is_read_elsewhere():
+                free.remove(slot)
+                self._drop([slot])
         for slot in free:
             if slot.buffer.tensor.numel() == nbytes:
                 slot.buffer.use += 1

@@ -14,7 +14,7 @@ import torch
 from weight_update.encodings import Difference, Encoder, WholeEncoding
 from weight_update.sender.buffers import BufferPool, EncodedUpdate, Slot, VersionId, give_back
 from weight_update.strategy.named_weights import NamedWeights
-from weight_update.wire.frames import Step, frames_of
+from weight_update.wire.frames import Step, WeightChunk, frames_of
 from weight_update.wire.schema import WeightSchema
 
 
@@ -71,7 +71,7 @@ class SendGroup(ABC):
         self.source: Hashable = None
         self._staged: Staged | None = None
         self.whole_encoding = whole
-        self._borrowing, self._lock = pool.borrowing, pool.lock
+        self._fill, self._lock = pool.fill, pool.lock
         everything = Difference(schema.elements, schema.elements)
         self._whole_facts = UpdateFacts(whole.label, whole.compressed_with, everything)
 
@@ -164,10 +164,12 @@ class SendGroup(ABC):
 
     def _encode_whole(self, step: Step, values: Sequence[torch.Tensor]) -> EncodedUpdate:
         """Return the update that carries all weights, given in schema order."""
-        with self._borrowing() as (slots, lend):
-            payloads = self.encoder.encode(values, lend)
-            chunks = [*frames_of(step, self.schema, self.whole_encoding.name, payloads, len(payloads))]
+        encode = self.encoder.encode
+        chunks, slots = self._fill(lambda lend: self._whole_frames(step, encode(values, lend)))
         return EncodedUpdate(VersionId(step.version), chunks, slots)
+
+    def _whole_frames(self, step: Step, payloads: list[torch.Tensor]) -> list[WeightChunk]:
+        return [*frames_of(step, self.schema, self.whole_encoding.name, payloads, len(payloads))]
 
 
 class FullGroup(SendGroup):
@@ -189,8 +191,7 @@ class FullGroup(SendGroup):
             update = staged.whole
             if not staged.step.commit:
                 payloads = [chunk.payload for chunk in update.chunks if chunk.payload is not None]
-                step = staged.step.committed()
-                chunks = [*frames_of(step, self.schema, self.whole_encoding.name, payloads, len(payloads))]
+                chunks = self._whole_frames(staged.step.committed(), payloads)
                 update = EncodedUpdate(update.version_id, chunks, update.slots)
             # no call in between: a signal handler may raise in one, and without `whole` nobody gets weights
             former, self._staged = self.whole, None

@@ -6,13 +6,13 @@ import copy
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from weight_update.encodings import DeltaEncoding, Lend, Tracker
+from weight_update.encodings import DeltaEncoding, Tracker
 from weight_update.errors import undo_on_error
 from weight_update.sender.buffers import BufferPool, EncodedUpdate, Slot, VersionId, give_back
 from weight_update.sender.groups.base import SendGroup, Staged, UpdateFacts
@@ -80,12 +80,11 @@ class DeltaGroup(SendGroup):
         if (base := self.version) is None:
             self._put(Staged(VersionId(step.version), step, []))
             return self._whole_facts
-        payload, mostly_new = None, difference.changed > _NOT_WORTH * self.schema.elements
+        payload, slots, mostly_new = None, [], difference.changed > _NOT_WORTH * self.schema.elements
         if step.commit:  # else a patch is sent in any case
             self._count(mostly_new)
-        with self._borrowing() as (slots, lend):
-            if not mostly_new or not step.commit:
-                payload = self._tracker.encode(difference, base, step.version, _rounding(lend))
+        if not mostly_new or not step.commit:
+            payload, slots = self._changes(self._tracker.encode, difference, base, step.version)
         if payload is not None and step.commit and payload.numel() > _NOT_WORTH * self.schema.dense_bytes:
             with self._lock:
                 give_back(slots)
@@ -107,6 +106,10 @@ class DeltaGroup(SendGroup):
         """Return the remembered weights in schema order, with ``tensors`` in their places."""
         known = zip(self.schema.names, self._tracker.weights(), strict=True)
         return [tensors.get(name, kept) for name, kept in known]
+
+    def _changes(self, encode: Callable[..., torch.Tensor], *args: Any) -> tuple[torch.Tensor, list[Slot]]:
+        """Return the payload ``encode(*args, lend)`` and its slots, of sizes that can be used again."""
+        return self._fill(lambda lend: encode(*args, lambda nbytes: lend(_rounded(nbytes))[:nbytes]))
 
     def _count(self, mostly_new: bool) -> None:
         """Log a warning, once, when several updates in a row have changed most elements."""
@@ -171,9 +174,8 @@ class DeltaGroup(SendGroup):
             if self._digests_to_tell() is None:
                 whole = self._encode_whole(step, weights)
             else:
-                with self._borrowing() as (slots, lend):
-                    payload = self._tracker.bootstrap(step.version, _rounding(lend))
-                    chunks = [*frames_of(step, self.schema, self._encoding.name, [payload], 1, step.version)]
+                payload, slots = self._changes(self._tracker.bootstrap, step.version)
+                chunks = [*frames_of(step, self.schema, self._encoding.name, [payload], 1, step.version)]
                 whole = EncodedUpdate(version_id, chunks, slots)
             whole.version_id = version_id
             with self._lock:
@@ -252,11 +254,6 @@ class _Change:
     base: VersionId
     payload: torch.Tensor = field(repr=False)
     slots: list[Slot]
-
-
-def _rounding(lend: Lend) -> Lend:
-    """Return a ``lend`` that rounds sizes up, so that slots of ever new sizes can be used again."""
-    return lambda nbytes: lend(_rounded(nbytes))[:nbytes]
 
 
 def _rounded(nbytes: int) -> int:
