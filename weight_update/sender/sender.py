@@ -387,9 +387,8 @@ class Sender(Outcomes):
 
 def _enter(report: SyncReport, groups: list[SendGroup], facts: list[UpdateFacts]) -> None:
     """Enter facts about the staged updates into ``report``."""
-    total = sum(one.difference.total for one in facts)
+    encodings, compressions, changed, total = zip(*facts, strict=True)
     report.dense_bytes = sum(group.schema.dense_bytes for group in groups)
-    report.encoding = "+".join(sorted({one.encoding for one in facts}))
-    report.compression = "+".join(sorted({one.compression for one in facts} - {""}))
-    changed = sum(one.difference.changed for one in facts)
-    report.changed_fraction = changed / total if total else 0.0
+    report.encoding = "+".join(sorted(set(encodings)))
+    report.compression = "+".join(sorted(set(compressions) - {""}))
+    report.changed_fraction = sum(changed) / sum(total) if any(total) else 0.0

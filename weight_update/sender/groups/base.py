@@ -23,7 +23,8 @@ class UpdateFacts(NamedTuple):
 
     encoding: str
     compression: str
-    difference: Difference
+    changed: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ class SendGroup(ABC):
         self._staged: Staged | None = None
         self.whole_encoding = whole
         self._fill, self._lock = pool.fill, pool.lock
-        everything = Difference(schema.elements, schema.elements)
-        self._whole_facts = UpdateFacts(whole.label, whole.compressed_with, everything)
+        self._whole_facts = UpdateFacts(whole.label, whole.compressed_with, schema.elements, schema.elements)
 
     @property
     def version(self) -> int | None:

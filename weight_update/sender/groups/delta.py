@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema, aligned, dtype_name
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 _NOT_WORTH = 0.9
@@ -80,7 +81,9 @@ class DeltaGroup(SendGroup):
         if (base := self.version) is None:
             self._put(Staged(VersionId(step.version), step, []))
             return self._whole_facts
-        payload, slots, mostly_new = None, [], difference.changed > _NOT_WORTH * self.schema.elements
+        payload: torch.Tensor | None = None
+        slots: list[Slot] = []
+        mostly_new = difference.changed > _NOT_WORTH * self.schema.elements
         if step.commit:  # else a patch is sent in any case
             self._count(mostly_new)
         if not mostly_new or not step.commit:
@@ -91,7 +94,7 @@ class DeltaGroup(SendGroup):
             payload, slots = None, []
         self._put(Staged(VersionId(step.version), step, slots, None, difference, payload))
         used = self.whole_encoding if payload is None else self._encoding
-        return UpdateFacts(used.label, used.compressed_with, difference)
+        return UpdateFacts(used.label, used.compressed_with, difference.changed, difference.total)
 
     def _begin(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Remember these weights, for the first time or after an error of the tracker."""
@@ -107,7 +110,7 @@ class DeltaGroup(SendGroup):
         known = zip(self.schema.names, self._tracker.weights(), strict=True)
         return [tensors.get(name, kept) for name, kept in known]
 
-    def _changes(self, encode: Callable[..., torch.Tensor], *args: Any) -> tuple[torch.Tensor, list[Slot]]:
+    def _changes(self, encode: Callable[..., _T], *args: Any) -> tuple[_T, list[Slot]]:
         """Return the payload ``encode(*args, lend)`` and its slots, of sizes that can be used again."""
         return self._fill(lambda lend: encode(*args, lambda nbytes: lend(_rounded(nbytes))[:nbytes]))
 
