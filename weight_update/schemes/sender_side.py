@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import threading
 import time
@@ -335,18 +336,21 @@ class SenderSide:
 
         ``context`` refers to the object that ``weights`` is looked up in, if it is a name.
         """
-        with self._sending, _outside_inference_mode(), contextlib.ExitStack() as staged:
+        report: SyncReport | None = None
+        with self._sending, _outside_inference_mode():
             start = time.perf_counter()
-            read = self._read_for(weights, worker_ids, context)
-            with self._in_step("send", read, self._patience) as named:
-                extract = time.perf_counter() - start
-                report = self.sender.publish(named, group_commit=group_commit)
-                if group_commit is not None:  # after an error, the caller has no handle to abort it
-                    staged.callback(self.sender.abort, report.version, [*named])
-                handle = SendHandle(self.sender, report, tuple(idx for idx in named if idx != NOBODY))
-            staged.pop_all()
-            handle.report.began -= extract
-            handle.report.seconds = {"extract": extract, **handle.report.seconds}
+            read = functools.partial(self._read, weights, worker_ids, context)
+            try:
+                with self._in_step("send", read, self._patience) as named:
+                    extract = time.perf_counter() - start
+                    report = self.sender.publish(named, group_commit=group_commit)
+                    handle = SendHandle(self.sender, report, tuple(idx for idx in named if idx != NOBODY))
+            except BaseException:
+                if report is not None and group_commit is not None:  # the caller has no handle to abort it
+                    self.sender.abort(report.version, [*named])
+                raise
+            report.began -= extract
+            report.seconds = {"extract": extract, **report.seconds}
         return handle
 
     def attend(self, call: Callable[[], _T]) -> _T:
@@ -379,29 +383,26 @@ class SenderSide:
 
     def read(self, weights: Any, context: weakref.ref[Any] | None) -> NamedWeights | None:
         """Return the weights that :meth:`publish` would send; None on ranks that do not lead."""
-        read = self._read_for(weights, None, context)
+        read = functools.partial(self._read, weights, None, context)
         with self._in_step("prepare_weights", read, self._patience) as named:
             return self.sender.whole_weights(named)
 
-    def _read_for(
-        self, weights: Any, worker_ids: Any, context: weakref.ref[Any] | None
-    ) -> Callable[[Sequence[int] | None], dict[int, NamedWeights]]:
-        """Return a function that reads weights for ``worker_ids``, or for workers that another rank names."""
-
-        def read(workers: Sequence[int] | None) -> dict[int, NamedWeights]:
-            found = weights
-            if isinstance(weights, str):
-                where = None if context is None else context()
-                if where is None:
-                    raise ValueError(
-                        f"weights={weights!r} names a model, but there is no context to find it in"
-                    )
-                found = resolve_path(where, weights)
-            if workers is None:
-                workers = self._reader.select(worker_ids, found, self.sender.workers)
-            return self._reader.read(found, workers)
-
-        return read
+    def _read(
+        self,
+        weights: Any,
+        worker_ids: Any,
+        context: weakref.ref[Any] | None,
+        workers: Sequence[int] | None,
+    ) -> dict[int, NamedWeights]:
+        """Return the weights for ``worker_ids``, or for the ``workers`` that another rank names."""
+        if isinstance(weights, str):
+            where = None if context is None else context()
+            if where is None:
+                raise ValueError(f"weights={weights!r} names a model, but there is no context to find it in")
+            weights = resolve_path(where, weights)
+        if workers is None:
+            workers = self._reader.select(worker_ids, weights, self.sender.workers)
+        return self._reader.read(weights, workers)
 
 
 def _schemas_of(surveyed: _Surveyed) -> tuple[dict[int, WeightSchema], dict[int, frozenset[str] | None]]:
