@@ -152,9 +152,10 @@ class SocketStream:
 
     def peek(self, limit: int) -> bytes:
         """Return up to ``limit`` bytes that can be received now, and leave them there."""
-        with contextlib.suppress(OSError):
+        try:
             return self.sock.recv(limit, socket.MSG_PEEK)
-        return b""
+        except OSError:
+            return b""
 
     def close(self) -> None:
         """End the connection and wake threads that wait on it."""
