@@ -75,32 +75,14 @@ class Delivery:
 
     def _update(self, workers: Sequence[WorkerState], unwritten: dict[WorkerState, int]) -> None:
         """Send updates; ``unwritten`` has workers until theirs is written, or about to be."""
-        slow = [worker for worker in workers if not worker.link.capabilities.send_never_blocks]
-        idle = [worker for worker in slow if worker.joined and worker.inflight is None]
-        unwritten.update({worker: worker.connections for worker in idle})
-        loads = [(worker, update) for worker in slow if (update := self._load(worker)) is not None]
+        loads: list[tuple[WorkerState, EncodedUpdate]] = []
+        for worker in workers:
+            if (update := self._load(worker, unwritten)) is not None:
+                loads.append((worker, update))
         _announce(loads)
         for worker, update in loads:
-            self._put(worker, partial(self._transmit, worker, update))
+            self.post(worker, partial(self._transmit, worker, update), short=are_short(update.chunks))
             unwritten.pop(worker, None)
-        for worker in idle:
-            unwritten.pop(worker, None)
-        for worker in workers:
-            # A busy worker gets the next update when it answers; its outbox may hold the lock until then.
-            never_blocks = worker.link.capabilities.send_never_blocks
-            if never_blocks and worker.joined and worker.inflight is None:
-                with worker.sending:
-                    unwritten[worker] = worker.connections
-                    if (update := self._load(worker)) is not None:
-                        self._write(worker, update)
-                    unwritten.pop(worker, None)
-
-    def _write(self, worker: WorkerState, update: EncodedUpdate) -> None:
-        """Write an update to a link that never blocks, or have its outbox do that if the update is long."""
-        if are_short(update.chunks):
-            self.send(worker, update.chunks)
-        else:
-            self._put(worker, partial(self._transmit, worker, update))
 
     def lose_interrupted(self) -> None:
         """Lose workers for whom a signal handler interrupted a write, if the write was not undone.
@@ -143,8 +125,11 @@ class Delivery:
             self.lose(worker, LinkClosedError(f"no thread writes to it: {error}"))
 
     def _run(self, worker: WorkerState, write: Callable[[], None]) -> None:
+        update = worker.inflight
+        total = 0 if update is None else sum(chunk.payload_bytes for chunk in update.chunks)
         try:
-            write()
+            with Progress(f"sending weights to worker {worker.idx}", total):
+                write()
         except Exception as error:  # noqa: BLE001 - any error must reach the callers that wait
             _log.exception("sending to worker %d ended", worker.idx)
             self.lose(worker, error)
@@ -216,7 +201,7 @@ class Delivery:
         """Send no more updates, once all workers were told goodbye; workers leave because of that."""
         self._closed = True
 
-    def _load(self, worker: WorkerState) -> EncodedUpdate | None:
+    def _load(self, worker: WorkerState, unwritten: dict[WorkerState, int]) -> EncodedUpdate | None:
         """Make the update that ``worker`` lacks the one in flight to it; without memory for it, lose it."""
         while True:
             with self._table.lock:
@@ -230,6 +215,7 @@ class Delivery:
                         if worker.has is MIXED:
                             reason = "changes cannot be applied to the weights that it has"
                         self._table.tell(WorkerEvent("full_update", worker.idx, update.version, reason))
+                    unwritten[worker] = worker.connections
                     worker.set_update("inflight", update)
                     worker.sent_at = time.monotonic()
                     self._count(update, worker.link.capabilities.shares_memory)
@@ -254,11 +240,9 @@ class Delivery:
 
     def _transmit(self, worker: WorkerState, update: EncodedUpdate) -> None:
         """Write the update in flight, unless the worker was lost or the sender shut down meanwhile."""
-        total = sum(chunk.payload_bytes for chunk in update.chunks)
         with worker.sending:
             if worker.inflight is update and not self._closed:
-                with Progress(f"sending weights to worker {worker.idx}", total):
-                    self.send(worker, update.chunks)
+                self.send(worker, update.chunks)
 
 
 def _as_exception(error: BaseException) -> Exception:
@@ -269,10 +253,10 @@ def _as_exception(error: BaseException) -> Exception:
 
 
 def _announce(loads: list[tuple[WorkerState, EncodedUpdate]]) -> None:
-    """Tell links about each payload that several of them are going to carry."""
+    """Tell links that may block about each payload that several of them are going to carry."""
     wanted: dict[int, tuple[torch.Tensor, list[TransportBackend]]] = {}
     for worker, update in loads:
-        for chunk in update.chunks:
+        for chunk in () if worker.link.capabilities.send_never_blocks else update.chunks:
             if chunk.payload is not None:
                 wanted.setdefault(id(chunk.payload), (chunk.payload, []))[1].append(worker.link)
     for payload, links in wanted.values():
