@@ -156,12 +156,12 @@ class Outcomes:
     @property
     def workers(self) -> tuple[int, ...]:
         """Indices of all initial workers and of the late joiners that are connected."""
-        return tuple(worker.idx for worker in self.table.present)
+        return tuple(self.table.present)
 
     @property
     def worker_versions(self) -> dict[int, int | None]:
         """The version that each worker has applied; None for one that is not connected."""
-        return {worker.idx: worker.version for worker in self.table.present}
+        return {idx: worker.version for idx, worker in self.table.present.items()}
 
     def members(self, workers: Sequence[int]) -> Sequence[object]:
         """Return the objects that a caller holds so that the outcome of an update stays known."""

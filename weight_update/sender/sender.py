@@ -281,10 +281,11 @@ class Sender(Outcomes):
         for states, group in zip(parts, groups, strict=True):
             group.source = (self._number, id(weights[states[0]]))
             self._groups.move(states, group)
+            report.dense_bytes += group.schema.dense_bytes
             if commit:
                 group.commit()
         if groups:  # else no worker has joined, and forked ones still hold the memory that would be freed
-            _enter(report, groups, facts)
+            _enter(report, facts)
             self._pool.trim(max(group.whole_bytes for group in groups))
         else:
             report.encoding = self._first_label
@@ -385,10 +386,9 @@ class Sender(Outcomes):
         self._pool.close()
 
 
-def _enter(report: SyncReport, groups: list[SendGroup], facts: list[UpdateFacts]) -> None:
+def _enter(report: SyncReport, facts: list[UpdateFacts]) -> None:
     """Enter facts about the staged updates into ``report``."""
     encodings, compressions, changed, total = zip(*facts, strict=True)
-    report.dense_bytes = sum(group.schema.dense_bytes for group in groups)
     report.encoding = "+".join(sorted(set(encodings)))
     report.compression = "+".join(sorted(set(compressions) - {""}))
     report.changed_fraction = sum(changed) / sum(total) if any(total) else 0.0

@@ -313,9 +313,9 @@ class WorkerTable:
         return [one for idx in workers if (one := found.get(idx) or gone.get(idx)) is not None]
 
     @property
-    def present(self) -> list[WorkerState]:
-        """All initial workers and the late joiners that are connected, by index."""
-        return [one for _, one in sorted(self._states.items()) if one.joined or not one.late]
+    def present(self) -> dict[int, WorkerState]:
+        """All initial workers and the late joiners that are connected, by index, in its order."""
+        return {idx: one for idx, one in sorted(self._states.items()) if one.joined or not one.late}
 
 
 class GroupAssignment:
@@ -426,13 +426,13 @@ class GroupAssignment:
         with self._table.lock:
             while (now := time.monotonic()) < deadline:
                 groups = self.all()
-                used = {id(one.version_id) for group in groups for one in group.kept}
+                used = [update for group in groups for update in group.kept]
                 limit = _MAX_UPDATES + 2 * (len(groups) - 1)
                 for worker in self._table:
-                    used.update(id(one.version_id) for one in (worker.applied, worker.inflight) if one)
+                    used += worker.applied, worker.inflight
                     if worker.inflight is not None and now - worker.sent_at > busy:
                         limit += 2
-                if len(used) < limit:
+                if len({update.version_id for update in used if update is not None}) < limit:
                     return
                 self._table.changed.wait(_CHECK_SECONDS)
 

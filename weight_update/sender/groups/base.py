@@ -86,10 +86,9 @@ class SendGroup(ABC):
         return None if self._staged is None else self._staged.step.version
 
     @property
-    def kept(self) -> list[EncodedUpdate]:
-        """Updates with all weights that are kept in memory; the caller holds the sender's lock."""
-        staged = None if self._staged is None else self._staged.whole
-        return [one for one in (self.whole, staged) if one is not None]
+    def kept(self) -> tuple[EncodedUpdate | None, EncodedUpdate | None]:
+        """The committed and the staged update with all weights; the caller holds the sender's lock."""
+        return self.whole, None if self._staged is None else self._staged.whole
 
     def target(self, has: VersionId | None) -> int | None:
         """Return the version that a worker with ``has`` is to be sent, if any."""
