@@ -435,7 +435,7 @@ def extra_owners(parts: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]
 
 def named_parts(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """Return pairs of a name prefix, which ends with a dot, and a module, for each name of each submodule."""
-    if not _as_in_torch(module, "named_modules"):
+    if type(module).named_modules is not nn.Module.named_modules or "named_modules" in module.__dict__:
         named = module.named_modules(set(), prefix.removesuffix("."), False)  # as torch calls it
         return [(f"{name}." if name else "", part) for name, part in named]
     parts = [(prefix, module)]
