@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
+from faults_tools import Processes, Stripes, fill
 from pairs import connect_pair, interrupt_once
 from torch import nn
 
@@ -174,6 +177,19 @@ def test_a_frame_that_may_be_cut_in_two(pair: Pair, monkeypatch: pytest.MonkeyPa
     wait_until(lambda: worker.connections > connections)
     send_again(scheme)
     assert torch.equal(model.weight, target.weight)
+
+
+def test_an_interrupt_ends_no_connection_that_nothing_was_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Processes()) as processes:
+        scheme, model = processes.scheme(SharedMemWeightSyncScheme), Stripes(2, 64)
+        processes.launch(scheme, model, functools.partial(Stripes, 2, 64), 2)
+        table = sender_of(scheme).table
+        before = [worker.connections for worker in table]
+        interrupt_once(monkeypatch, SharedMemTransport, "send_chunk", after=False)
+        with pytest.raises(KeyboardInterrupt):
+            scheme.send(fill(model, 1))
+        wait_until(lambda: table[0].connections > before[0] and table[0].joined)
+        assert table[1].connections == before[1]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -164,15 +164,15 @@ class _SourceReader:
             )
         return named
 
-    def select(self, worker_ids: Any, weights: Any, present: Iterable[int]) -> list[int]:
-        """Return the worker indices that the arguments of ``send`` mean.
+    def select(self, worker_ids: Any, weights: Any, present: Sequence[int]) -> list[int]:
+        """Return the worker indices that the arguments of ``send`` mean, of those that are ``present``.
 
         ``NOBODY`` is among them if the sender has it, unless weights are given for each worker.
 
         Raises:
             UnknownWorkerError: no worker has one of the indices or devices.
         """
-        known = sorted({*self._sources.by_worker, *present} - {NOBODY})
+        known = [*present]
         per_worker = _is_per_worker(weights)
         if worker_ids is None:
             chosen = sorted(weights) if per_worker else known

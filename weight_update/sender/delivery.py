@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Literal
 
@@ -65,35 +65,32 @@ class Delivery:
         """
         unwritten = self._writes_of_this_thread()
         try:
-            self._update(workers, unwritten)
+            slow = [worker for worker in workers if not worker.link.capabilities.send_never_blocks]
+            loads = [(one, update) for one in slow if (update := self._load(one, unwritten)) is not None]
+            _announce(loads)
+            for worker, update in loads:
+                self._deliver(worker, update, unwritten)
+            for worker in workers:  # one by one: a signal handler may raise at any time
+                if (update := self._load(worker, unwritten)) is not None:
+                    self._deliver(worker, update, unwritten)
         except BaseException as error:
-            for worker, connection in list(unwritten.items()):
-                if worker.inflight is not None or not worker.joined:  # lose() may not have ended
-                    self.lose(worker, _as_exception(error), connection)
-                unwritten.pop(worker, None)
+            self._lose_all(unwritten, error)
             raise
-
-    def _update(self, workers: Sequence[WorkerState], unwritten: dict[WorkerState, int]) -> None:
-        """Send updates; ``unwritten`` has workers until theirs is written, or about to be."""
-        loads: list[tuple[WorkerState, EncodedUpdate]] = []
-        for worker in workers:
-            if (update := self._load(worker, unwritten)) is not None:
-                loads.append((worker, update))
-        _announce(loads)
-        for worker, update in loads:
-            self.post(worker, partial(self._transmit, worker, update), short=are_short(update.chunks))
-            unwritten.pop(worker, None)
 
     def lose_interrupted(self) -> None:
         """Lose workers for whom a signal handler interrupted a write, if the write was not undone.
 
         That happens if another signal handler raised meanwhile. Call this before the next update.
         """
-        unwritten = self._writes_of_this_thread()
+        error = InterruptedError("a signal handler interrupted the call that sent to it")
+        self._lose_all(self._writes_of_this_thread(), error)
+
+    def _lose_all(self, unwritten: dict[WorkerState, int], error: BaseException) -> None:
+        """Lose workers to which a frame was not written, or not to its end, because of ``error``."""
+        if not isinstance(error, Exception):
+            error = InterruptedError(f"a signal handler interrupted the call that sent to it ({error!r})")
         for worker, connection in list(unwritten.items()):
-            self.lose(
-                worker, InterruptedError("a signal handler interrupted the call that sent to it"), connection
-            )
+            self.lose(worker, error, connection)
             unwritten.pop(worker, None)
 
     def _writes_of_this_thread(self) -> dict[WorkerState, int]:
@@ -147,8 +144,7 @@ class Delivery:
         except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
             self._lose_unless_it_left(worker, error, connection)
         except BaseException as error:  # of a signal handler, perhaps in the middle of a frame
-            self.lose(worker, _as_exception(error), connection)
-            unwritten.pop(worker, None)
+            self._lose_all(unwritten, error)
             raise
         unwritten.pop(worker, None)
 
@@ -202,7 +198,10 @@ class Delivery:
         self._closed = True
 
     def _load(self, worker: WorkerState, unwritten: dict[WorkerState, int]) -> EncodedUpdate | None:
-        """Make the update that ``worker`` lacks the one in flight to it; without memory for it, lose it."""
+        """Make the update that ``worker`` lacks the one in flight to it; without memory for it, lose it.
+
+        ``unwritten`` has the worker until the update is written, or left to its outbox.
+        """
         while True:
             with self._table.lock:
                 group = worker.group
@@ -226,6 +225,11 @@ class Delivery:
                 self.lose(worker, error)
                 return None
 
+    def _deliver(self, worker: WorkerState, update: EncodedUpdate, unwritten: dict[WorkerState, int]) -> None:
+        """Write the update in flight, or have the outbox of the worker do that."""
+        self.post(worker, partial(self._transmit, worker, update), short=are_short(update.chunks))
+        unwritten.pop(worker, None)
+
     def _count(self, update: EncodedUpdate, shared: bool) -> None:
         """Count the bytes of an update in the report of its version. The caller holds the sender's lock."""
         report = self._reports.get(update.version)
@@ -245,18 +249,11 @@ class Delivery:
                 self.send(worker, update.chunks)
 
 
-def _as_exception(error: BaseException) -> Exception:
-    """Return the reason to give for a worker whose update was cut off by ``error``."""
-    if isinstance(error, Exception):
-        return error
-    return InterruptedError(f"a signal handler interrupted the call that sent to it ({error!r})")
-
-
 def _announce(loads: list[tuple[WorkerState, EncodedUpdate]]) -> None:
-    """Tell links that may block about each payload that several of them are going to carry."""
+    """Tell links about each payload that several of them are going to carry."""
     wanted: dict[int, tuple[torch.Tensor, list[TransportBackend]]] = {}
     for worker, update in loads:
-        for chunk in () if worker.link.capabilities.send_never_blocks else update.chunks:
+        for chunk in update.chunks:
             if chunk.payload is not None:
                 wanted.setdefault(id(chunk.payload), (chunk.payload, []))[1].append(worker.link)
     for payload, links in wanted.values():
