@@ -426,13 +426,13 @@ class GroupAssignment:
         with self._table.lock:
             while (now := time.monotonic()) < deadline:
                 groups = self.all()
-                used = [update for group in groups for update in group.kept]
+                used = {one.version_id for group in groups for one in group.kept if one is not None}
                 limit = _MAX_UPDATES + 2 * (len(groups) - 1)
                 for worker in self._table:
-                    used += worker.applied, worker.inflight
+                    used.update([one.version_id for one in (worker.applied, worker.inflight) if one])
                     if worker.inflight is not None and now - worker.sent_at > busy:
                         limit += 2
-                if len({update.version_id for update in used if update is not None}) < limit:
+                if len(used) < limit:
                     return
                 self._table.changed.wait(_CHECK_SECONDS)
 
