@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -97,12 +97,12 @@ class Delivery:
         """Return the writes that have begun; signal handlers raise in the main thread only."""
         return self._unwritten if threading.get_ident() == self._main_thread else {}
 
-    def post(self, worker: WorkerState, write: Callable[[], None], *, short: bool = True) -> None:
-        """Call ``write`` if that cannot block, else have the outbox of a worker call it.
+    def post(self, worker: WorkerState, write: Callable[[], None], chunks: Sequence[WeightChunk]) -> None:
+        """Call ``write``, which writes ``chunks``, if that cannot block; else have the outbox call it.
 
-        ``short`` tells whether it writes short frames. An error in the outbox loses the worker.
+        An error in the outbox loses the worker.
         """
-        if worker.link.capabilities.send_never_blocks and short and not worker.writing:
+        if worker.link.capabilities.send_never_blocks and not worker.writing and are_short(chunks):
             write()
         else:
             self._put(worker, write)
@@ -227,7 +227,7 @@ class Delivery:
 
     def _deliver(self, worker: WorkerState, update: EncodedUpdate, unwritten: dict[WorkerState, int]) -> None:
         """Write the update in flight, or have the outbox of the worker do that."""
-        self.post(worker, partial(self._transmit, worker, update), short=are_short(update.chunks))
+        self.post(worker, partial(self._transmit, worker, update), update.chunks)
         unwritten.pop(worker, None)
 
     def _count(self, update: EncodedUpdate, shared: bool) -> None:

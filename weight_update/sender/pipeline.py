@@ -19,7 +19,6 @@ from weight_update.sender.buffers import (
     EncodedUpdate,
     Slot,
     VersionId,
-    are_short,
 )
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import FullGroup
@@ -214,9 +213,8 @@ class Pipeline:
         slow = [worker.link for worker in states if not worker.link.capabilities.send_never_blocks]
         if len(slow) > 1 and chunk.payload is not None:
             slow[0].expect(chunk.payload, slow)
-        short = are_short([chunk])
         for worker in states:
-            self._delivery.post(worker, partial(self._write, worker, chunk), short=short)
+            self._delivery.post(worker, partial(self._write, worker, chunk), [chunk])
         self.seconds["send"] += time.perf_counter() - start
 
     def _write(self, worker: WorkerState, chunk: WeightChunk) -> None:
@@ -241,7 +239,7 @@ class Pipeline:
                     worker.failures[self.step.version] = failure
                 worker.set_update("inflight", None)
                 worker.leave_window(reading=worker.may_read)
-            self._delivery.post(worker, partial(self._delivery.broadcast, [worker], abort))
+            self._delivery.post(worker, partial(self._delivery.broadcast, [worker], abort), [abort])
 
 
 def _by_commit(
