@@ -392,6 +392,6 @@ class AnswerThreads:
                 text = "\n\n".join(filter(None, (header["error"], header["traceback"])))
                 if not header["kept"] and worker.has is not None:
                     worker.has = MIXED
-                worker.failures[version] = WorkerError(text)
+                worker.fail(version, WorkerError(text))
             worker.set_update("inflight", None)
             self._table.changed.notify_all()

@@ -93,10 +93,11 @@ class PipelineSender:
         timeout = self._delivery.timeout
         self._delivery.changed.wait_for(lambda: not any(map(busy, states)), timeout)
         for worker in filter(busy, states):
-            worker.failures[step.version] = SyncTimeoutError(
+            reason = (
                 f"was busy with an earlier version for {timeout:g} s: {delay_of(worker)}; the worker gets "
                 "all weights with the next send() (or raise timeout=)"
             )
+            worker.fail(step.version, SyncTimeoutError(reason))
         return [worker for worker in states if worker.joined and not busy(worker)]
 
 
@@ -236,7 +237,7 @@ class Pipeline:
         for worker in states:
             with self._delivery.lock:
                 if failure is not None:
-                    worker.failures[self.step.version] = failure
+                    worker.fail(self.step.version, failure)
                 worker.set_update("inflight", None)
                 worker.leave_window(reading=worker.may_read)
             self._delivery.post(worker, partial(self._delivery.broadcast, [worker], abort), [abort])

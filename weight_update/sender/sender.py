@@ -220,11 +220,11 @@ class Sender(Outcomes):
                 self._delivery.lose_interrupted()
                 self._groups.release_departed()
                 states = self._of_known(weights)
-                with self.table.lock:
-                    for worker in states:
-                        worker.forget_old_failures()
-                        if group_commit is not None and worker.joining_error is not None:
-                            worker.failures.popitem()  # it is sent these weights again: it needs them first
+                if group_commit is not None:
+                    with self.table.lock:
+                        for worker in states:
+                            if worker.joining_error is not None:
+                                worker.failures.popitem()  # it is sent these again: it needs them first
                 if self._pipelines is not None:
                     return self._pipelines.send(states, self._next_number(), group_commit)
                 report = self._stage(states, group_commit)

@@ -208,10 +208,11 @@ class WorkerState:
         """The error with which it failed to apply the weights that it joined with; None if there is none."""
         return next(reversed(self.failures.values()), None) if self.has is None else None
 
-    def forget_old_failures(self) -> None:
-        """Keep the last few errors: callers that send without waiting ask for them later."""
-        for version in list(self.failures)[:-_MAX_FAILURES]:
-            del self.failures[version]
+    def fail(self, version: int, error: Exception) -> None:
+        """Note why it does not have ``version``; keep the last few errors, for which callers ask later."""
+        self.failures[version] = error
+        for old in list(self.failures)[:-_MAX_FAILURES]:
+            del self.failures[old]
 
     def set_update(self, role: str, update: EncodedUpdate | None) -> None:
         """Set ``applied`` or ``inflight``, and count the users of the memory involved."""
