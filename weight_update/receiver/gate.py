@@ -12,7 +12,7 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError
@@ -27,37 +27,36 @@ _LOOK_SECONDS = 0.05
 class _Section:
     """A critical section of a gate: a forward pass, a ``hold()``, or an update.
 
-    It does not outlast ``ends_with``, even if an interrupt kept the caller from leaving. With None, only
-    :meth:`Gate.leave` ends it.
+    It does not outlast its ``frame`` or ``hold``, even if an interrupt kept the caller from leaving. Without
+    them, only :meth:`Gate.leave` ends it.
 
     Attributes:
-        frame: ``ends_with``, if it is a frame.
-        hold: weak reference to ``ends_with``, if it is a hold.
+        frame: frame of the caller, if it is a forward pass.
+        hold: weak reference to the hold that it belongs to, if there is one.
         outer: section that this context entered before and that has not ended.
         wake: called when a section that had to wait for an update may begin.
     """
 
     __slots__ = ("frame", "gate", "hold", "outer", "thread", "wake")
 
-    def __init__(self, gate: Gate, ends_with: types.FrameType | Hold | None = None) -> None:
+    def __init__(self, gate: Gate, frame: types.FrameType | None = None, hold: Hold | None = None) -> None:
         self.gate: Gate = gate
-        self.frame: types.FrameType | None = ends_with if isinstance(ends_with, types.FrameType) else None
-        self.hold: weakref.ref[Hold] | None = weakref.ref(ends_with) if isinstance(ends_with, Hold) else None
+        self.frame: types.FrameType | None = frame
+        self.hold: weakref.ref[Hold] | None = None if hold is None else weakref.ref(hold)
         self.thread: int = threading.get_ident()
         self.wake: Callable[[], Any] | None = None
-        self.outer: _Section | None = next(_active(_current.get()), None)
+        self.outer: _Section | None = _innermost(_current.get())
 
     def within(self, gate: Gate) -> bool:
         """Return whether the section is nested in another section of ``gate``."""
-        return any(one.gate is gate for one in _active(self.outer))
+        return _innermost(self.outer, lambda one: one.gate is gate) is not None
 
 
-def _active(section: _Section | None) -> Iterator[_Section]:
-    """Yield the active ones of ``section`` and the sections around it, from the inside out."""
-    while section is not None:
-        if section in section.gate._inside:
-            yield section
+def _innermost(section: _Section | None, wanted: Callable[..., bool] = lambda _: True) -> _Section | None:
+    """Return the innermost of ``section`` and those around it that is active and wanted; None without one."""
+    while section is not None and not (section in section.gate._inside and wanted(section)):
         section = section.outer
+    return section
 
 
 # Unlike a dict of threads, a context variable tells coroutines apart, and follows them into tasks and
@@ -126,7 +125,7 @@ class Gate(CallGuard):
             LifecycleError: ``section`` is None, and this context is in no section.
         """
         if section is None:
-            section = self._last(lambda _: True)
+            section = _innermost(_current.get(), lambda one: one.gate is self)
             if section is None:
                 raise LifecycleError(
                     "leave() without enter() in this thread or coroutine; give leave() what enter() returned"
@@ -146,7 +145,7 @@ class Gate(CallGuard):
 
         There is none after a forward pass that was running when the hooks were registered.
         """
-        section = self._last(lambda one: one.frame is not None)
+        section = _innermost(_current.get(), lambda one: one.gate is self and one.frame is not None)
         if section is not None:
             self.leave(section)
 
@@ -179,10 +178,6 @@ class Gate(CallGuard):
 
     def _has_thread(self, thread: int) -> bool:
         return any(section.thread == thread for section in list(self._inside))
-
-    def _last(self, wanted: Callable[[_Section], bool]) -> _Section | None:
-        """Return the active section of this gate that this context began last; None if there is none."""
-        return next((one for one in _active(_current.get()) if one.gate is self and wanted(one)), None)
 
     # -- updates -----------------------------------------------------------------------------------
 
@@ -230,7 +225,8 @@ class Gate(CallGuard):
         interrupted = self._changed._is_owned()  # type: ignore[attr-defined]  # a signal handler of enter()
         with self._lock:
             self._drop_ended()
-            if interrupted or self._last(lambda _: True) or self._has_thread(threading.get_ident()):
+            section = _innermost(_current.get(), lambda one: one.gate is self)
+            if interrupted or section or self._has_thread(threading.get_ident()):
                 raise LifecycleError(
                     "an update cannot be applied inside hold() or a forward pass of this thread"
                 )
@@ -260,7 +256,8 @@ class Gate(CallGuard):
                 self._inside.discard(update)
                 self._updates.popleft()
                 self._admit_waiting()
-                self._changed.notify_all()
+                if self._updates:
+                    self._changed.notify_all()
         return seconds
 
     def _await_turn(self, update: _Section, timeout: float | None, given_up: Callable[[], bool]) -> None:
@@ -321,7 +318,7 @@ class Hold:
             LifecycleError: another coroutine of this thread holds; it could not go on if this one waited.
         """
         gate = self._gate
-        section = _Section(gate, self)
+        section = _Section(gate, hold=self)
         if gate._inside and asyncio._get_running_loop() is not None:
             holding = any(one.hold is not None and one.thread == section.thread for one in list(gate._inside))
             if holding and not section.within(gate):
@@ -341,7 +338,7 @@ class Hold:
         """Wait for an update that runs or waits; other coroutines go on."""
         loop = asyncio.get_running_loop()
         admitted = loop.create_future()
-        section = _Section(self._gate, self)
+        section = _Section(self._gate, hold=self)
         self._sections.append(section)
         try:
             if not self._gate._admit(section, functools.partial(_notify, loop, admitted), blocks=False):

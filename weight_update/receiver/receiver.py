@@ -301,7 +301,8 @@ class Receiver:
 
     @property
     def _has_news(self) -> bool:
-        return self.version is not None and self.version != self._returned
+        version = self.staging.version
+        return version is not None and version != self._returned
 
     def _recover(self, error: Exception) -> bool:
         """Act on an error of the thread; return whether it goes on."""

@@ -88,9 +88,10 @@ class Staging:
         self._strategy, self._gate, self._stable = options.strategy, options.gate, options.stable_addresses
         self._link = options.link
         self._schema = WeightSchema((), 0)  # of the last WELCOME
+        self._in_payloads = Storage(self._schema)
         self.target = Target()
         self._own: OwnCopy | None = None
-        self._flat: tuple[Binding, FlatBuffer | None] | None = None  # found once for each binding
+        self._flat: tuple[Binding, Storage] | None = None  # found once for each binding
         self._decoders: dict[str, Decoder] = {}
         self._memory: list[torch.Tensor] = []
         self.unguard: Callable[[], None] = lambda: None
@@ -176,6 +177,7 @@ class Staging:
             SchemaMismatchError: the receiver should start with the sender's weights, and has others.
         """
         self._schema = WeightSchema.from_header(welcome["schema"])
+        self._in_payloads = Storage(self._schema)
         self.forget()
         self._own = self._flat = None
         if welcome["keep"]:
@@ -287,20 +289,17 @@ class Staging:
         values = decoder.decode(payloads)
         if values and values[0].is_cuda:
             await_stream(values[0])  # other threads read on other streams
-        storage: Storage | None = self._own
-        if storage is None and decoder.is_flat and payloads[0].is_cpu:
-            storage = self._flat_buffer()
-        version, group, extra = header["version"], header["group"], extra_of(parts)
-        return StagedUpdate(version, group, payloads, values, extra, storage or Storage(self._schema))
+        storage = self._storage(is_flat=decoder.is_flat and payloads[0].is_cpu)
+        return StagedUpdate(header["version"], header["group"], payloads, values, extra_of(parts), storage)
 
-    def _flat_buffer(self) -> FlatBuffer | None:
-        """Return the buffer that the model is to lie in; None if it is to point at payloads."""
+    def _storage(self, *, is_flat: bool) -> Storage:
+        """Return the memory that all weights are to lie in; ``is_flat`` if they arrived as a flat buffer."""
         binding = self.target.binding
-        if binding is None or not self.target.points:
-            return None
+        if self._own is not None or not is_flat or binding is None or not self.target.points:
+            return self._own or self._in_payloads
         if self._flat is None or self._flat[0] is not binding:
             suits = FlatBuffer.suits(self._schema, binding)
-            self._flat = binding, FlatBuffer(self._schema, binding) if suits else None
+            self._flat = binding, FlatBuffer(self._schema, binding) if suits else self._in_payloads
         return self._flat[1]
 
     def _change(self, parts: list[WeightChunk]) -> StagedUpdate:
@@ -340,8 +339,8 @@ class Staging:
             self._abort_loading()
             raise
         before = [] if self.current is None else self.current.payloads
-        done = [one for one in before if all(one is not kept for kept in update.payloads)]
-        update.used_up = [*update.used_up, *done]
+        kept = set(map(id, update.payloads))
+        update.used_up = update.used_up + [one for one in before if id(one) not in kept]
         self.current, self.version = update, update.version
 
     # -- engines -----------------------------------------------------------------------------------
@@ -356,7 +355,7 @@ class Staging:
         if len(self.parts) < header["count"]:
             return None
         loaded, self.parts = engine.finish(), []
-        version, storage = header["version"], Storage(self._schema)
+        version, storage = header["version"], self._in_payloads
         self.current = StagedUpdate(
             version, None, [], [], {}, storage, arrived=loaded.since, stall=loaded.seconds
         )

@@ -83,10 +83,6 @@ class Target:
         """Return ``values`` converted to what :meth:`write` takes."""
         return values if self.binding is None else self.binding.prepare(schema, values)
 
-    def changed(self, names: tuple[str, ...]) -> bool:
-        """Return whether tensors of a model were replaced, moved or cast since :meth:`prepare`."""
-        return self.binding is not None and self.binding.changed(names)
-
     def write(self, names: tuple[str, ...], values: list[torch.Tensor], version: int) -> None:
         """Make the target have ``values``, which :meth:`prepare` returned; nobody may compute meanwhile."""
 
@@ -113,7 +109,7 @@ class ModelTarget(Target):
         return self.binding.home
 
     def prepare(self, schema: WeightSchema, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        ready = super().prepare(schema, values)
+        ready = self.binding.prepare(schema, values)
         return with_own_buffers(schema, self.binding, ready) if self.points else ready
 
     def follow(self, schema: WeightSchema) -> bool:
@@ -340,7 +336,7 @@ class Storage:
         example.
         """
         received, update.received = update.received, []
-        if target.changed(self.schema.names):
+        if target.binding is not None and target.binding.changed(self.schema.names):
             update.values = target.prepare(self.schema, received)
 
     def settle(self) -> None:

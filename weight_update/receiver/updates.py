@@ -200,7 +200,7 @@ class UpdateHandler:
         The sender does not wait for a hold or a forward pass that takes longer than the timeout, but the
         updates do. Other forward passes, which may be needed to end it, begin after each timeout.
         """
-        if any(handler._gate is not self._gate for handler, _ in members):
+        if {handler._gate for handler, _ in members} != {self._gate}:
             raise LifecycleError(
                 "this worker's schemes of the models that are sent together are not in one group: call "
                 "group_schemes([...]) on them before connect()"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -56,14 +56,16 @@ class Binding:
 
     Attributes:
         home: CUDA device that all tensors were on at first; the CPU if there is no such device.
+        points: whether :meth:`switch` may be used: True for modules, whose parameters may move in memory.
     """
 
     def __init__(self, read: Callable[[Any], NamedWeights], destination: Any) -> None:
         require_writable(destination)
         self._read = read
         self.destination = destination
+        self.points = isinstance(destination, nn.Module)
         _rejoin(destination)
-        is_module = isinstance(destination, nn.Module) and not isinstance(destination, TensorDictBase)
+        is_module = self.points and not isinstance(destination, TensorDictBase)
         places = self._module_places(destination) if is_module else _places(destination)
         self._places: dict[str, tuple[Any, str]] = dict(places)
         self._parts = list(_parts(destination))
@@ -92,11 +94,6 @@ class Binding:
         self._cuda_devices = _cuda_devices(devices)  # the program may move the tensors later
         self.home: torch.device = devices.pop() if len(devices) == 1 and self._cuda_devices else _CPU
 
-    @property
-    def points(self) -> bool:
-        """Whether :meth:`switch` may be used: True for modules, whose parameters may move in memory."""
-        return isinstance(self.destination, nn.Module)
-
     def read(self) -> NamedWeights:
         """Return the weights of the destination as they are now; live references."""
         return self._read(self.destination)
@@ -107,7 +104,7 @@ class Binding:
             places = [self._places[name] for name in names]
             self._asked = names, [owner for owner, _ in places], [key for _, key in places]
         targets = list(map(self._look_up, *self._asked[1:]))
-        if all(issubclass(kind, torch.Tensor) for kind in set(map(type, targets))):
+        if all(map(issubclass, set(map(type, targets)), repeat(torch.Tensor))):
             return targets
         return [self._get(name) for name in names]  # raises, with the name
 
@@ -162,7 +159,7 @@ class Binding:
         addresses, dimensions, sizes, dtypes = self._prepared = _facts_of(targets)
         offsets = dict(zip(addresses, schema.offsets, strict=False))
         if (
-            (dimensions, sizes, dtypes) != (*_dimensions_of(schema.shapes), schema.dtypes)
+            (dimensions, sizes, dtypes) != (*schema.dimensions, schema.dtypes)
             or 0 in offsets  # of a tensor without memory
             or tuple(map(offsets.get, addresses)) != schema.offsets  # tied, unlike the values
             or any(map(torch.Tensor.is_inference, targets))
@@ -213,10 +210,10 @@ class Binding:
 
     def check_extra(self, extra: Mapping[str, Any]) -> None:
         """Raise SchemaMismatchError if ``extra`` names modules that take none."""
-        if self.points:
-            unknown = [f"{name}: no such extra state" for name in extra if name not in self._extra_owners]
-            if unknown:
-                raise SchemaMismatchError("extra state does not fit the target:", tuple(unknown))
+        unknown = extra.keys() - self._extra_owners.keys()
+        if unknown and self.points:
+            problems = tuple(f"{name}: no such extra state" for name in extra if name in unknown)
+            raise SchemaMismatchError("extra state does not fit the target:", problems)
 
     def exchange_extra(self, extra: Mapping[str, Any]) -> Callable[[], None]:
         """Give each extra state to its owner, or raise and give none; return a function that reverts it."""
@@ -372,11 +369,6 @@ def _facts_of(tensors: Sequence[torch.Tensor]) -> _Facts:
         addresses = ()
     sizes = tuple(chain.from_iterable(map(_SHAPE, tensors)))
     return addresses, tuple(map(torch.Tensor.dim, tensors)), sizes, tuple(map(_DTYPE, tensors))
-
-
-def _dimensions_of(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the numbers of dimensions, and the sizes of all dimensions, as in ``_Facts``."""
-    return tuple(map(len, shapes)), tuple(chain.from_iterable(shapes))
 
 
 def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:

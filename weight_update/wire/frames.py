@@ -120,11 +120,9 @@ class WeightChunk:
             )
         for name, value in self.header.items():
             expected = fields[name]
-            if type(value) is expected and expected not in _NUMBERS:
-                continue
-            wrong_bool = isinstance(value, bool) and expected is not bool
+            fits = type(value) is expected or (isinstance(value, expected) and not isinstance(value, bool))
             too_large = isinstance(value, _NUMBERS) and not -_MAX_NUMBER <= value < _MAX_NUMBER  # or NaN
-            if wrong_bool or too_large or not isinstance(value, expected):
+            if too_large or not fits:
                 raise FormatError(f"{self.kind.name} frame: {name} is {value!r:.80}")
         if (self.header.get("version") or 0) < 0 or self.header.get("index", 0) < 0:
             raise FormatError(f"{self.kind.name} frame: negative version or index")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -129,6 +130,11 @@ class WeightSchema:
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """All shapes, in order."""
         return tuple(meta.shape for meta in self.tensors)
+
+    @functools.cached_property
+    def dimensions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Numbers of dimensions, and sizes of all dimensions, in order."""
+        return tuple(map(len, self.shapes)), tuple(itertools.chain.from_iterable(self.shapes))
 
     @functools.cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
