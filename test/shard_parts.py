@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import signal
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -304,6 +305,23 @@ class FailingConverter:
 
 def set_failing(body: Body, fails: bool) -> None:
     FailingConverter.fails = fails
+
+
+class KillingConverter:
+    """A converter that kills the process ``victim``, if there is one, at the third tensor."""
+
+    victim: int | None = None
+
+    def __call__(self, items: Iterator[Any]) -> Iterator[Any]:
+        for number, item in enumerate(items):
+            if number == 2 and KillingConverter.victim is not None:
+                os.kill(KillingConverter.victim, signal.SIGKILL)
+                time.sleep(0.1)  # the kernel closes its connections meanwhile
+            yield item
+
+
+def set_victim(body: Body, pid: int) -> None:
+    KillingConverter.victim = pid
 
 
 def centered(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

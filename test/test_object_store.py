@@ -655,6 +655,35 @@ def test_a_store_that_cannot_be_written(
     assert sender.send().version == 2
 
 
+def test_without_threads_for_a_moment_both_ends_go_on(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As at the limit of the processes of a user or of a container."""
+    monkeypatch.setattr(publisher, "_FIRST_PAUSE", 1.0)
+    source, model = mlp(1), mlp(2)
+    sender, reader = ends.sender(source), ends.reader(model)
+    start, unread = threading.Thread.start, threading.Event()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "weight_update-object-store":
+            if threading.current_thread().name == "weight_update-receiver-0":
+                unread.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    scramble(source, 3)
+    with caplog.at_level(logging.WARNING):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(SyncFailedError, match=r"cannot write .*: can't start new thread"):
+                sender.send()
+            assert unread.wait(10)
+        arrives(reader, 1)
+    assert fingerprint(model) == fingerprint(source)
+    assert sender.send().version == 2
+    assert caplog.text.count("the weights are not updated now: cannot read") == 1
+
+
 def test_a_write_that_the_disk_cuts_off_leaves_nothing(
     ends: Ends, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

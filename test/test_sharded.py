@@ -16,6 +16,7 @@ from shard_parts import (
     Body,
     ColumnParallel,
     FailingConverter,
+    KillingConverter,
     Net,
     Ranks,
     added,
@@ -31,6 +32,7 @@ from shard_parts import (
     running,
     send_shards,
     set_failing,
+    set_victim,
     whole_kinds,
     whole_weights,
 )
@@ -332,6 +334,24 @@ def test_a_rank_that_dies_is_named_in_time() -> None:
             assert [type(error) for error in errors] == [SyncFailedError] * 2
             assert all(str(error).startswith("rank 2 of the trainer is gone") for error in errors), errors
             assert procs[0].call("version") == 0
+
+
+@pytest.mark.parametrize("options", [slow(BUCKETS), {}], ids=["in flight", "whole"])
+def test_a_rank_that_dies_while_the_leader_converts_is_named_in_time(options: dict[str, Any]) -> None:
+    """The others have given their parts, and wait for the leader."""
+    with Ranks(3) as ranks:
+        ranks.all("group", [0, 1, 2])
+        ranks.all("make", 1, 3)
+        with running(ranks, size=3, workers=1, convert=KillingConverter(), **options) as procs:
+            ranks.all("run", set_victim, ranks.pid(2), of=1)
+            for _ in range(2):
+                start = time.monotonic()
+                ranks.post("call", "send")
+                errors = ranks.answers(2)
+                assert time.monotonic() - start < 10
+                assert [type(error) for error in errors] == [SyncFailedError] * 2
+                assert all(str(error).startswith("rank 2 of the trainer is gone") for error in errors), errors
+            assert procs[0].call("version") in (0, 1)
 
 
 @pytest.mark.slow

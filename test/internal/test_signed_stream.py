@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from typing import Any
 
 import pytest
 from stream_parts import signed_pair
@@ -19,6 +20,7 @@ from stream_parts import signed_pair
 from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError
 from weight_update.testing.chunks import in_background
 from weight_update.testing.processes import eventually
+from weight_update.transports import signed_stream
 from weight_update.transports.signed_stream import MAX_JSON_BYTES, SignedStream, dial, listen
 from weight_update.transports.socket_stream import SocketStream, deadline_of
 
@@ -300,6 +302,28 @@ def test_a_name_whose_first_address_refuses(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found[:1])
         with pytest.raises(ConnectionRefusedError):
             dial("a name", 1, deadline_of(LONG))
+
+
+def test_a_name_that_gets_another_address_while_its_first_one_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a restart of the trainer on another machine, when the first machine is gone."""
+    monkeypatch.setattr(signed_stream, "_LOOKUP_SECONDS", 0.2)
+    with listen("127.0.0.1") as sock, socket.create_server(("127.0.0.1", 0), backlog=0) as silent:
+        full = socket.create_connection(silent.getsockname())  # the kernel drops those that come after it
+        here = [silent, silent, sock]
+
+        def look_up(*_: Any, **__: Any) -> list[Any]:
+            one = here.pop(0) if len(here) > 1 else here[0]
+            return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", one.getsockname())]
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        with full:
+            with closing(dial("a name", 1, deadline_of(LONG))) as stream:
+                assert stream.sock.getpeername() == sock.getsockname()
+            here[:] = [silent]
+            with pytest.raises(TimeoutError):
+                dial("a name", 1, deadline_of(0.5))
 
 
 def test_a_name_with_nothing_but_an_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:

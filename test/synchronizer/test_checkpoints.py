@@ -349,6 +349,26 @@ def test_two_trainers_that_write_one_directory(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path).latest().step == 4
 
 
+def test_a_trainer_whose_publish_takes_long_replaces_no_version_of_the_next_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first trainer hangs in a write to the disk, and the second one is its restart."""
+    first, second, sync = CheckpointStore(tmp_path), CheckpointStore(tmp_path), os.fsync
+    first.publish(1, weights(1), step=1)
+
+    def hang(fd: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        second.publish(2, weights(2), step=2)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", hang)
+    with pytest.raises(LifecycleError, match="another trainer has published version 2"):
+        first.publish(2, weights(1), step=3)
+    assert CheckpointStore(tmp_path).latest().step == 2
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2, "nothing of the first one's version stays"
+    second.publish(3, weights(3), step=3)
+
+
 def test_a_trainer_that_resumes_goes_on_with_its_own_versions(tmp_path: Path) -> None:
     CheckpointStore(tmp_path).publish(1, weights(1), step=1)
     store = CheckpointStore(tmp_path, keep=3)

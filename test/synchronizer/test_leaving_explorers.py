@@ -31,9 +31,10 @@ from weight_update import (
     SyncMethod,
     SyncStyle,
     TrainerClient,
+    TransportError,
     WeightStrategy,
 )
-from weight_update.synchronizer import methods
+from weight_update.synchronizer import methods, sessions
 from weight_update.synchronizer.memory import MemoryService
 from weight_update.synchronizer.sessions import SessionTable
 from weight_update.synchronizer.state import ExplorerState
@@ -225,6 +226,26 @@ def test_a_client_that_is_dropped_is_missed() -> None:
         wait_until(lambda: not service.status()["explorers"])
 
 
+def test_a_client_that_comes_without_a_thread_to_spare_is_refused_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next one is admitted, and missed when it is dropped."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Synchronizer(SyncMethod.MEMORY, lease=0.4) as where:
+        with monkeypatch.context() as patch:
+            patch.setattr(sessions, "start_thread", refuse)
+            with pytest.raises(TransportError, match=r"hello failed .*: can't start new thread"):
+                ExplorerClient(where, model_at(-1), timeout=1.0)
+        assert where.service.status()["explorers"] == {}
+        client = ExplorerClient(where, model_at(-1))
+        assert list(where.service.status()["explorers"]) == ["0"]
+        del client
+        wait_until(lambda: not where.service.status()["explorers"])
+
+
 def test_a_model_does_not_keep_the_receiver_of_a_dropped_client() -> None:
     def receivers() -> list[str]:
         return [one.name for one in threading.enumerate() if one.name.startswith("weight_update-receiver")]
@@ -245,6 +266,7 @@ def test_a_process_that_was_stopped_renews_all_leases() -> None:
     changed, missed = threading.Condition(threading.RLock()), list[float]()
     table = SessionTable(changed, 0.5, lambda session, why: missed.append(time.monotonic()))
     with changed:
+        table.watch()
         table.add("one", ExplorerState(0))
     time.sleep(0.1)
     with changed:

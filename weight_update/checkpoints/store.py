@@ -139,6 +139,8 @@ class CheckpointStore:
         data, manifest = self.directory / plan.file, self._index.path(plan.version)
         try:
             digested = write_beside(data.with_name(data.name + PART), data, parts)
+            if (newest := self.latest()) is not None:  # another trainer may have published meanwhile
+                self._require_next(plan.version, newest)
             text = replace(plan, digest=digested).encode()
             write_beside(self.directory / f"{plan.stem}.json{PART}", manifest, [memoryview(text)])
         except BaseException:

@@ -84,6 +84,17 @@ class RankLinks:
         self.broken = self.broken or LifecycleError("this scheme was shut down")
         disown(group)
 
+    def cut(self) -> None:
+        """Close the connections to ranks that are left, on the leader; their calls raise the reason.
+
+        ``abort()`` of a group closes none. A wait that ends by its timeout closes all of them.
+        """
+        left = [place for place in self.others if place not in self._gone]
+        if self._group is not None and left:
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([nothing], left[0], next(self.tags)).wait(timedelta(seconds=_MOMENT))
+
     def tell(self, message: Message) -> None:
         """Send a message to all others, on the leader."""
         self.tell_each(dict.fromkeys(self.others, message))

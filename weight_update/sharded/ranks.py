@@ -80,8 +80,8 @@ class Ranks(RankLinks):
         else:
             self.tell({"end": None, "step": call, **self.result})
         finally:
-            if self.broken is not None and self._group is not None:
-                self._group.abort()  # ranks that wait for this one, or will, get an error now
+            if self.broken is not None:
+                self.cut()  # ranks that wait for this one, or will, get an error now
 
     def _begin_to_follow(self, call: str, read: Read[_T], patience: float) -> _T:
         self.patience, self.result = patience, {}

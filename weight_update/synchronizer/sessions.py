@@ -77,12 +77,15 @@ class SessionTable:
         self._replaced: dict[str, str] = {}  # why the calls of a session are refused, by its name
         self._watching = False
 
+    def watch(self) -> None:
+        """Start the thread that ends leases, unless it runs; a client that has come is added afterwards."""
+        if not self._watching:
+            start_thread("weight_update-lease", self._watch)
+            self._watching = True
+
     def add(self, name: str, member: MemberState) -> None:
         """Add the session of a client that has come."""
         self.sessions[name] = Session(member)
-        if not self._watching:
-            self._watching = True
-            start_thread("weight_update-lease", self._watch)
 
     def of(self, name: str) -> Session:
         """Return a session, and renew its lease; raise Refused if there is none, and Closed after the end."""
@@ -196,6 +199,7 @@ class SessionManager:
         """
         with self.changed:
             self.table.require_current(session)
+            self.table.watch()  # or raise an error, before anything changes
             if session in self.table.sessions:
                 member = self.table.of(session).member
                 id = member.id if isinstance(member, ExplorerState) else None

@@ -13,6 +13,7 @@ import hmac
 import json
 import socket
 import struct
+import time
 from typing import Any
 
 from weight_update.errors import FormatError, SyncTimeoutError, undo_on_error
@@ -32,6 +33,8 @@ MAX_JSON_BYTES = 1 << 20
 _VANISHED_SECONDS = 180
 """Seconds of silence after which a machine counts as gone; a link may be down for less."""
 _PROBES = 9
+_LOOKUP_SECONDS = 10.0
+"""Seconds without an answer after which a name is looked up again: its machine may have been replaced."""
 _BACKLOG = 512
 
 
@@ -133,7 +136,20 @@ def call(address: str, port: int, token: str, context: str, deadline: float | No
 
 
 def dial(address: str, port: int, deadline: float | None) -> SocketStream:
-    """Connect to the first address of a name that answers; all share the time. OSError if none does."""
+    """Connect to the first address of a name that answers. OSError if none does in time.
+
+    All addresses share the time. If none answers for ten seconds, the name is looked up again.
+    """
+    while True:
+        until = None if deadline is None else min(deadline, time.monotonic() + _LOOKUP_SECONDS)
+        try:
+            return _dial_once(address, port, until)
+        except TimeoutError:
+            if deadline is None or time.monotonic() >= deadline:
+                raise
+
+
+def _dial_once(address: str, port: int, deadline: float | None) -> SocketStream:
     found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     for tried, (family, kind, protocol, _, where) in enumerate(found):
         sock = socket.socket(family, kind, protocol)

@@ -165,7 +165,10 @@ class ObjectStore:
         if not self._may_begin(verb, name, limit):
             raise SyncTimeoutError(f"{late}: an earlier request still runs")
         path = f"{self._root}/{name}"
-        answer = call_in_thread("weight_update-object-store", call, path, *arguments, in_order=True)
+        try:
+            answer = call_in_thread("weight_update-object-store", call, path, *arguments, in_order=True)
+        except RuntimeError as error:  # there may be one for the next request
+            raise TransportError(f"cannot {verb} {self.url}/{name}: {error}") from None
         if not self._await([answer], max(deadline - time.monotonic(), 0.0)):
             self._given_up[answer] = verb, name
             raise SyncTimeoutError(late)
