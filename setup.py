@@ -56,7 +56,7 @@ TEST = union(
         "psutil>=5.9",
         "pytest>=8.0",
         "pytest-timeout>=2.3",
-        "pytest-xdist>=3.6",
+        "pytest-xdist>=3.8",
         "ruff>=0.15",
     ],
 )

@@ -393,6 +393,22 @@ def test_a_store_that_cannot_be_opened_listens_no_more(monkeypatch: pytest.Monke
     assert rendezvous._listening == set()
 
 
+def test_a_pytorch_without_libuv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch advises a store that strangers can stop; our error does not."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise DistError(
+            "use_libuv was requested but PyTorch was built without libuv support, "
+            "run with USE_LIBUV=0 to disable it."
+        )
+
+    monkeypatch.setattr(rendezvous, "TCPStore", fail)
+    with pytest.raises(TransportError, match=r"built without libuv.*; install PyTorch's own build") as raised:
+        SenderStore(HERE, 0)
+    assert "USE_LIBUV" not in str(raised.value)
+    assert "ulimit" not in str(raised.value)
+
+
 @contextlib.contextmanager
 def free_descriptors(number: int) -> Iterator[None]:
     """Let this process open ``number`` more files."""

@@ -76,7 +76,8 @@ class SenderStore:
 
     Raises:
         OSError: as :func:`listen`.
-        TransportError: the store does not work, for example because the process has too many open files.
+        TransportError: the store does not work, for example because the process has too many open files, or
+            PyTorch was built without libuv.
     """
 
     def __init__(self, address: str, port: int) -> None:
@@ -107,11 +108,8 @@ class SenderStore:
                     os.close(self._descriptor)
             if not isinstance(error, RuntimeError | OSError):
                 raise
-            reason = str(error).partition("\n")[0]
-            raise TransportError(
-                f"the sender cannot open its store at {address}:{self.port} ({reason}); if it has too many "
-                "open files, raise the process's limit (ulimit -n)"
-            ) from None
+            where = f"{address}:{self.port}"
+            raise TransportError(f"the sender cannot open its store at {where} {_why_not(error)}") from None
 
     def announce(self, where: Announcement, token: str) -> None:
         """Write the announcement, and keep writing it until :meth:`close`; called once."""
@@ -140,6 +138,14 @@ class SenderStore:
                 "another process overwrites the announcement; if they cannot, start the sender again",
                 *(self.address, self.port, brief(error)),
             )
+
+
+def _why_not(error: Exception) -> str:
+    """Return the reason why a store could not be opened, and the remedy."""
+    reason = str(error).partition("\n")[0]
+    if "without libuv" in reason:  # PyTorch advises USE_LIBUV=0: a store that one stranger can block
+        return "(this PyTorch was built without libuv); install PyTorch's own build: pip install torch"
+    return f"({reason}); if it has too many open files, raise the process's limit (ulimit -n)"
 
 
 def _require_descriptors(one: int) -> None:
