@@ -131,7 +131,7 @@ class State:
         if explorer.failed_at == explorer.step:
             return False
         if self._trainer_stopped():
-            return not plan.direct and self._behind(explorer) > 0
+            return not (plan.direct or self.lost) and self._behind(explorer) > 0
         if plan.style is SyncStyle.FIXED:
             return plan.explorer_due(explorer.step) and explorer.step != explorer.synced_at
         if plan.style is SyncStyle.EXPLORER_DRIVEN:
@@ -192,12 +192,19 @@ class State:
             return False
         if self.plan.style is SyncStyle.FULLY_ASYNC:
             return self._behind(explorer) <= self.plan.max_staleness
+        if self._took_the_last(explorer):
+            return True
         if self.plan.style is SyncStyle.EXPLORER_DRIVEN:
             return explorer.version != explorer.had and self._answers(explorer, explorer.version)
         newest = self.plan.direct or explorer.version == self.newest
         if self.plan.style is SyncStyle.TRAINER_DRIVEN:
             return newest and explorer.version != explorer.had
         return newest and self._steps.get(explorer.version, -1) >= explorer.wanted
+
+    def _took_the_last(self, explorer: ExplorerState) -> bool:
+        """Return whether an explorer took, while it waits, the last version of a trainer that has stopped."""
+        left = self._trainer_stopped() and not self.plan.direct
+        return left and explorer.version == self.newest and explorer.version != explorer.had
 
     def _answers(self, explorer: ExplorerState, version: int) -> bool:
         """Return whether ``version`` came after an explorer asked, or is what the trainer still has."""
