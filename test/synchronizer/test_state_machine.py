@@ -433,6 +433,19 @@ def test_what_is_left_of_a_trainer_is_enough_also_if_it_came_by_connecting(style
     assert made.explorers[0].outcome == SyncOutcome(0)
 
 
+def test_a_version_that_came_by_connecting_is_not_taken_for_a_newer_one() -> None:
+    """The explorer announced its wish before both versions."""
+    made = machine(SyncMethod.MEMORY, SyncStyle.EXPLORER_DRIVEN)
+    made.published(0, 0)
+    made.explorer_announces(0)
+    made.published(1, 1)
+    made.published(2, 2)
+    made.explorer_requires(0)
+    made.has(0, 1)
+    assert made.explorers[0].waits
+    assert made.may_fetch(0) == 2
+
+
 def test_weights_that_are_lost_are_not_asked_for_after_the_trainer_stopped() -> None:
     made = machine(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN)
     made.published(0, 0)

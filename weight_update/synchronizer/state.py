@@ -192,19 +192,14 @@ class State:
             return False
         if self.plan.style is SyncStyle.FULLY_ASYNC:
             return self._behind(explorer) <= self.plan.max_staleness
-        if self._took_the_last(explorer):
+        newest, new = self.plan.direct or explorer.version == self.newest, explorer.version != explorer.had
+        if newest and new and self._trainer_stopped() and not self.plan.direct:
             return True
         if self.plan.style is SyncStyle.EXPLORER_DRIVEN:
-            return explorer.version != explorer.had and self._answers(explorer, explorer.version)
-        newest = self.plan.direct or explorer.version == self.newest
+            return newest and new and self._answers(explorer, explorer.version)
         if self.plan.style is SyncStyle.TRAINER_DRIVEN:
-            return newest and explorer.version != explorer.had
+            return newest and new
         return newest and self._steps.get(explorer.version, -1) >= explorer.wanted
-
-    def _took_the_last(self, explorer: ExplorerState) -> bool:
-        """Return whether an explorer took, while it waits, the last version of a trainer that has stopped."""
-        left = self._trainer_stopped() and not self.plan.direct
-        return left and explorer.version == self.newest and explorer.version != explorer.had
 
     def _answers(self, explorer: ExplorerState, version: int) -> bool:
         """Return whether ``version`` came after an explorer asked, or is what the trainer still has."""
