@@ -200,11 +200,24 @@ class ClientBase:
 
     def _come_back(self, timeout: float) -> Reply:
         """Say hello again to a synchronizer that has forgotten this client, or was restarted."""
+        had = self.version
         reply = self.channel.call("hello", {**self._hello(), "back": True}, timeout)
+        self._forget_version(had, reply)
         if (id := reply.get("id", self.id)) != self.id:  # another explorer took it meanwhile
             self.id = id
             self._method.unlink()
         return reply
+
+    def _forget_version(self, had: int | None, reply: Reply) -> None:
+        """Forget the version ``had`` if the synchronizer has begun to count again since, and is below it.
+
+        It counts again if it was restarted without a directory, together with the trainer.
+        """
+        if had is None or reply.get("directory") is not None or "version" not in reply:
+            return
+        newest = reply["version"]
+        if (newest is None or newest < had) and self.version == had:
+            self.version = None
 
 
 def _send_beats(ref: weakref.ref[ClientBase], closed: threading.Event, lease: float) -> None:
