@@ -145,6 +145,21 @@ def test_a_wish_that_is_taken_back_leaves_nothing(method: SyncMethod, style: Syn
     assert made.explorer_needs_sync(0) is before
 
 
+@pytest.mark.parametrize("method", list(SyncMethod))
+def test_in_fixed_a_wish_is_not_granted_by_weights_that_are_too_old(method: SyncMethod) -> None:
+    made = StateMachine(SyncPlan(method, SyncStyle.FIXED, sync_interval=10))
+    made.trainer_joined()
+    made.joined(0)
+    made.published(0, 0)
+    made.has(0, 0)
+    made.explorer_at(0, 10)
+    made.explorer_announces(0)
+    assert made.explorers[0].status is REQUIRE_SYNC
+    assert made.explorer_needs_sync(0)
+    made.explorer_withdraws(0)
+    assert made.explorer_needs_sync(0)
+
+
 def test_directly_the_trainer_does_not_wait_for_a_wish() -> None:
     made = StateMachine(SyncPlan(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN))
     made.trainer_joined()

@@ -246,7 +246,7 @@ def _send_beats(ref: weakref.ref[ClientBase], closed: threading.Event, lease: fl
 
     It is not told so while the thread that used the client last has ended.
     """
-    while not closed.wait(lease / 4):
+    while not closed.is_set():
         client = ref()
         if client is None:
             return
@@ -256,3 +256,4 @@ def _send_beats(ref: weakref.ref[ClientBase], closed: threading.Event, lease: fl
                 if reply.get("refused") == "unknown" and not client._stopped:
                     client._come_back(lease)
         del client
+        closed.wait(lease / 4)

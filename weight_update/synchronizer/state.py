@@ -69,7 +69,7 @@ class ExplorerState(MemberState):
 
     Attributes:
         version: version in force; None before the first.
-        wanted: FIXED, while it waits: trainer step whose weights it needs; else 0.
+        wanted: FIXED, in REQUIRE_SYNC: trainer step whose weights it needs; else 0.
         asked: while it waits: newest version when it began to wait.
         had: while it waits: version in force when it began to wait.
         busy: whether weights are on their way to it, so that it cannot give up.

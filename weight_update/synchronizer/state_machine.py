@@ -112,8 +112,8 @@ class StateMachine(State):
         if explorer.status is not REQUIRE_SYNC:
             explorer.status, explorer.outcome = REQUIRE_SYNC, None
             explorer.asked, explorer.had = self.newest, explorer.version
-        if waits and not explorer.waits:
-            explorer.waits, explorer.wanted = True, self.plan.wanted(explorer.step)
+        if not explorer.waits:
+            explorer.waits, explorer.wanted = waits, self.plan.wanted(explorer.step)
         self._settle()
 
     def explorer_withdraws(self, id: int) -> None:
