@@ -446,6 +446,15 @@ def test_a_version_that_came_by_connecting_is_not_taken_for_a_newer_one() -> Non
     assert made.may_fetch(0) == 2
 
 
+def test_directly_the_trainer_goes_on_waiting_for_an_explorer_that_restarts() -> None:
+    made = machine(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN)
+    made.trainer_requires()
+    made.joined(0)
+    assert made.trainer is not None
+    assert made.trainer.waits
+    assert made.expected() == (0,)
+
+
 def test_weights_that_are_lost_are_not_asked_for_after_the_trainer_stopped() -> None:
     made = machine(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN)
     made.published(0, 0)
