@@ -200,6 +200,8 @@ class ClientBase:
             else:
                 if reply is not None:
                     return reply
+                if "held" in args:  # its link was closed, if it has another id now
+                    args["held"] = self._method.held(self.version)
                 if time.monotonic() >= limit:
                     raise LinkClosedError("the synchronizer forgets this client after each hello")
             self.closed.wait(RETRY_SECONDS)
