@@ -86,6 +86,34 @@ def test_giving_up_when_the_wait_has_ended_changes_nothing(tmp_path: Path) -> No
         assert explorer.blocking.need_sync()
 
 
+@pytest.mark.parametrize("method", list(SyncMethod))
+def test_giving_up_ends_a_wait_for_a_trainer_that_has_not_come(method: SyncMethod, tmp_path: Path) -> None:
+    with (
+        synchronizer(method, SyncStyle.TRAINER_DRIVEN, tmp_path) as where,
+        ExplorerClient(where, model_at(-1)) as explorer,
+    ):
+        waiting = Waiting(explorer)
+        wait_until(lambda: explorer.blocking.status()["explorers"][0] is REQUIRE_SYNC)
+        explorer.blocking.give_up()
+        assert waiting.result(5.0)["reason"] == "it went on"
+        assert explorer.blocking.status()["explorers"][0] is RUNNING
+
+
+@pytest.mark.parametrize("role", ["trainer", "explorer"])
+@pytest.mark.parametrize("method", list(SyncMethod))
+def test_giving_up_ends_a_wait_for_a_synchronizer_that_is_away(
+    method: SyncMethod, role: str, tmp_path: Path
+) -> None:
+    with synchronizer(method, SyncStyle.TRAINER_DRIVEN, tmp_path) as where:
+        make = {"trainer": TrainerClient, "explorer": ExplorerClient}[role]
+        client = make(where.serve(), model_at(0))
+    with client:
+        waiting = Waiting(client)
+        wait_until(lambda: client.blocking._given_up is not None)
+        client.blocking.give_up()
+        assert "synchronizer at 127.0.0.1" in waiting.result(5.0)["reason"]  # timeout= is 60 s
+
+
 def test_directly_a_trainer_announces_its_wish_and_takes_it_back(tmp_path: Path) -> None:
     clients = connected(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN, tmp_path, model_at(0), model_at(-1))
     with clients as (_, trainer, explorer):
@@ -115,6 +143,21 @@ def test_a_wish_that_is_taken_back_leaves_nothing(method: SyncMethod, style: Syn
     made.explorer_withdraws(0)
     assert made.explorers[0].status is RUNNING
     assert made.explorer_needs_sync(0) is before
+
+
+@pytest.mark.parametrize("method", list(SyncMethod))
+def test_in_fixed_a_wish_is_not_granted_by_weights_that_are_too_old(method: SyncMethod) -> None:
+    made = StateMachine(SyncPlan(method, SyncStyle.FIXED, sync_interval=10))
+    made.trainer_joined()
+    made.joined(0)
+    made.published(0, 0)
+    made.has(0, 0)
+    made.explorer_at(0, 10)
+    made.explorer_announces(0)
+    assert made.explorers[0].status is REQUIRE_SYNC
+    assert made.explorer_needs_sync(0)
+    made.explorer_withdraws(0)
+    assert made.explorer_needs_sync(0)
 
 
 def test_directly_the_trainer_does_not_wait_for_a_wish() -> None:

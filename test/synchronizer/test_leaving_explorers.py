@@ -192,9 +192,10 @@ def test_a_client_whose_thread_ended_without_close_is_missed_and_may_come_back(t
         made[0].close()
 
 
+@pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize("method", SyncMethod)
 def test_one_that_was_missed_for_a_while_takes_the_place_of_no_other(
-    method: SyncMethod, tmp_path: Path
+    method: SyncMethod, asks: bool, tmp_path: Path
 ) -> None:
     source, models = model_at(0), [model_at(-1), model_at(-1)]
     with (
@@ -210,7 +211,8 @@ def test_one_that_was_missed_for_a_while_takes_the_place_of_no_other(
                 set_to(source, step)
                 for model, explorer in zip(models, (stopped, other), strict=True):
                     explorer.step = step
-                    explorer.blocking.need_sync()
+                    if asks:
+                        explorer.blocking.need_sync()
                     waiting = Waiting(explorer)
                     waiting.be_served_by(trainer)
                     assert "reason" not in waiting.result()

@@ -106,6 +106,16 @@ def test_one_that_is_killed_and_one_that_stops_do_not_stop_the_third(
     assert len([one for one in said if "reason" not in one]) > 12
 
 
+def test_one_that_is_killed_while_it_waits_is_missed_at_once(tmp_path: Path, hire: Any) -> None:
+    with synchronizer(SyncMethod.MEMORY, SyncStyle.FIXED, tmp_path, lease=1000.0) as where:
+        explorer = hire(where.serve(), 0, 1)
+        explorer.await_coming()
+        wait_until(lambda: where.service.status()["explorers"] == {"0": RunningStatus.REQUIRE_SYNC})
+        time.sleep(0.5)  # until its first sign of life has come
+        explorer.process.kill()
+        wait_until(lambda: not where.service.status()["explorers"])
+
+
 @pytest.mark.slow
 def test_one_that_stops_is_missed_and_comes_back(tmp_path: Path, hire: Any) -> None:
     with synchronizer(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN, tmp_path, lease=1.0) as where:

@@ -340,6 +340,31 @@ def test_a_first_version_that_cannot_be_written_leaves_none_for_a_restart(
     )
 
 
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_an_explorer_has_no_version_of_a_count_that_has_ended(method: SyncMethod) -> None:
+    """Trainer and synchronizer restart without a directory; version 0 is not taken for version 2 then."""
+
+    def start(port: int = 0) -> tuple[Synchronizer, TrainerClient, int]:
+        made = Synchronizer(method, SyncStyle.EXPLORER_DRIVEN)
+        server = made.serve(port=port, token="the token")
+        return made, TrainerClient(server, model_at(1)), int(server.address.rpartition(":")[2])
+
+    where, trainer, port = start()
+    with ExplorerClient(f"127.0.0.1:{port}", model_at(-1), token="the token") as explorer:
+        for explorer.step in (1, 2, 3):
+            before = exchange(trainer, explorer)
+        for one in (trainer, where):
+            one.close()
+        where, trainer, _ = start(port)
+        explorer.blocking.need_sync()
+        assert explorer.version is None
+        explorer.step = 4
+        now = exchange(trainer, explorer)
+        assert explorer.version == now < before
+        for one in (trainer, where):
+            one.close()
+
+
 def test_an_explorer_that_says_hello_again_keeps_its_id() -> None:
     with Synchronizer(SyncMethod.MEMORY) as where:
         service = where.service

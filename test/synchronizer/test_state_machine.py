@@ -420,6 +420,49 @@ def test_after_the_trainer_stopped_an_explorer_with_its_last_version_asks_no_mor
     assert not made.explorer_needs_sync(0)
 
 
+@pytest.mark.parametrize("style", SyncStyle)
+def test_what_is_left_of_a_trainer_is_enough_also_if_it_came_by_connecting(style: SyncStyle) -> None:
+    """With MEMORY, an explorer that connects gets the newest weights, before it is handed any."""
+    made = machine(SyncMethod.MEMORY, style)
+    made.published(0, 0)
+    made.trainer_at(3)
+    made.trainer_left("the trainer stopped")
+    made.explorer_at(0, 8)
+    made.explorer_requires(0)
+    made.has(0, 0)
+    assert made.explorers[0].outcome == SyncOutcome(0)
+
+
+def test_a_version_that_came_by_connecting_is_not_taken_for_a_newer_one() -> None:
+    """The explorer announced its wish before both versions."""
+    made = machine(SyncMethod.MEMORY, SyncStyle.EXPLORER_DRIVEN)
+    made.published(0, 0)
+    made.explorer_announces(0)
+    made.published(1, 1)
+    made.published(2, 2)
+    made.explorer_requires(0)
+    made.has(0, 1)
+    assert made.explorers[0].waits
+    assert made.may_fetch(0) == 2
+
+
+def test_directly_the_trainer_goes_on_waiting_for_an_explorer_that_restarts() -> None:
+    made = machine(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN)
+    made.trainer_requires()
+    made.joined(0)
+    assert made.trainer is not None
+    assert made.trainer.waits
+    assert made.expected() == (0,)
+
+
+def test_weights_that_are_lost_are_not_asked_for_after_the_trainer_stopped() -> None:
+    made = machine(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN)
+    made.published(0, 0)
+    made.lost_weights()
+    made.trainer_left("the trainer stopped")
+    assert not made.explorer_needs_sync(0)
+
+
 @pytest.mark.parametrize("method", HELD)
 def test_an_explorer_goes_on_with_the_version_that_reached_it_while_a_newer_one_came(
     method: SyncMethod,

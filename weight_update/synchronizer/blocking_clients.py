@@ -91,7 +91,7 @@ class BlockingTrainer(ClientBase):
 
     def sync_weight(self) -> Metrics:
         """Publish the current weights (MEMORY, CHECKPOINT), or send them to the explorers (NCCL)."""
-        with self._syncing:
+        with self.synchronizing():
             start, step = time.perf_counter(), self.step
             try:
                 metrics = self._method.give(self, step)
@@ -156,7 +156,7 @@ class BlockingExplorer(ClientBase):
             LifecycleError: the calling thread is inside :meth:`hold`.
         """
         self._method.gate.require_outside()  # the update would wait for this thread
-        with self._syncing:
+        with self.synchronizing():
             start, step, before = time.perf_counter(), self.step, self.version
             metrics: dict[str, Any] = {"waited": 0.0}
             try:

@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from weight_update.arguments import require_seconds, whole_number
@@ -63,6 +64,7 @@ class ClientBase:
         self.session: str = secrets.token_hex(8)
         self._synced_at: int | None = None
         self._syncing = threading.Lock()
+        self._given_up: threading.Event | None = None  # of the sync_weight() that goes on
         self._stopped = False
         self._caller = threading.current_thread()
         self._pid = os.getpid()
@@ -84,7 +86,10 @@ class ClientBase:
 
     def give_up(self) -> None:
         """End the wait of ``sync_weight()``, if another thread is inside it; the version does not change."""
-        self.notify(RunningStatus.RUNNING)
+        if (given_up := self._given_up) is not None:
+            given_up.set()
+        with contextlib.suppress(LinkClosedError):  # sync_weight() does not try to reach it again
+            self.ask("notify", time.monotonic(), step=self.step, status=RunningStatus.RUNNING.value)
 
     def latest_version(self) -> int | None:
         """Return the newest published version; None before the first."""
@@ -116,6 +121,22 @@ class ClientBase:
                     self.channel.call("bye", {"session": self.session}, self.grace)
 
     # -- for subclasses and methods ----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def synchronizing(self) -> Iterator[None]:
+        """Return a context manager for ``sync_weight()``, in which one thread is at a time."""
+        with self._syncing:
+            self._given_up = threading.Event()
+            try:
+                yield
+            finally:
+                self._given_up = None
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether the ``sync_weight()`` that goes on is to end, and repeats nothing."""
+        given_up = self._given_up
+        return given_up is not None and given_up.is_set()
 
     @property
     def grace(self) -> float:
@@ -174,11 +195,13 @@ class ClientBase:
             try:
                 reply = self._call(name, args, left)
             except LinkClosedError:
-                if time.monotonic() >= limit or not self.channel.restarts:
+                if time.monotonic() >= limit or not self.channel.restarts or self.gives_up:
                     raise
             else:
                 if reply is not None:
                     return reply
+                if "held" in args:  # its link was closed, if it has another id now
+                    args["held"] = self._method.held(self.version)
                 if time.monotonic() >= limit:
                     raise LinkClosedError("the synchronizer forgets this client after each hello")
             self.closed.wait(RETRY_SECONDS)
@@ -200,11 +223,24 @@ class ClientBase:
 
     def _come_back(self, timeout: float) -> Reply:
         """Say hello again to a synchronizer that has forgotten this client, or was restarted."""
+        had = self.version
         reply = self.channel.call("hello", {**self._hello(), "back": True}, timeout)
+        self._forget_version(had, reply)
         if (id := reply.get("id", self.id)) != self.id:  # another explorer took it meanwhile
             self.id = id
             self._method.unlink()
         return reply
+
+    def _forget_version(self, had: int | None, reply: Reply) -> None:
+        """Forget the version ``had`` if the synchronizer has begun to count again since, and is below it.
+
+        It counts again if it was restarted without a directory, together with the trainer.
+        """
+        if had is None or reply.get("directory") is not None or "version" not in reply:
+            return
+        newest = reply["version"]
+        if (newest is None or newest < had) and self.version == had:
+            self.version = None
 
 
 def _send_beats(ref: weakref.ref[ClientBase], closed: threading.Event, lease: float) -> None:
@@ -212,7 +248,7 @@ def _send_beats(ref: weakref.ref[ClientBase], closed: threading.Event, lease: fl
 
     It is not told so while the thread that used the client last has ended.
     """
-    while not closed.wait(lease / 4):
+    while not closed.is_set():
         client = ref()
         if client is None:
             return
@@ -222,3 +258,4 @@ def _send_beats(ref: weakref.ref[ClientBase], closed: threading.Event, lease: fl
                 if reply.get("refused") == "unknown" and not client._stopped:
                     client._come_back(lease)
         del client
+        closed.wait(lease / 4)

@@ -181,8 +181,10 @@ class DirectService(Service):
         deadline = deadline_of(timeout)
         with self.changed:
             found, explorer = self._explorer(session, step, held)
-            self.wait_for(lambda: self.trainer_endpoint is not None or self._is_over(explorer), deadline)
-            self.table.of(session)  # raises if the client left meanwhile
+            if self.trainer_endpoint is None and not self._await_trainer(explorer, deadline):
+                self.table.of(session)  # raises if the client left meanwhile
+                withdrawn = explorer.outcome is None
+                return self.explorer_gives_up(session, "it went on") if withdrawn else outcome_of(explorer)
             endpoint = self.trainer_endpoint
             if endpoint is not None and found.linked != key_of(endpoint):
                 return {"join": endpoint}
@@ -190,6 +192,13 @@ class DirectService(Service):
             self._await_turn(explorer, deadline, timeout, lambda: False)
             return outcome_of(explorer)
 
-    def _is_over(self, explorer: ExplorerState) -> bool:
-        members = (explorer, self.machine.trainer)
-        return any(member is not None and member.status is RunningStatus.STOPPED for member in members)
+    def _await_trainer(self, explorer: ExplorerState, deadline: float | None) -> bool:
+        """Wait, as one that announced its wish, for a trainer to connect to; return False if it gave up."""
+        announced = explorer.status is RunningStatus.REQUIRE_SYNC
+        self.machine.explorer_announces(explorer.id)
+        self.wait_for(lambda: self.trainer_endpoint is not None or has_ended(explorer), deadline)
+        if has_ended(explorer):
+            return False
+        if self.trainer_endpoint is not None and not announced:
+            self.machine.explorer_withdraws(explorer.id)  # it has to connect before it may wait
+        return True

@@ -134,7 +134,8 @@ class SubscribingExplorer(ExplorerMethod):
             try:
                 self._join(client, reply["join"])
             except WeightSyncError as error:
-                if isinstance(error, LinkClosedError) and time.monotonic() + RETRY_SECONDS < deadline:
+                late = client.gives_up or time.monotonic() + RETRY_SECONDS >= deadline
+                if isinstance(error, LinkClosedError) and not late:
                     client.closed.wait(RETRY_SECONDS)
                     continue  # there may be another publisher by now, for example after a restart
                 reply = client.ask("explorer_gives_up", reason=str(error))

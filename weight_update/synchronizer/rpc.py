@@ -137,7 +137,11 @@ class LocalChannel(Channel):
 
 
 class SocketChannel(Channel):
-    """A channel to a server at ``host:port``. A call has a connection of its own, which later calls reuse."""
+    """A channel to a server at ``host:port``. A call has a connection of its own, which later calls reuse.
+
+    Signs of life have another connection, which other calls do not use. Its end tells the server that this
+    process has died, also while a call waits.
+    """
 
     def __init__(self, address: str, token: str) -> None:
         host, _, port = address.rpartition(":")
@@ -146,13 +150,15 @@ class SocketChannel(Channel):
         self._host, self._port, self._token = host.strip("[]"), port_number(int(port)), token
         self._lock = threading.Lock()
         self._idle: list[SignedStream] = []
+        self._idle_beats: list[SignedStream] = []
         self._busy: set[SignedStream] = set()
         self._connecting: set[SocketStream] = set()
         self._closed = False
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
         deadline = time.monotonic() + timeout
-        connection = self._take(deadline)
+        idle = self._idle_beats if name == "beat" else self._idle
+        connection = self._take(idle, deadline)
         try:
             connection.send_json({"call": name, "args": args}, seconds_left(deadline))
             reply = self._reply(connection, deadline, timeout, longer)
@@ -162,7 +168,7 @@ class SocketChannel(Channel):
         with self._lock:
             if connection in self._busy:  # else it was dropped meanwhile
                 self._busy.remove(connection)
-                self._idle.append(connection)
+                idle.append(connection)
         return reply
 
     def close(self) -> None:
@@ -175,7 +181,9 @@ class SocketChannel(Channel):
 
     def _drop(self) -> None:
         with self._lock:
-            connections, self._idle, self._busy = [*self._idle, *self._busy], [], set()
+            connections = [*self._idle, *self._idle_beats, *self._busy]
+            for these in (self._idle, self._idle_beats, self._busy):
+                these.clear()
         for connection in connections:
             connection.close()
 
@@ -199,12 +207,12 @@ class SocketChannel(Channel):
             return False
         return True
 
-    def _take(self, deadline: float) -> SignedStream:
+    def _take(self, idle: list[SignedStream], deadline: float) -> SignedStream:
         """Return a connection that no other call uses; make one if there is none."""
         with self._lock:
             self._require_open()
-            if self._idle:
-                connection = self._idle.pop()
+            if idle:
+                connection = idle.pop()
                 self._busy.add(connection)
                 return connection
         where = f"{self._host}:{self._port}"

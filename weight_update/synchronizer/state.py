@@ -69,7 +69,7 @@ class ExplorerState(MemberState):
 
     Attributes:
         version: version in force; None before the first.
-        wanted: FIXED, while it waits: trainer step whose weights it needs; else 0.
+        wanted: FIXED, in REQUIRE_SYNC: trainer step whose weights it needs; else 0.
         asked: while it waits: newest version when it began to wait.
         had: while it waits: version in force when it began to wait.
         busy: whether weights are on their way to it, so that it cannot give up.
@@ -131,7 +131,7 @@ class State:
         if explorer.failed_at == explorer.step:
             return False
         if self._trainer_stopped():
-            return not plan.direct and self._behind(explorer) > 0
+            return not (plan.direct or self.lost) and self._behind(explorer) > 0
         if plan.style is SyncStyle.FIXED:
             return plan.explorer_due(explorer.step) and explorer.step != explorer.synced_at
         if plan.style is SyncStyle.EXPLORER_DRIVEN:
@@ -192,11 +192,13 @@ class State:
             return False
         if self.plan.style is SyncStyle.FULLY_ASYNC:
             return self._behind(explorer) <= self.plan.max_staleness
+        newest, new = self.plan.direct or explorer.version == self.newest, explorer.version != explorer.had
+        if newest and new and self._trainer_stopped() and not self.plan.direct:
+            return True
         if self.plan.style is SyncStyle.EXPLORER_DRIVEN:
-            return explorer.version != explorer.had and self._answers(explorer, explorer.version)
-        newest = self.plan.direct or explorer.version == self.newest
+            return newest and new and self._answers(explorer, explorer.version)
         if self.plan.style is SyncStyle.TRAINER_DRIVEN:
-            return newest and explorer.version != explorer.had
+            return newest and new
         return newest and self._steps.get(explorer.version, -1) >= explorer.wanted
 
     def _answers(self, explorer: ExplorerState, version: int) -> bool:

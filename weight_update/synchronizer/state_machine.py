@@ -51,7 +51,7 @@ class StateMachine(State):
         self, id: int, version: int | None = None, step: int = 0, synced_at: int | None = None
     ) -> ExplorerState:
         """Add an explorer, perhaps again. It replaces an earlier one with this id."""
-        self.left(id, "another explorer came with this id")
+        self._remove(id, "another explorer came with this id")
         known = version is not None and self.newest is not None and version <= self.newest
         if synced_at is None:
             synced_at = step if self.plan.style is SyncStyle.EXPLORER_DRIVEN else -1
@@ -61,11 +61,7 @@ class StateMachine(State):
 
     def left(self, id: int, reason: str) -> None:
         """Remove an explorer that stopped or died."""
-        explorer = self.explorers.pop(id, None)
-        if explorer is not None:
-            explorer.busy = False
-            resolve(explorer, SyncOutcome(explorer.version, reason))
-            explorer.status = STOPPED
+        self._remove(id, reason)
         self._settle()
 
     # -- events: steps and wishes ------------------------------------------------------------------
@@ -112,8 +108,8 @@ class StateMachine(State):
         if explorer.status is not REQUIRE_SYNC:
             explorer.status, explorer.outcome = REQUIRE_SYNC, None
             explorer.asked, explorer.had = self.newest, explorer.version
-        if waits and not explorer.waits:
-            explorer.waits, explorer.wanted = True, self.plan.wanted(explorer.step)
+        if not explorer.waits:
+            explorer.waits, explorer.wanted = waits, self.plan.wanted(explorer.step)
         self._settle()
 
     def explorer_withdraws(self, id: int) -> None:
@@ -225,6 +221,13 @@ class StateMachine(State):
         """Note that the weights of the newest version are gone; its number stays."""
         self.lost = self.newest is not None
         self._settle()
+
+    def _remove(self, id: int, reason: str) -> None:
+        explorer = self.explorers.pop(id, None)
+        if explorer is not None:
+            explorer.busy = False
+            resolve(explorer, SyncOutcome(explorer.version, reason))
+            explorer.status = STOPPED
 
     def _settle(self, reason: str = TRAINER_STOPPED) -> None:
         """Wake all that need not, or cannot, wait any longer."""
