@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
+import torch.distributed as dist
 from pairs import connect_pair
 from torch import nn
 
@@ -146,6 +147,43 @@ def test_a_sender_of_this_process_that_was_dropped_may_be_gone() -> None:
         receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
         with pytest.raises(LifecycleError, match="is not in this process, not initialized or gone; workers"):
             receiver.connect(timeout=0.1)
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("default_group")
+def test_a_worker_that_looks_a_sender_up_finds_none_that_has_left() -> None:
+    """It waits for the next one, also if it comes first."""
+    with DistributedWeightSyncScheme() as first:
+        first.init_on_sender(model=nn.Linear(2, 2), num_workers=0)
+    with (
+        DistributedWeightSyncScheme() as sender,
+        DistributedWeightSyncScheme() as receiver,
+        ThreadPoolExecutor() as pool,
+    ):
+        receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+        joining = pool.submit(receiver.connect, timeout=10)
+        time.sleep(0.2)
+        sender.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        sender.connect(timeout=10)
+        joining.result()
+
+
+@pytest.mark.usefixtures("default_group")
+def test_a_sender_that_leaves_late_withdraws_no_later_one() -> None:
+    first = DistributedWeightSyncScheme()
+    first.init_on_sender(model=nn.Linear(2, 2), num_workers=0)
+    with DistributedWeightSyncScheme() as sender, DistributedWeightSyncScheme() as receiver:
+        sender.init_on_sender(model=nn.Linear(2, 2), num_workers=0)
+        sender.connect()
+        first.shutdown()
+        receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+        receiver.connect(timeout=10)
 
 
 @pytest.mark.parametrize("ended", [False, True])

@@ -189,17 +189,27 @@ def open_default_store(me: Worker) -> int:
     return int(me.scheme.port)
 
 
-def test_a_default_process_group_whose_store_stops(procs: Processes) -> None:
+@pytest.fixture
+def default_store(procs: Processes) -> Iterator[Remote]:
+    """Make a default process group; yield the process that has its store."""
     peer = procs.start(None, 0, make)
-    port = peer.call(open_default_store)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", peer.call(open_default_store), is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        peer.signal(signal.SIGSTOP)
-        assert isinstance(in_time(lambda: join_and_leave(DistributedWeightSyncScheme())), SyncTimeoutError)
-    finally:
-        peer.kill()
-        dist.destroy_process_group()
+    yield peer
+    peer.kill()
+    dist.destroy_process_group()
+
+
+def test_a_default_process_group_whose_store_stops(default_store: Remote) -> None:
+    default_store.signal(signal.SIGSTOP)
+    assert isinstance(in_time(lambda: join_and_leave(DistributedWeightSyncScheme())), SyncTimeoutError)
+
+
+def test_a_sender_that_leaves_when_the_store_of_its_announcement_is_stopped(default_store: Remote) -> None:
+    scheme = DistributedWeightSyncScheme()
+    scheme.init_on_sender(model=make(), num_workers=0)
+    default_store.signal(signal.SIGSTOP)
+    assert in_time(scheme.shutdown) is None
 
 
 class FailingStore:

@@ -313,6 +313,17 @@ def test_limits_of_the_process_are_named(limit: int, most: int, command: str) ->
         resource.setrlimit(limit, (soft, hard))
 
 
+def test_a_receiver_without_a_descriptor_does_not_call_the_sender_gone() -> None:
+    slot, (soft, hard) = SharedBuffer(64), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(NotEnoughMemoryError, match=r"slot is needed; raise .*\(ulimit -n\)"):
+            open_slot(os.getpid(), slot.fd, slot.key)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    slot.close()
+
+
 def test_may_run() -> None:
     child = multiprocessing.get_context("fork").Process(target=signal.pause)
     child.start()

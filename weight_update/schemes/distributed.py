@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 from collections.abc import Sequence
@@ -19,11 +20,12 @@ from weight_update.schemes.options import RemoteOptions, takes_options_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.text import brief, format_seconds
-from weight_update.threads import start_thread
+from weight_update.threads import call_in_thread, start_thread
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.relay.nccl import require_known
 
 _GRACE_SECONDS = 0.2  # beyond the timeout, for the store's own answer
+_WITHDRAW_SECONDS = 2.0  # that shutdown() waits for the store
 
 
 class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed"):
@@ -69,9 +71,11 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         return whole_number(worker, "worker_idx", least=first) - first
 
     def announce(self, where: Whereabouts) -> None:
-        """Announce the sender in the store of the default group."""
+        """Announce the sender in the store of the default group, until :meth:`shutdown`."""
         if dist.is_initialized():
-            _default_store().set(self._notice, json.dumps(astuple(where)))
+            text = json.dumps(astuple(where))
+            _default_store().set(self._notice, text)
+            self._undo.callback(_withdraw, self._notice, text)
 
     def look_up(self, timeout: float) -> Whereabouts:
         """Return the announcement in the store of the default group."""
@@ -88,6 +92,14 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
                 f"within {format_seconds(timeout)} ({brief(answer)})"
             ) from None
         return Whereabouts(*json.loads(answer))
+
+    def shutdown(self) -> None:
+        with (
+            contextlib.ExitStack() as rest
+        ):  # workers that the sender leaves may ask for the next one at once
+            rest.callback(super().shutdown)
+            if self.initialized_on_sender:
+                rest.callback(self._undo.close)
 
     def _ask_default_store(self, timeout: float) -> bytes | Exception:
         """Return the announcement, or the reason why there is none, even where the store is stopped."""
@@ -109,6 +121,19 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
     @property
     def _notice(self) -> str:
         return f"weight_update/{self._model_name}"
+
+
+def _withdraw(notice: str, text: str) -> None:
+    """Remove an announcement: workers then wait for the next one. A newer one is left alone."""
+
+    def remove() -> None:
+        store = _default_store()
+        if store.check([notice]) and store.get(notice) == text.encode():
+            store.delete_key(notice)
+
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):  # a store that is gone or stopped has nothing to ask
+            call_in_thread("weight_update-withdraw", remove, in_order=True).result(_WITHDRAW_SECONDS)
 
 
 def _default_store() -> Any:

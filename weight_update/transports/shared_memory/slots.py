@@ -425,11 +425,12 @@ def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> Slot
 
     Raises:
         LinkClosedError: the owner is gone, or has released the slot.
-        NotEnoughMemoryError: this process has no memory to map it.
+        NotEnoughMemoryError: this process has no memory or no descriptor to map it.
         UnreachableMemoryError: this process may not open it.
     """
     try:
-        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        with _naming_limits("a descriptor of the sender's slot"):
+            opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     except PermissionError as error:
         raise UnreachableMemoryError(
             f"process {pid} holds the weights in a slot of shared memory that process {os.getpid()} may not "
