@@ -181,6 +181,9 @@ class Synchronizer:
     def as_ray_actor(self, name: str, namespace: str | None = None, **options: Any) -> RayHost:
         """Start an actor that runs this synchronizer; this object then serves no clients itself.
 
+        The actor ends with this program, or when nothing refers to this object or the host any more. With
+        ``lifetime="detached"``, it runs until ``host.close()``, or until ``ray.kill`` ends it.
+
         Args:
             name: name of the actor.
             namespace: Ray namespace of the actor; None takes that of this process.
