@@ -94,11 +94,9 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         return Whereabouts(*json.loads(answer))
 
     def shutdown(self) -> None:
-        with (
-            contextlib.ExitStack() as rest
-        ):  # workers that the sender leaves may ask for the next one at once
+        with contextlib.ExitStack() as rest:
             rest.callback(super().shutdown)
-            if self.initialized_on_sender:
+            if self.initialized_on_sender:  # first: workers that it leaves may ask for the next one at once
                 rest.callback(self._undo.close)
 
     def _ask_default_store(self, timeout: float) -> bytes | Exception:
