@@ -48,10 +48,7 @@ class Outbox:
         return self._left > 0
 
     def put(self, job: Callable[[], None]) -> None:
-        """Have the thread call ``job``, which must not raise, after all earlier ones.
-
-        The caller holds the sender's lock.
-        """
+        """Have the thread call ``job``, which must not raise, last. The caller holds the sender's lock."""
         self._left += 1
         self._jobs.put(job)
 
@@ -401,9 +398,8 @@ class GroupAssignment:
     def release_departed(self) -> None:
         """Release updates held for late joiners that have left."""
         with self._table.lock:
-            for worker in self._table:
-                if worker.late and not worker.joined and worker.lost is not None:
-                    self.move([worker], None)
+            gone = [one for one in self._table if one.late and not one.joined and one.lost is not None]
+            self.move(gone, None)
 
     def partition(self, weights: WorkerWeights, *, apart: bool) -> list[list[WorkerState]]:
         """Return lists of workers that can be sent the same bytes; workers without a group are left out.
