@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
+from collectors.substitute import Substitute
 from collectors.torchrl_names import main_of_worker
+from weight_update import WorkerError
 
 _REAP_SECONDS = 5.0
 _MOST_TEXT = 20_000  # characters, which a pipe keeps until they are read
@@ -29,8 +31,31 @@ def describe_exit(process: Any, error: str = "") -> str:
     return f"has ended (exit code {code}{f', {cause}' if cause else ''})"
 
 
+class _StartingPipe(Substitute):
+    """A substitute for the pipe of a worker, in which an error while the worker starts names the worker.
+
+    TorchRL's ``MultiCollector`` raises such an error by the name of its type.
+    """
+
+    def __init__(self, pipe: Any, worker: int) -> None:
+        super().__init__(pipe)
+        self._worker = worker
+
+    def send(self, message: Any) -> None:
+        """Send a message; an error becomes a WorkerError."""
+        if error_in(message) and "exception_type" in message:
+            message = {
+                **message,
+                "exception_type": WorkerError.__name__,
+                "exception_module": WorkerError.__module__,
+                "exception_msg": f"worker {self._worker}: {message['exception_msg']}",
+            }
+        self._original.send(message)
+
+
 def run_worker(**arguments: Any) -> None:
     """Run a worker of TorchRL's ``MultiCollector``; send the exception that ends it to the collector."""
+    arguments["pipe_child"] = _StartingPipe(arguments["pipe_child"], arguments["worker_idx"])
     try:
         main_of_worker(**arguments)
     except Exception:

@@ -206,7 +206,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
                     super()._run_processes()
             self._watch_workers()
         except WeightSyncError as error:
-            errors = self._errors_of_workers()
+            first = str(error) if type(error) is WorkerError else ""  # TorchRL has read its message
+            errors = "\n".join(filter(None, (first, self._errors_of_workers())))
             if not errors:
                 raise
             raise WorkerError(f"workers could not start:\n{errors}") from error
@@ -300,7 +301,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             if process.ident is None:  # TorchRL dropped the error of start()
                 found.append(
                     f"worker {idx}: its process could not be started. Either an argument cannot be pickled "
-                    "(instead of policy.compile(), give compile_policy), or the program lacks "
+                    "(instead of policy.compile(), give compile_policy; instead of another policy, "
+                    "policy_factory and weight_sync_schemes), or the program lacks "
                     "`if __name__ == '__main__':`"
                 )
                 continue

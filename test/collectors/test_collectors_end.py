@@ -242,6 +242,20 @@ def test_what_a_worker_raised_before_it_connected_is_told():
     assert ours() == []
 
 
+class FailsLate(Env):
+    def _reset(self, tensordict=None):
+        raise IndexError("this environment cannot begin")
+
+
+@pytest.mark.parametrize("with_policy", [True, False])
+def test_what_a_worker_raised_after_it_connected_is_told(with_policy):
+    with pytest.raises(WorkerError, match=r"^workers could not start:\nworker 1: (.|\n)*cannot begin"):
+        MultiSyncCollector(
+            [Env, FailsLate], make_policy() if with_policy else None, frames_per_batch=8, **OPTIONS
+        )
+    assert ours() == []
+
+
 def test_a_policy_without_values_is_reported_before_workers_start():
     policy = TensorDictModule(nn.LazyLinear(2), in_keys=["observation"], out_keys=["action"])
     with pytest.raises(UnsupportedSourceError, match=r"module\.weight, .*call the model once with a batch"):
