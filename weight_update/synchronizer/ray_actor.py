@@ -31,7 +31,7 @@ class RayHost:
     ) -> None:
         ray = require_ray()
         settings = {"num_cpus": 0, **options, "max_concurrency": _THREADS}
-        named = ray.remote(SynchronizerActor).options(**settings, name=name, namespace=namespace)
+        named = ray.remote(_SynchronizerActor).options(**settings, name=name, namespace=namespace)
         self._actor = named.remote(make)
         with undo_on_error(lambda: ray.kill(self._actor)):  # its name is free again
             try:
@@ -54,7 +54,7 @@ class RayHost:
         ray.kill(self._actor)
 
 
-class SynchronizerActor:
+class _SynchronizerActor:
     """The actor, by the name of which Ray's tools list it."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
