@@ -179,14 +179,14 @@ def test_a_killed_process_is_not_alive_once_its_end_was_awaited(method):
 
 
 def test_a_long_error_is_shortened_to_what_a_pipe_keeps(monkeypatch):
-    def fail(pipe_child):
+    def fail(pipe_child, worker_idx):
         pipe_child.send("an answer")
         raise RuntimeError("x" * 1_000_000 + " at the end")
 
     monkeypatch.setattr(exits, "main_of_worker", fail)
     ours, theirs = multiprocessing.Pipe()
     with pytest.raises(RuntimeError):
-        exits.run_worker(pipe_child=theirs)
+        exits.run_worker(pipe_child=theirs, worker_idx=0)
     error = exits.read_error(ours)
     assert error.startswith("Traceback")
     assert error.endswith("x at the end")

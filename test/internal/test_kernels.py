@@ -160,7 +160,7 @@ def test_weights_that_change_while_they_are_compared(width: int) -> None:
 
     def toggle() -> None:
         for _ in range(100):
-            new[63] ^= 1
+            new[63:64] ^= 1
 
     with repeating(toggle):
         for _ in range(200):
