@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import random
 import signal
+import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -20,6 +22,9 @@ from weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
 from weight_update.sender.buffers import ChunkWindow
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import WorkerState
+from weight_update.transports.shared_memory.slots import SlotTable
+from weight_update.transports.shared_memory.transport import SlotStream
+from weight_update.transports.socket_stream import SocketStream
 from weight_update.wire.frames import Kind, WeightChunk
 
 # The other method has its alarm on the timer that sends signals here.
@@ -124,3 +129,18 @@ def test_a_late_answer_to_an_earlier_version_frees_no_chunk(kind: Kind, fields: 
             sender._answers._handle(worker, WeightChunk(kind, {"version": 5, **fields}))
             assert (window.await_room(), slot.users) == ([], 0)
             worker.leave_window(reading=False)
+
+
+def test_a_thread_that_waits_no_more_ends_only_its_own_pause() -> None:
+    """A connection that is lost keeps its descriptor for another thread that still polls it."""
+    ours, theirs = socket.socketpair()
+    stream = SlotStream(SocketStream(ours), SlotTable(), "", lambda: None)
+    stream.wait(0.0)
+    with theirs, ThreadPoolExecutor(1) as other:
+        descriptor = stream.pause()
+        other.submit(stream.pause).result()
+        other.submit(stream.resume).result()
+        stream.close()
+        assert ours.fileno() == descriptor
+        stream.resume()
+        assert ours.fileno() == -1

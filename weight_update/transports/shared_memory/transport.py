@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import struct
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
@@ -162,15 +163,16 @@ class SlotStream(LinkConnection, Arrivals):
             return self._stream.wait_readable(timeout)
 
     def pause(self) -> int | None:
-        if self._received or self._arrivals is None or not self._stream.in_use.begin(self):
+        if self._received or self._arrivals is None or not self._stream.in_use.begin(threading.get_ident()):
             return None
         self._arrivals.modify(self._stream.sock, 0)
         return self._stream.sock.fileno()
 
     def resume(self) -> None:
-        if self._arrivals is not None and self._stream.in_use.begin(self):
+        me = threading.get_ident()
+        if self._arrivals is not None and self._stream.in_use.begin(me):
             self._arrivals.modify(self._stream.sock, select.EPOLLIN)
-        self._stream.in_use.end(self)
+        self._stream.in_use.end(me)
 
     def peek(self) -> tuple[WeightChunk, int] | None:
         data = self._stream.peek(_ANSWER_BYTES)
