@@ -78,7 +78,7 @@ class SessionTable:
         self._watching = False
 
     def watch(self) -> None:
-        """Start the thread that ends leases, unless it runs; a client that has come is added afterwards."""
+        """Start the thread that ends leases, unless it runs; it ends once there are no sessions."""
         if not self._watching:
             start_thread("weight_update-lease", self._watch)
             self._watching = True
