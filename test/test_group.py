@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -250,7 +250,13 @@ def test_a_worker_that_could_not_apply_the_weights_it_joined_with(rejoining: Mod
     assert [scheme.worker_versions for scheme in rejoining.schemes] == [{0: 1, 1: 1}] * 2
 
 
-@pytest.mark.parametrize("step", ["stage", "handle", "commit", "broadcast"])
+@contextmanager
+def interrupted_at_its_end() -> Iterator[None]:
+    yield
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", ["stage", "handle", "publish", "commit", "broadcast"])
 def test_a_step_after_an_interrupted_one(
     step: str, rejoining: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,13 +264,16 @@ def test_a_step_after_an_interrupted_one(
     owner, name = {
         "stage": (sender._delivery, "update"),
         "handle": (sender_side, "SendHandle"),
+        "publish": (sender_side, "_outside_inference_mode"),
         "commit": (sender._groups.all()[0], "commit"),
         "broadcast": (sender._delivery, "broadcast"),
     }[step]
     before = getattr(owner, name)
 
-    def interrupt(*args: Any) -> None:
+    def interrupt(*args: Any) -> Any:
         monkeypatch.undo()
+        if step == "publish":
+            return interrupted_at_its_end()
         if step == "stage":  # the workers have it, and the caller never hears of it
             before(*args)
         raise KeyboardInterrupt
@@ -276,7 +285,11 @@ def test_a_step_after_an_interrupted_one(
     with pytest.raises(KeyboardInterrupt):
         send_together(sources)
     reports = send_together(sources)
-    if step not in ("stage", "handle"):  # else a worker may find that the memory of its patch was used again
+    if step not in (
+        "stage",
+        "handle",
+        "publish",
+    ):  # else a worker may find that the memory of its patch was used again
         assert [worker.connections for worker in workers] == connections
     for scheme in rejoining.schemes:
         assert set(reports[scheme].apply_seconds) == {0, 1}

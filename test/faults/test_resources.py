@@ -8,6 +8,7 @@ import operator
 import os
 import re
 import threading
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from interpreters import run_python
 from weight_update import (
     BucketEncoding,
     MemoryWeightSyncScheme,
+    SchemaMismatchError,
     SyncTimeoutError,
     WeightStrategy,
 )
@@ -230,6 +232,18 @@ def test_a_scheme_within_a_process_keeps_nothing_after_shutdown() -> None:
     with pytest.raises(LinkClosedError):
         late.connect()
     assert eventually(lambda: tensors_alive() <= before, 5.0)
+
+
+def test_a_connect_that_failed_keeps_no_weights() -> None:
+    """A worker that joins later gets none of them: the program may be changing them by then."""
+    with MemoryWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=torch.nn.Linear(2, 2), num_workers=1)
+        weights = {"weight": torch.zeros(3, 3)}
+        kept = weakref.ref(weights["weight"])
+        with pytest.raises(SchemaMismatchError):
+            scheme.connect(weights=weights)
+        del weights
+        assert eventually(lambda: gc.collect() >= 0 and kept() is None, 5.0)
 
 
 def tensors_alive() -> int:

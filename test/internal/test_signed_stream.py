@@ -326,6 +326,20 @@ def test_a_name_that_gets_another_address_while_its_first_one_is_silent(
                 dial("a name", 1, deadline_of(0.5))
 
 
+def test_a_name_that_takes_long_to_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a name server that is down, before the next one is asked."""
+    monkeypatch.setattr(signed_stream, "_LOOKUP_SECONDS", 0.1)
+    look_up = socket.getaddrinfo
+
+    def look_up_slowly(*args: Any, **options: Any) -> list[Any]:
+        time.sleep(0.2)
+        return look_up(*args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_slowly)
+    with listen("127.0.0.1") as sock, closing(dial(*sock.getsockname(), deadline_of(LONG))):
+        pass
+
+
 def test_a_name_with_nothing_but_an_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a cluster without IPv4. A name with both stands for its IPv4 address."""
     hosts = ("127.0.0.1", "::1")

@@ -365,6 +365,24 @@ def test_an_explorer_has_no_version_of_a_count_that_has_ended(method: SyncMethod
             one.close()
 
 
+def test_an_explorer_that_comes_back_before_the_trainer_has_no_version(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The synchronizer does not know yet whether the count goes on."""
+    where = Synchronizer(SyncMethod.MEMORY)
+    server = where.serve(token="the token")
+    port = int(server.address.rpartition(":")[2])
+    with ExplorerClient(server, model_at(-1), timeout=0.5) as explorer:
+        with TrainerClient(server, model_at(1)) as trainer:
+            assert exchange(trainer, explorer) == explorer.version == 0
+        where.close()
+        with Synchronizer(SyncMethod.MEMORY) as where:
+            where.serve(port=port, token="the token")
+            assert "no new weights came" in explorer.blocking.sync_weight()["reason"]
+            assert explorer.version is None
+    assert "explorer 0 has no version yet: no new weights came" in caplog.text
+
+
 def test_an_explorer_that_says_hello_again_keeps_its_id() -> None:
     with Synchronizer(SyncMethod.MEMORY) as where:
         service = where.service

@@ -337,20 +337,20 @@ class SenderSide:
         ``context`` refers to the object that ``weights`` is looked up in, if it is a name.
         """
         report: SyncReport | None = None
-        with self._sending, _outside_inference_mode():
-            start = time.perf_counter()
-            read = functools.partial(self._read, weights, worker_ids, context)
-            try:
+        read = functools.partial(self._read, weights, worker_ids, context)
+        try:
+            with self._sending, _outside_inference_mode():
+                start = time.perf_counter()
                 with self._in_step("send", read, self._patience) as named:
                     extract = time.perf_counter() - start
                     report = self.sender.publish(named, group_commit=group_commit)
                     handle = SendHandle(self.sender, report, tuple(idx for idx in named if idx != NOBODY))
-            except BaseException:
-                if report is not None and group_commit is not None:  # the caller has no handle to abort it
-                    self.sender.abort(report.version, [*named])
-                raise
-            report.began -= extract
-            report.seconds = {"extract": extract, **report.seconds}
+                report.began -= extract
+                report.seconds = {"extract": extract, **report.seconds}
+        except BaseException:
+            if report is not None and group_commit is not None:  # the caller has no handle to abort it
+                self.sender.abort(report.version, [*named])
+            raise
         return handle
 
     def attend(self, call: Callable[[], _T]) -> _T:

@@ -168,12 +168,13 @@ class Sender(Outcomes):
                 report = self._pipelines.send(first, self._next_number())
         else:
             with self._groups.lock:
-                first = self._first_weights = self._of_known(weights)
+                first = self._of_known(weights)
                 report = self._stage(first)
-        for worker in self.table:  # late joiners may have come just now
-            self._delivery.update(worker)
-            self._answers.start(worker)
+                self._first_weights = first
         try:
+            for worker in self.table:  # late joiners may have come just now
+                self._delivery.update(worker)
+                self._answers.start(worker)
             wait_for_none(self.table, without_weights, deadline)
             require_weights(self.table, timeout, self.refusals)
         finally:

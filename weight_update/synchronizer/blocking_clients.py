@@ -163,7 +163,8 @@ class BlockingExplorer(ClientBase):
                 reply = self._method.sync(self, step, metrics)
             except TransportError as error:
                 reply = {"version": self.version, "reason": str(error)}
-            self._note_version(self._method.held(self.version), reply["version"])
+            in_force = self._method.held(self.version)
+            self._note_version(in_force, reply["version"])
             metrics["version"] = self.version
             if reply["reason"] is not None:
                 metrics["reason"] = reply["reason"]
@@ -171,7 +172,8 @@ class BlockingExplorer(ClientBase):
                 level = logging.INFO if expected else logging.WARNING
                 held = f"keeps version {before}"
                 if self.version is None:
-                    held = "has no version yet" if before is None else "has no complete version"
+                    torn = in_force is not None and in_force[1] is None
+                    held = "has no complete version" if torn else "has no version yet"
                 elif self.version != before:  # that of the sender that it joined
                     held = f"now has version {self.version}"
                 _log.log(level, "explorer %s %s: %s", self.id, held, reply["reason"])

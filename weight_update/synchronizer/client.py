@@ -232,9 +232,9 @@ class ClientBase:
         return reply
 
     def _forget_version(self, had: int | None, reply: Reply) -> None:
-        """Forget the version ``had`` if the synchronizer has begun to count again since, and is below it.
+        """Forget the version ``had`` if the synchronizer knows no version as new as that.
 
-        It counts again if it was restarted without a directory, together with the trainer.
+        Without a directory, it then counts from 0 again, or the trainer is still to come back to it.
         """
         if had is None or reply.get("directory") is not None or "version" not in reply:
             return

@@ -141,16 +141,16 @@ def dial(address: str, port: int, deadline: float | None) -> SocketStream:
     All addresses share the time. If none answers for ten seconds, the name is looked up again.
     """
     while True:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)  # may take long itself
         until = None if deadline is None else min(deadline, time.monotonic() + _LOOKUP_SECONDS)
         try:
-            return _dial_once(address, port, until)
+            return _dial_one_of(found, until)
         except TimeoutError:
             if deadline is None or time.monotonic() >= deadline:
                 raise
 
 
-def _dial_once(address: str, port: int, deadline: float | None) -> SocketStream:
-    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+def _dial_one_of(found: list[tuple[Any, ...]], deadline: float | None) -> SocketStream:
     for tried, (family, kind, protocol, _, where) in enumerate(found):
         sock = socket.socket(family, kind, protocol)
         close_in_children(sock)
