@@ -14,8 +14,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# Tests spend most of their time waiting for processes: three at a time suit two cores.
-JOBS ?= 3
+# Tests spend much of their time waiting for processes: four at a time suit two cores.
+JOBS ?= 4
 
 # Tests start many interpreters; without cached bytecode each of them compiles the package.
 unexport PYTHONDONTWRITEBYTECODE

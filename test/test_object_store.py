@@ -1112,6 +1112,8 @@ def test_a_late_trainer_removes_nothing_of_the_next(ends: Ends, url: str, faults
             held.set()
             awake.wait(60)
 
+    (writer,) = first._sender.table
+    wait_until(lambda: not writer.writing)  # what connect() published is cleaned up
     faults(hold_the_first)
     first.send()
     assert held.wait(5.0)

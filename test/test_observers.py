@@ -134,6 +134,7 @@ def test_a_worker_that_is_lost_after_the_timeout_is_not_late(hired: Any) -> None
     wait_until(lambda: told.versions == [1])
     scheme.shutdown()
     assert told.events("lost", "late") == [("lost", 1)]
+    procs.workers[1].runner.kill()  # it cannot end by itself
 
 
 def test_a_busy_worker_delays_no_news(running: Any) -> None:

@@ -84,6 +84,7 @@ def test_every_turn_has_the_weights_of_its_version(collect: Any, sync_iter: bool
         collector.update_policy_weights_()
 
 
+@pytest.mark.slow
 def test_a_replay_buffer_that_the_actor_fills(collect: Any) -> None:
     buffer = RayReplayBuffer(storage=LazyStackStorage(1000), batch_size=4, remote_config={"num_cpus": 0.1})
     policy = make_policy(1.0)
@@ -127,6 +128,7 @@ def test_errors_reach_the_caller(collect: Any) -> None:
     assert "this environment broke" in str(caught.value.__cause__)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_thread_of_start_reaches_the_caller(collect: Any) -> None:
     buffer = RayReplayBuffer(storage=LazyStackStorage(1000), batch_size=4, remote_config={"num_cpus": 0.1})
     collector = collect(make_policy(), env=broken_env, replay_buffer=buffer)

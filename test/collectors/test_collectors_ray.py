@@ -15,6 +15,7 @@ import pytest
 import torch
 import torchrl.collectors.distributed as torchrl_distributed
 from collector_parts import OPTIONS, Env, fill, make_policy, policy_of_nine, weights_of
+from marks import slow
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data import Unbounded
@@ -141,7 +142,7 @@ class Breaks(Env):
         raise ZeroDivisionError("this environment broke")
 
 
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("sync", [True, slow(False)])
 def test_what_an_actor_raises_while_it_collects_is_raised(sync: bool, made: Any) -> None:
     collector = made(
         RayCollector,
@@ -234,6 +235,7 @@ def end_receivers(collector: Any) -> None:
         scheme.shutdown()
 
 
+@pytest.mark.slow
 def test_versions_go_on_above_that_of_a_state() -> None:
     collector = make(make_policy(1.0), actors=1, total_frames=-1)
     state = collector.state_dict()
@@ -358,6 +360,7 @@ def test_waiting_for_a_stopped_actor_has_a_limit(sync: bool) -> None:
         collector.shutdown(shutdown_ray=False)
 
 
+@pytest.mark.slow
 def test_schemes_that_know_no_actors(made: Any) -> None:
     collector = made(make, make_policy(), 1, weight_sync_schemes={"policy": SharedMemWeightSyncScheme()})
     report = collector.update_policy_weights_(weights_of(3.0))

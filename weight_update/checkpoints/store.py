@@ -66,7 +66,7 @@ class CheckpointStore:
             raise NotADirectoryError(errno.ENOTDIR, "give a directory, not a file", str(directory))
         self._lease_seconds = require_seconds("lease_seconds", lease_seconds)
         self._published = -1
-        self._stems = set[str]()  # of the newest version, once this object has published
+        self._stems = set[str | None]()  # of the newest version, once this object has published
         self._index = ManifestIndex(self.directory)
         self._garbage = GarbageCollector(self._index, lease_seconds, whole_number(keep, "keep", least=1))
 
@@ -100,7 +100,7 @@ class CheckpointStore:
                 negative; or a name is reserved.
         """
         version = whole_number(version, "version", least=0, most=LAST_VERSION)
-        newest = self.latest()
+        replaced, newest = self._index.stem(version), self.latest()
         if newest is not None:
             self._require_next(version, newest)
         step = whole_number(step, "step", least=0)
@@ -111,8 +111,8 @@ class CheckpointStore:
         described = {m.name: f"{dtype_name(m.dtype)}{list(m.shape)}" for m in schema.tensors}
         nbytes = sum(map(len, parts))
         self._published = version
-        # A publish that fails may leave either.
-        self._stems = {stem} if newest is None else {stem, newest.stem}
+        # A publish that fails may leave any of them.
+        self._stems = {stem, None if newest is None else newest.stem, replaced}
         with naming_free_space(self.directory, nbytes):
             lease = Lease(self.directory, stem, self._lease_seconds)
             try:
