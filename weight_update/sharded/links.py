@@ -87,7 +87,7 @@ class RankLinks:
     def cut(self) -> None:
         """Close the connections to ranks that are left, on the leader; their calls raise the reason.
 
-        ``abort()`` of a group closes none. A wait that ends by its timeout closes all of them.
+        Gloo's ``abort()`` closes none of them. A wait of gloo that reaches its timeout closes all.
         """
         left = [place for place in self.others if place not in self._gone]
         if self._group is not None and left:

@@ -64,7 +64,7 @@ class ClientBase:
         self.session: str = secrets.token_hex(8)
         self._synced_at: int | None = None
         self._syncing = threading.Lock()
-        self._given_up: threading.Event | None = None  # of the sync_weight() that goes on
+        self._given_up: threading.Event | None = None  # of the sync_weight() that runs
         self._stopped = False
         self._caller = threading.current_thread()
         self._pid = os.getpid()
@@ -124,7 +124,7 @@ class ClientBase:
 
     @contextlib.contextmanager
     def synchronizing(self) -> Iterator[None]:
-        """Return a context manager for ``sync_weight()``, in which one thread is at a time."""
+        """Return a context manager around ``sync_weight()``, which one thread enters at a time."""
         with self._syncing:
             self._given_up = threading.Event()
             try:
@@ -134,7 +134,7 @@ class ClientBase:
 
     @property
     def gives_up(self) -> bool:
-        """Whether the ``sync_weight()`` that goes on is to end, and repeats nothing."""
+        """Whether the ``sync_weight()`` that runs was given up: it ends, and retries nothing."""
         given_up = self._given_up
         return given_up is not None and given_up.is_set()
 
