@@ -164,6 +164,23 @@ def test_a_call_that_fails_leaves_connections_that_are_being_made(monkeypatch: p
         channel.close()
 
 
+def test_a_call_that_fails_ends_the_others_with_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sign of life may just have connected. Any other error would end its thread."""
+
+    def connect_early(deadline: float) -> SignedStream:
+        connection = connect(deadline)
+        channel._drop()  # as a call of another thread that fails
+        return connection
+
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        server = where.serve()
+        channel = rpc.SocketChannel(server.address, server.token)
+        connect = channel._connect
+        monkeypatch.setattr(channel, "_connect", connect_early)
+        with pytest.raises(LinkClosedError, match=r"^the synchronizer at "):
+            channel.call("beat", {"session": ""}, 5.0)
+
+
 @pytest.mark.parametrize("client", [TrainerClient, ExplorerClient])
 @pytest.mark.parametrize("moment", ["hello", "thread"])
 def test_a_client_that_cannot_be_made_keeps_no_connection(

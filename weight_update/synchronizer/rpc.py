@@ -217,7 +217,7 @@ class SocketChannel(Channel):
                 return connection
         where = f"{self._host}:{self._port}"
         try:
-            connection = self._connect(deadline)
+            return self._connect(deadline)
         except JoinRefusedError as error:
             raise JoinRefusedError(f"the synchronizer at {where}: {error}") from None
         except SyncTimeoutError as error:
@@ -225,8 +225,6 @@ class SocketChannel(Channel):
         except OSError as error:
             self._require_open()
             raise LinkClosedError(f"no synchronizer at {where} ({error})") from None
-        self.address = connection.local_address
-        return connection
 
     def _connect(self, deadline: float) -> SignedStream:
         """Make a connection; :meth:`close` ends its handshake."""
@@ -238,6 +236,7 @@ class SocketChannel(Channel):
                     self._connecting.add(stream)
                 key = prove_token(stream, self._token, CONTEXT, deadline)
                 connection = SignedStream(stream, key, listener=False)
+                self.address = connection.local_address  # before others may close the connection
                 with self._lock:
                     self._require_open()
                     self._busy.add(connection)
