@@ -38,7 +38,7 @@ from collectors.versions import (
     stamp,
     writes_version,
 )
-from collectors.weight_update import SchemeUpdater, make_updater
+from collectors.weight_update import make_updater
 from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
@@ -112,10 +112,9 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             require_workers(create_env_fn, number)
         require_one_each("policy_factory", factory, create_env_fn, number)
         self._relayed: Any = None
-        updater = make_updater(weight_updater, weight_sync_schemes, policy)
-        by_scheme = isinstance(updater, SchemeUpdater)
-        has_weights = isinstance(policy, nn.Module) or (by_scheme and factory)
-        if not weight_sync_schemes and (updater is None or by_scheme) and has_weights:
+        adapter, updater = make_updater(weight_updater, weight_sync_schemes, policy)
+        has_weights = isinstance(policy, nn.Module) or (adapter is not None and factory)
+        if not weight_sync_schemes and updater is None and has_weights:
             weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()}
         schemes = weight_sync_schemes or {}
         self._adopt(schemes)
@@ -135,13 +134,13 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             collector_class=collector_class or Collector,
             track_policy_version=choose_tracking(track_policy_version, options.get("replay_buffer")),
             weight_sync_schemes=weight_sync_schemes,
-            weight_updater=None if by_scheme else updater,
+            weight_updater=updater,
             **options,
         )
         if weights is not None:
             self.policy_factory[:] = [None] * self.num_workers  # it is as large as the policy
-        if by_scheme:
-            self.weight_updater = updater
+        if adapter is not None:
+            self.weight_updater = adapter
 
     def _goes_on(self, on_worker_lost: str) -> bool:
         """Return whether collection goes on when a worker is lost."""

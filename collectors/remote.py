@@ -74,9 +74,8 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
         require_one_each("policy_factory", policy_factory, create_env_fn, options.get("num_collectors"))
         self.worker_idx = worker_idx
         self._waits = WaitingTimes(require_seconds(frames_timeout))
-        updater = make_updater(weight_updater, weight_sync_schemes, policy)
-        by_scheme = isinstance(updater, SchemeUpdater)
-        if weight_sync_schemes is None and (updater is None or by_scheme):
+        adapter, updater = make_updater(weight_updater, weight_sync_schemes, policy)
+        if weight_sync_schemes is None and updater is None:
             has_weights = isinstance(policy, nn.Module) or _any(policy_factory)
             weight_sync_schemes = {"policy": self._default_scheme(**options)} if has_weights else {}
         require_ours(weight_sync_schemes or {})
@@ -93,11 +92,11 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
                 collector_kwargs=inner_options(collector_kwargs, kind, policy, policy_factory),
                 num_workers_per_collector=num_workers_per_collector,
                 weight_sync_schemes=weight_sync_schemes,
-                weight_updater=None if by_scheme else updater,
+                weight_updater=updater,
                 **options,
             )
-            if by_scheme:
-                self.weight_updater = updater
+            if adapter is not None:
+                self.weight_updater = adapter
             if weight_recv_schemes:
                 self.register_scheme_receiver(weight_recv_schemes)
         except BaseException:

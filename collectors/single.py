@@ -33,7 +33,7 @@ from collectors.versions import (
     unstamp_outcomes,
     writes_version,
 )
-from collectors.weight_update import SchemeUpdater, make_updater
+from collectors.weight_update import make_updater
 from weight_update import (
     Gate,
     LifecycleError,
@@ -79,9 +79,8 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         weight_updater: Any = None,
         **options: Any,
     ) -> None:
-        updater = make_updater(weight_updater, weight_sync_schemes, policy)
-        by_scheme = isinstance(updater, SchemeUpdater)
-        if by_scheme and (isinstance(policy, nn.Module) or options.get("policy_factory")):
+        adapter, updater = make_updater(weight_updater, weight_sync_schemes, policy)
+        if adapter is not None and (isinstance(policy, nn.Module) or options.get("policy_factory")):
             weight_sync_schemes = {"policy": MemoryWeightSyncScheme()}
         require_unowned(weight_sync_schemes or {})
         self._gate = Gate()
@@ -103,13 +102,13 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             policy,
             track_policy_version=choose_tracking(track_policy_version, options.get("replay_buffer")),
             weight_sync_schemes=weight_sync_schemes,
-            weight_updater=None if by_scheme else updater,
+            weight_updater=updater,
             **options,
         )
         if self._stamps:  # not before: TorchRL may have wrapped the environment
             stamp_outcomes(self.env)
-        if by_scheme:
-            self.weight_updater = updater
+        if adapter is not None:
+            self.weight_updater = adapter
 
     # -- versions ----------------------------------------------------------------------------------
 

@@ -314,18 +314,19 @@ def _addresses(policy: Any) -> set[int]:
     return {one.data_ptr() for one in policy.parameters()} if isinstance(policy, nn.Module) else set()
 
 
-def make_updater(weight_updater: Any, weight_sync_schemes: Any, policy: Any) -> Any:
-    """Return the updater that a collector was given, or that it makes by a class or function.
+def make_updater(weight_updater: Any, weight_sync_schemes: Any, policy: Any) -> tuple[Any, Any]:
+    """Return the updater that a collector was given or makes: first if it sends by a scheme, else second.
 
     Raises:
         TypeError: schemes were given as well, or ``weight_updater`` is no updater.
     """
     if weight_updater is not None and weight_sync_schemes is not None:
         raise TypeError("give either weight_sync_schemes or weight_updater, not both")
-    if weight_updater is None or isinstance(weight_updater, torchrl.collectors.WeightUpdaterBase):
-        return weight_updater
-    if not callable(weight_updater):
-        raise TypeError(f"weight_updater is a WeightUpdaterBase, not {type(weight_updater).__name__}")
-    from_policy = getattr(weight_updater, "from_policy", None)
-    made = from_policy(policy) if from_policy is not None and isinstance(policy, nn.Module) else None
-    return weight_updater() if made is None else made
+    updater = weight_updater
+    if updater is not None and not isinstance(updater, torchrl.collectors.WeightUpdaterBase):
+        if not callable(updater):
+            raise TypeError(f"weight_updater is a WeightUpdaterBase, not {type(updater).__name__}")
+        from_policy = getattr(updater, "from_policy", None)
+        made = from_policy(policy) if from_policy is not None and isinstance(policy, nn.Module) else None
+        updater = updater() if made is None else made
+    return (updater, None) if isinstance(updater, SchemeUpdater) else (None, updater)
