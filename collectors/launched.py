@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.collectors.utils import split_trajectories
 from torchrl.data.utils import CloudpickleWrapper
+from torchrl.envs import EnvBase, EnvCreator
 
 from collectors.batch_request import BatchRequest, Make
 from collectors.closing import close_all
@@ -67,7 +68,7 @@ class Launched(Remote):
             raise ValueError(f"launcher is one of {_LAUNCHERS}, not {launcher!r}")
         if launcher == "submitit":
             _require_submitit()
-        options["collector_kwargs"] = self._passed_on(_portable(options["collector_kwargs"]))
+        options["collector_kwargs"] = self._passed_on(_portable_options(options["collector_kwargs"]))
         if options.get("tcp_port") is None and launcher == "mp":
             options["tcp_port"] = os.environ.get("TCP_PORT") or free_port()
         super()._begin(create_env_fn, policy, **options)
@@ -87,6 +88,12 @@ class Launched(Remote):
 
     def _worker_alive(self, worker_idx: int) -> bool:
         return self._nodes.alive(worker_idx)
+
+    def _initialize(self, *chosen: WeightSyncScheme) -> None:
+        """Initialize schemes as senders, unless they are."""
+        for model_id, scheme in self._schemes.items():
+            if scheme in chosen and not scheme.initialized_on_sender:
+                scheme.init_on_sender(model_id=model_id, context=self, num_workers=self.num_workers)
 
     # -- data --------------------------------------------------------------------------------------
 
@@ -199,10 +206,15 @@ class Launched(Remote):
             self.shutdown()
 
 
-def _portable(options: Any) -> Any:
+def portable(env: Any) -> Any:
+    """Return an environment, or a function that makes one, in a form that can be pickled."""
+    return env if isinstance(env, (EnvBase, EnvCreator)) else CloudpickleWrapper(env)
+
+
+def _portable_options(options: Any) -> Any:
     """Return ``collector_kwargs`` with functions that can be pickled, also lambdas and local functions."""
     if isinstance(options, Sequence):
-        return [_portable(one) for one in options]
+        return [_portable_options(one) for one in options]
     wrapped = {key: CloudpickleWrapper(one) for key, one in (options or {}).items() if isfunction(one)}
     return {**(options or {}), **wrapped}
 

@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 import torchrl.collectors
 from tensordict import TensorDictBase
-from torchrl.data.utils import CloudpickleWrapper
-from torchrl.envs import EnvBase, EnvCreator
 
 from collectors.batch_request import Make
 from collectors.closing import close_all
-from collectors.launched import END_SECONDS, START_SECONDS, Launched
+from collectors.launched import END_SECONDS, START_SECONDS, Launched, portable
 from collectors.node_programs import EXAMPLE, describe
 from collectors.single import Collector
 from weight_update import (
@@ -49,9 +47,7 @@ class ProcessGroupCollector(Launched):
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
         try:
             super()._begin(create_env_fn, policy, **options)
-            for scheme in self._schemes.values():
-                if not scheme.synchronized_on_sender:
-                    scheme.connect()
+            self._connect_schemes()
         except (SyncFailedError, SyncTimeoutError) as error:
             errors = self._nodes.errors(error.failures if isinstance(error, SyncFailedError) else ())
             if not errors:
@@ -69,9 +65,7 @@ class ProcessGroupCollector(Launched):
     # -- start -------------------------------------------------------------------------------------
 
     def _init_workers(self) -> None:
-        for model_id, scheme in self._schemes.items():
-            if not scheme.initialized_on_sender:
-                scheme.init_on_sender(model_id=model_id, context=self, num_workers=self.num_workers)
+        self._initialize(*self._schemes.values())
         for idx, options in enumerate(self.collector_kwargs):
             options["worker_idx"] = idx
             if self._schemes:
@@ -97,7 +91,6 @@ class ProcessGroupCollector(Launched):
 
     def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arguments of a worker's program: those by value, and the others."""
-        env = self.env_constructors[idx]
         return {"policy": self._policy_to_send, "policy_factory": self.policy_factory[idx]}, {
             "rank": idx + 1,
             "ip": self.IPAddr,
@@ -106,7 +99,7 @@ class ProcessGroupCollector(Launched):
             "backend": self.backend,
             "collector_class": self.collector_class,
             "num_workers": self.num_workers_per_collector,
-            "env_make": env if isinstance(env, (EnvBase, EnvCreator)) else CloudpickleWrapper(env),
+            "env_make": portable(self.env_constructors[idx]),
             "frames_per_batch": self._frames_per_batch_corrected,
             "collector_kwargs": self.collector_kwargs[idx],
         }

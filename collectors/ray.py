@@ -150,9 +150,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         if self._weight_sync_initialized:
             return
         calls = [actor.__ray_call__.remote(_connect) for actor in self.remote_collectors if self._schemes]
-        for scheme in self._schemes.values():
-            if not scheme.synchronized_on_sender:
-                scheme.connect()
+        self._connect_schemes()
         ray.get(calls)
         self._weight_sync_initialized = True
 

@@ -116,6 +116,12 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
         """Release everything after an error at any point of ``__init__``."""
         self._end_schemes()
 
+    def _connect_schemes(self) -> None:
+        """Connect the schemes, unless they are connected."""
+        for scheme in self._schemes.values():
+            if not scheme.synchronized_on_sender:
+                scheme.connect()
+
     def _send_all(self, worker_ids: Any = None) -> None:
         """Send the weights of all models in one step."""
         if isinstance(self.weight_updater, SchemeUpdater):

@@ -11,14 +11,13 @@ from tensordict import TensorDictBase
 from torch import distributed as dist
 from torch.distributed import rpc
 from torchrl.data.utils import CloudpickleWrapper
-from torchrl.envs import EnvBase, EnvCreator
 
 from collectors.batch_request import Make
 from collectors.closing import close_all
-from collectors.launched import END_SECONDS, START_SECONDS, Intervals
+from collectors.launched import END_SECONDS, START_SECONDS, Intervals, portable
 from collectors.rpc_node import join_world, leave, made, make_collector, name_of, run_node, was_in_a_world
 from collectors.torchrl_names import tensorpipe_options
-from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WeightSyncScheme, WorkerError
+from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WorkerError
 
 _OF_WORKER = "On WorkerInfo("
 """Part of the message of an error that a worker raised, as opposed to one of its connection."""
@@ -96,6 +95,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         join_world("TRAINER_NODE", 0, world_size, options)
 
     def _start_workers(self, **given: Any) -> None:
+        # Schemes of RPC call the workers' collectors, others travel to them.
         self._initialize(*(one for one in self._schemes.values() if not isinstance(one, RPCWeightSyncScheme)))
         self.collector_infos = [rpc.get_worker_info(name_of(idx)) for idx in range(self.num_workers)]
         self.collector_rrefs = [self._make(idx, **given) for idx in range(self.num_workers)]
@@ -105,19 +105,11 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         ]
         self.futures = ()  # TorchRL's list of pending calls
 
-    def _initialize(self, *chosen: WeightSyncScheme) -> None:
-        """Initialize schemes as senders: those of RPC call the workers' collectors, others travel to them."""
-        for model_id, scheme in self._schemes.items():
-            if scheme in chosen and not scheme.initialized_on_sender:
-                scheme.init_on_sender(model_id=model_id, context=self, num_workers=self.num_workers)
-
     def _connect(self) -> None:
         """Connect the schemes while workers create their collectors, which may wait for the first weights."""
         try:
             self._initialize(*self._schemes.values())
-            for scheme in self._schemes.values():
-                if not scheme.synchronized_on_sender:
-                    scheme.connect()
+            self._connect_schemes()
         except WeightSyncError as error:
             errors = self._errors(wait=False)
             if not errors:
@@ -144,8 +136,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         collector_kwargs: Any,
         **unused: Any,
     ) -> Any:
-        env, factory = env_constructors[idx], policy_factory[idx]
-        env = env if isinstance(env, (EnvBase, EnvCreator)) else CloudpickleWrapper(env)
+        env, factory = portable(env_constructors[idx]), policy_factory[idx]
         single = issubclass(collector_class, torchrl.collectors.Collector)
         options = {
             "policy": None if factory is not None and self._schemes else policy,
