@@ -249,7 +249,7 @@ class SenderSide:
         """Return a context with the result of ``read``; all ranks of a sharded trainer enter it together."""
         if self.ranks is None:
             return contextlib.nullcontext(read(None))
-        return self.ranks.step(call, read, patience)
+        return self.ranks.step(call, patience, read)
 
     # -- connecting --------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class Follower:
     ) -> dict[int, Exception]:
         """Wait until the leader has waited for workers; return the errors that it found."""
         limit = _PATIENCE * self.timeout if timeout is None else timeout + self.timeout
-        with self._ranks.step("wait", lambda _: None, limit):
+        with self._ranks.step("wait", limit):
             message = self._follow()
         heard = report_of(message["report"])
         report.apply_seconds, report.stall_seconds = heard.apply_seconds, heard.stall_seconds
@@ -59,7 +59,7 @@ class Follower:
         self, version: int, workers: Sequence[int], since: float | None = None
     ) -> dict[int, Exception]:
         """Wait until the leader has waited for workers to stage; return the errors that it found."""
-        with self._ranks.step("wait_staged", lambda _: None, 2 * self.timeout):
+        with self._ranks.step("wait_staged", 2 * self.timeout):
             return failures_from_wire(self._follow()["failures"])
 
     def settled(self, version: int, workers: Sequence[int]) -> bool:
@@ -72,7 +72,7 @@ class Follower:
 
     def outcomes(self, updates: Sequence[tuple[int, Sequence[int]]]) -> list[Outcome]:
         """Return the outcomes that the leader knows."""
-        with self._ranks.step("outcomes", lambda _: None, self.timeout):
+        with self._ranks.step("outcomes", self.timeout):
             found = self._follow()["outcomes"]
         return [(settled, failures_from_wire(failures)) for settled, failures in found]
 

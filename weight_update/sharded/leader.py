@@ -41,7 +41,7 @@ class Leader(Sender):
     def wait(
         self, report: SyncReport, workers: Sequence[int], timeout: float | None, since: float | None = None
     ) -> dict[int, Exception]:
-        with self._step("wait"), self._telling() as result:
+        with self._ranks.step("wait", self.timeout), self._telling() as result:
             failures = super().wait(report, workers, timeout, since)
             result["report"] = dataclasses.asdict(report)
             result["failures"] = failures_to_wire(failures)
@@ -50,13 +50,13 @@ class Leader(Sender):
     def wait_staged(
         self, version: int, workers: Sequence[int], since: float | None = None
     ) -> dict[int, Exception]:
-        with self._step("wait_staged"), self._telling() as result:
+        with self._ranks.step("wait_staged", self.timeout), self._telling() as result:
             failures = super().wait_staged(version, workers, since)
             result["failures"] = failures_to_wire(failures)
         return failures
 
     def outcomes(self, updates: Sequence[tuple[int, Sequence[int]]]) -> list[Outcome]:
-        with self._step("outcomes"), self._telling() as result:
+        with self._ranks.step("outcomes", self.timeout), self._telling() as result:
             found = super().outcomes(updates)
             result["outcomes"] = [(settled, failures_to_wire(failures)) for settled, failures in found]
         return found
@@ -77,9 +77,6 @@ class Leader(Sender):
                 report.seconds = {"convert": seconds, **report.seconds}
             result["report"] = dataclasses.asdict(report)
         return report
-
-    def _step(self, call: str) -> contextlib.AbstractContextManager[Any]:
-        return self._ranks.step(call, lambda _: None, self.timeout)
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[Message]:

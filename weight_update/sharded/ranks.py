@@ -41,14 +41,14 @@ class Ranks(RankLinks):
         self._working = threading.RLock()
 
     @contextlib.contextmanager
-    def step(self, call: str, read: Read[_T], patience: float) -> Iterator[_T]:
+    def step(self, call: str, patience: float, read: Read[Any] = lambda _: None) -> Iterator[Any]:
         """Return a context in which all ranks do one thing together.
 
         Args:
             call: name of the call that the step belongs to, the same on all ranks.
+            patience: seconds that the leader may be silent during the step.
             read: called first on each rank; where it gives the leader a mapping, the others are given its
                 keys.
-            patience: seconds that the leader may be silent during the step.
 
         Raises:
             SyncFailedError: another rank failed or is gone; the message names it and the reason. An error of
