@@ -95,17 +95,14 @@ class ModelLoader:
 
     def finish(self) -> None:
         """Complete the version: process what was not loaded completely, and let the model compute again."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
         if self._reloading:
-            self._reloading = False
-            finalize_layerwise_reload(self._model, self._config)
+            self.abort()
             if self.placements is None:
                 self._find_placements()
             self._stored = StoredSamples(self._model)
 
     def abort(self) -> None:
-        """Make the model computable again after an error; its weights are a mixture then."""
+        """Make the model computable again; its weights are a mixture if the version is not complete."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if self._reloading:
