@@ -53,10 +53,8 @@ class Conversion:
         self._alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     def __call__(self, items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        scratch = torch.zeros(_CACHED)
         for name, tensor in items:
-            for _ in range(self.sines):
-                scratch.sin_()
+            _compute(self.sines)
             if self.copies:
                 tensor = tensor.clone()
                 self._alive.add(tensor)
@@ -72,13 +70,7 @@ def make_weights(megabytes: float, count: int) -> Weights:
 
 
 def seconds_of_a_sine() -> float:
-    scratch, best = torch.zeros(_CACHED), float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(100):
-            scratch.sin_()
-        best = min(best, (time.perf_counter() - start) / 100)
-    return best
+    return min(_seconds(lambda: _compute(100)) for _ in range(5)) / 100
 
 
 def both_cores() -> tuple[float, float]:
