@@ -91,20 +91,14 @@ class ObjectStore:
             SyncTimeoutError: the store did not answer in time.
             TransportError: it cannot be written; or the store was closed.
         """
-        self._change(name, timeout, self._put, list(parts))
+        self._request("write", name, timeout, self._put, list(parts))
 
     def replace(self, name: str, raw: bytes, draft: str, timeout: float | None) -> None:
         """Write an object that readers see either as it was or as a whole; raise as :meth:`write`.
 
         In a directory, it is written under the name ``draft`` first.
         """
-        self._change(name, timeout, self._exchange, raw, f"{self._root}/{draft}")
-
-    def _change(self, name: str, timeout: float | None, call: Callable[..., None], *arguments: Any) -> None:
-        try:
-            self._request("write", name, timeout, call, *arguments)
-        except FileNotFoundError as error:
-            raise TransportError(f"cannot write {self.url}/{name}: {error}") from error
+        self._request("write", name, timeout, self._exchange, raw, f"{self._root}/{draft}")
 
     def _exchange(self, path: str, raw: bytes, draft: str) -> None:
         if self._is_directory:
@@ -174,7 +168,9 @@ class ObjectStore:
             raise SyncTimeoutError(late)
         try:
             return answer.result()
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if verb == "write":
+                raise TransportError(f"cannot write {self.url}/{name}: {error}") from error
             raise
         except Exception as error:  # clients of object stores raise errors of all kinds
             reason = f"{type(error).__name__}: {error}"
