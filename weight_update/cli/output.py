@@ -170,8 +170,6 @@ def _text(key: str, value: Any) -> str:
         return "-"
     if key == "good":
         return "ok" if value else "failed"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if key.endswith("bytes") and isinstance(value, int):
         return format_size(value)
     if isinstance(value, float):
