@@ -24,6 +24,7 @@ from typing import Any
 
 from weight_update.checkpoints.io import read_regular
 from weight_update.errors import CorruptCheckpointError
+from weight_update.wire.schema import WeightSchema, dtype_name
 
 _FORMAT = "weight_update.checkpoint/1"
 _DIGITS = 12
@@ -78,6 +79,11 @@ class Manifest:
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"not a manifest: {error}") from None
         return cls(**fields)
+
+
+def describe(schema: WeightSchema) -> dict[str, str]:
+    """Return dtype and shape by name, as a manifest has them."""
+    return {meta.name: f"{dtype_name(meta.dtype)}{list(meta.shape)}" for meta in schema.tensors}
 
 
 def _checksum(fields: Any) -> str:

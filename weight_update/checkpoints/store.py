@@ -21,10 +21,9 @@ import torch
 from weight_update.arguments import require_local_path, require_seconds, whole_number
 from weight_update.checkpoints.io import PART, digest, naming_free_space, open_regular, write_beside
 from weight_update.checkpoints.lease import Lease, LeaseMonitor
-from weight_update.checkpoints.manifest import LAST_VERSION, Manifest, ManifestIndex
+from weight_update.checkpoints.manifest import LAST_VERSION, Manifest, ManifestIndex, describe
 from weight_update.checkpoints.safetensors import pack, unpack
 from weight_update.errors import CorruptCheckpointError, LifecycleError
-from weight_update.wire.schema import dtype_name
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +107,6 @@ class CheckpointStore:
         self._garbage.collect()  # first: files that a dead writer left may be in the way
         schema, parts = pack(weights)
         stem = f"{self._index.path(version).stem}-{uuid.uuid4().hex}"
-        described = {m.name: f"{dtype_name(m.dtype)}{list(m.shape)}" for m in schema.tensors}
         nbytes = sum(map(len, parts))
         self._published = version
         # A publish that fails may leave any of them.
@@ -116,7 +114,7 @@ class CheckpointStore:
         with naming_free_space(self.directory, nbytes):
             lease = Lease(self.directory, stem, self._lease_seconds)
             try:
-                path = self._write(Manifest(version, step, stem, nbytes, "", described), parts)
+                path = self._write(Manifest(version, step, stem, nbytes, "", describe(schema)), parts)
             finally:
                 lease.end()
         self._garbage.collect()

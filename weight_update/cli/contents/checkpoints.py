@@ -11,12 +11,12 @@ import torch
 
 from weight_update.checkpoints.io import PART
 from weight_update.checkpoints.lease import LEASE
-from weight_update.checkpoints.manifest import Manifest, ManifestIndex
+from weight_update.checkpoints.manifest import Manifest, ManifestIndex, describe
 from weight_update.checkpoints.store import map_file
 from weight_update.cli.contents.tensors import tensor_rows
 from weight_update.errors import CorruptCheckpointError
 from weight_update.transports.object_store.manifest import MANIFEST_NAME
-from weight_update.wire.schema import WeightSchema, dtype_name
+from weight_update.wire.schema import WeightSchema
 
 _SUFFIX = ".safetensors"
 _MEANINGS = {
@@ -167,20 +167,19 @@ def _read_version(
 
 def _compare(manifest: Manifest, found: Mapping[str, Any]) -> None:
     """Raise CorruptCheckpointError if the manifest describes other tensors."""
-    there = {
-        name: f"{dtype_name(value.dtype)}{list(value.shape)}"
-        for name, value in found.items()
-        if isinstance(value, torch.Tensor)
-    }
+    there = describe(_schema_of(found))
     if different := sorted(there.items() ^ manifest.tensors.items()):
         names = ", ".join(dict.fromkeys(name for name, _ in different))
         raise CorruptCheckpointError(f"manifest and data file describe other tensors: {names:.200}")
 
 
 def _tensors(weights: Mapping[str, Any]) -> dict[str, Any]:
-    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    extra = [name for name in weights if name not in tensors]
-    return {**({"extra_state": extra} if extra else {}), "tensors": tensor_rows(WeightSchema.of(tensors))}
+    extra = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
+    return {**({"extra_state": extra} if extra else {}), "tensors": tensor_rows(_schema_of(weights))}
+
+
+def _schema_of(weights: Mapping[str, Any]) -> WeightSchema:
+    return WeightSchema.of({n: value for n, value in weights.items() if isinstance(value, torch.Tensor)})
 
 
 def _other_files(index: ManifestIndex, named: set[str], unclear: set[int]) -> list[dict[str, Any]]:
