@@ -163,25 +163,29 @@ class BlockingExplorer(ClientBase):
                 reply = self._method.sync(self, step, metrics)
             except TransportError as error:
                 reply = {"version": self.version, "reason": str(error)}
-            in_force = self._method.held(self.version)
-            self._note_version(in_force, reply["version"])
+            held = self._method.held(self.version)
+            self._note_version(held, reply["version"])
             metrics["version"] = self.version
-            if reply["reason"] is not None:
-                metrics["reason"] = reply["reason"]
-                expected = self.closed.is_set() or reply["reason"] == TRAINER_STOPPED
-                level = logging.INFO if expected else logging.WARNING
-                held = f"keeps version {before}"
-                if self.version is None:
-                    torn = in_force is not None and in_force[1] is None
-                    held = "has no complete version" if torn else "has no version yet"
-                elif self.version != before:  # that of the sender that it joined
-                    held = f"now has version {self.version}"
-                _log.log(level, "explorer %s %s: %s", self.id, held, reply["reason"])
-                self._method.check_link()
-            else:
+            if reply["reason"] is None:
                 self._synced_at = step
+            else:
+                metrics["reason"] = reply["reason"]
+                self._log_failure(reply["reason"], before, held)
+                self._method.check_link()
             metrics |= {"step": step, "bytes": self._nbytes(), "seconds": time.perf_counter() - start}
             return Metrics(metrics)
+
+    def _log_failure(self, reason: str, before: int | None, held: Held) -> None:
+        """Log why no version came that is new enough; ``before`` is the version before the call."""
+        if self.version is None:
+            torn = held is not None and held[1] is None
+            state = "has no complete version" if torn else "has no version yet"
+        elif self.version == before:
+            state = f"keeps version {before}"
+        else:  # that of the sender that it joined
+            state = f"now has version {self.version}"
+        expected = self.closed.is_set() or reason == TRAINER_STOPPED
+        _log.log(logging.INFO if expected else logging.WARNING, "explorer %s %s: %s", self.id, state, reason)
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager inside which no update is applied, for use in FULLY_ASYNC.
