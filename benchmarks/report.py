@@ -1,4 +1,4 @@
-"""Figures, plain tables of them, and the options and the output that all benchmarks share."""
+"""Figures, plain tables of them, and the output that all benchmarks share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A trainer and its workers, of this library or of TorchRL.
 
 A *variant* is what takes part in a comparison: one of our schemes (``"shared"``), TorchRL's of the same kind
-(``"torchrl-shared"``), one plain copy (``"copy"``), the least
-that an update can cost (``"floor"``), or bytes without a library (``"tcp"``, ``"gloo"``).
+(``"torchrl-shared"``), one plain copy (``"copy"``), the least that an update can cost (``"floor"``), or bytes
+without a library (``"tcp"``, ``"gloo"``, ``"ray-alone"``).
 """
 
 from __future__ import annotations
