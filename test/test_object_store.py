@@ -49,6 +49,8 @@ from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import start_workers
 from weight_update.transports.object_store import publisher
 from weight_update.transports.object_store.manifest import StoreManifest
+from weight_update.transports.object_store.store import ObjectStore
+from weight_update.wire.frames import Kind, WeightChunk
 
 Scheme = ObjectStoreWeightSyncScheme
 TOKEN = "secret"
@@ -785,6 +787,18 @@ def test_a_store_that_does_not_answer(
     awake.set()
     arrives(reader, 1)
     assert fingerprint(model) == fingerprint(source)
+
+
+def test_the_error_of_a_store_that_is_late_is_not_its_own_cause(url: str) -> None:
+    store = ObjectStore(url, {}, 1.0)
+    link = publisher.ObjectStorePublisher(store, TOKEN, 8)
+    assert link.recv_chunk(0.0) is not None  # the store joins
+    welcome = {"schema": {}, "strategy": "", "keep": True, "version": None, "digests": None}
+    late = SyncTimeoutError("late")
+    with mock.patch.object(store, "read", side_effect=late), pytest.raises(SyncTimeoutError) as caught:
+        link.send_chunk(WeightChunk(Kind.WELCOME, welcome))
+    assert caught.value is late
+    assert caught.value.__cause__ is None
 
 
 def test_a_store_that_is_slow_is_no_worker_in_hold(ends: Ends, url: str, faults: Faults) -> None:

@@ -105,9 +105,12 @@ class ObjectStorePublisher(TransportBackend):
             elif chunk.kind is Kind.REFUSED:
                 self._fail()  # connect() failed in the trainer, which may call it again
             # a GOODBYE changes nothing for readers
-        except (TransportError, SyncTimeoutError) as error:
+        except SyncTimeoutError:
             self._fail()
-            raise error if isinstance(error, SyncTimeoutError) else TransportError(str(error)) from error
+            raise
+        except TransportError as error:
+            self._fail()
+            raise TransportError(str(error)) from error
 
     def disconnect(self) -> None:
         self._fail()
