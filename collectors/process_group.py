@@ -149,7 +149,7 @@ class ProcessGroupCollector(Launched):
         return self._batches[idx].clone()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Raise NotImplementedError: TorchRL's program of a worker ends with an error when it gets a seed."""
+        """Raise NotImplementedError: the programs of the workers take no seed."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot seed its workers; seed each environment in create_env_fn"
         )
