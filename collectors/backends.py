@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from collectors.requests import change_each
 from collectors.signatures import torchrl_base, with_options
 from collectors.torchrl_names import (
     CollectorMeta,
@@ -110,9 +111,8 @@ def _track_versions(kind: str, options: dict[str, Any], tracks: Any) -> None:
         options["track_policy_version"] = tracks
         return
     options.pop("track_policy_version", None)
-    given, tracking = options.get("collector_kwargs") or {}, {"track_policy_version": tracks}
-    several = isinstance(given, (list, tuple))
-    options["collector_kwargs"] = [tracking | one for one in given] if several else tracking | given
+    given, tracking = options.get("collector_kwargs"), {"track_policy_version": tracks}
+    options["collector_kwargs"] = change_each(given, lambda one: tracking | one)
 
 
 def _require_number(num_collectors: Any) -> None:

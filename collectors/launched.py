@@ -25,7 +25,7 @@ from collectors.batch_request import BatchRequest, Make
 from collectors.closing import close_all
 from collectors.nodes import Nodes, free_port
 from collectors.remote import Remote
-from collectors.requests import require_one_each
+from collectors.requests import change_each, require_one_each
 from weight_update import (
     DistributedWeightSyncScheme,
     RPCWeightSyncScheme,
@@ -68,7 +68,8 @@ class Launched(Remote):
             raise ValueError(f"launcher is one of {_LAUNCHERS}, not {launcher!r}")
         if launcher == "submitit":
             _require_submitit()
-        options["collector_kwargs"] = self._passed_on(_portable_options(options["collector_kwargs"]))
+        inner = change_each(options["collector_kwargs"], _portable_options)
+        options["collector_kwargs"] = self._passed_on(inner)
         if options.get("tcp_port") is None and launcher == "mp":
             options["tcp_port"] = os.environ.get("TCP_PORT") or free_port()
         super()._begin(create_env_fn, policy, **options)
@@ -211,12 +212,9 @@ def portable(env: Any) -> Any:
     return env if isinstance(env, (EnvBase, EnvCreator)) else CloudpickleWrapper(env)
 
 
-def _portable_options(options: Any) -> Any:
-    """Return ``collector_kwargs`` with functions that can be pickled, also lambdas and local functions."""
-    if isinstance(options, Sequence):
-        return [_portable_options(one) for one in options]
-    wrapped = {key: CloudpickleWrapper(one) for key, one in (options or {}).items() if isfunction(one)}
-    return {**(options or {}), **wrapped}
+def _portable_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with functions that can be pickled, also lambdas and local functions."""
+    return {key: CloudpickleWrapper(one) if isfunction(one) else one for key, one in options.items()}
 
 
 def _require_submitit() -> None:

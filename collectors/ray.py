@@ -17,7 +17,7 @@ from collectors.closing import close_all
 from collectors.frames import FRAMES_TIMEOUT
 from collectors.ray_learner import LearnerSender, hand_over
 from collectors.remote import Remote
-from collectors.requests import Request, real, require_workers
+from collectors.requests import Request, change_each, real, require_workers
 from collectors.versions import KEY
 from weight_update import (
     LifecycleError,
@@ -73,9 +73,8 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         if find_spec("ray") is None:
             raise ImportError('RayCollector needs Ray: pip install "weight-update[ray]"', name="ray")
         require_workers(create_env_fn, options.get("num_collectors"), "num_collectors")
-        given = options["collector_kwargs"]  # TorchRL writes into these
-        many = isinstance(given, (list, tuple))
-        options["collector_kwargs"] = [dict(one) for one in given] if many else dict(given or {})
+        # Copies: TorchRL writes into them.
+        options["collector_kwargs"] = change_each(options["collector_kwargs"], dict)
         with warnings.catch_warnings():
             if schemes := options["weight_sync_schemes"]:
                 # TorchRL does not know that they reach policies of factories,

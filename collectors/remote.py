@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from collectors.closing import close_all
 from collectors.frames import FRAMES_TIMEOUT, WaitingTimes, require_seconds
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from collectors.requests import Request, require_one_each, require_ours, send
+from collectors.requests import Request, change_each, require_one_each, require_ours, send
 from collectors.single import Collector
 from collectors.updating import WithWorkers
 from collectors.versions import policy_scheme
@@ -165,11 +164,9 @@ def inner_options(options: Any, kind: Any, policy: Any, policy_factory: Any) -> 
     lacks = not isinstance(policy, nn.Module) and _any(policy_factory)
     if not lacks or not isinstance(kind, type) or not issubclass(kind, MultiCollector):
         return options
-    if isinstance(options, Sequence):
-        return [inner_options(one, kind, policy, policy_factory) for one in options]
-    options = copy.copy(options or {})
-    options.setdefault("weight_sync_schemes", {"policy": SharedMemWeightSyncScheme()})
-    return options
+    return change_each(
+        options, lambda one: {"weight_sync_schemes": {"policy": SharedMemWeightSyncScheme()}, **one}
+    )
 
 
 def _any(policy_factory: Any) -> bool:

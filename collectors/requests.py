@@ -165,6 +165,13 @@ def require_one_each(name: str, given: Any, create_env_fn: Any, number: int | No
         )
 
 
+def change_each(collector_kwargs: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return ``collector_kwargs``, one dict or a list with one for each worker, after ``change`` of each."""
+    if isinstance(collector_kwargs, Sequence):
+        return [change(one or {}) for one in collector_kwargs]
+    return change(collector_kwargs or {})
+
+
 def require_workers(create_env_fn: Any, number: int | None, name: str = "num_workers") -> None:
     """Raise ValueError if ``create_env_fn`` and ``number``, the argument ``name``, ask for no worker."""
     if not (create_env_fn if isinstance(create_env_fn, Sequence) else number):
