@@ -25,9 +25,11 @@ _COLLECT = ("continue", "continue_random")
 """Orders of TorchRL after which a worker collects a batch."""
 _DELIVER = (*_COLLECT, "pause")
 """Orders that a worker answers in the queue of batches."""
-_AT_ANY_TIME = ("close", "pause", "restart", "run_free")
+_END_PAUSE = ("close", "restart")
+"""Orders after which a worker is not paused any more."""
+_AT_ANY_TIME = (*_END_PAUSE, "pause", "run_free")
 """Orders that do not make a worker drop the batch that it collects."""
-_WHILE_PAUSED = ("cascade_execute", "close", "get_distant_attr", "restart")
+_WHILE_PAUSED = (*_END_PAUSE, "cascade_execute", "get_distant_attr")
 """Orders that a paused worker carries out; any other one would end it."""
 _log = logging.getLogger(__name__)
 
@@ -345,30 +347,34 @@ class ControlPipe(Substitute):
             SyncTimeoutError: the worker does not answer an earlier order.
             LifecycleError: the worker is paused, and would end with an error.
         """
-        if self.paused and order[1] not in _WHILE_PAUSED:
-            raise LifecycleError(f"workers are paused and cannot do {order[1]!r}; call it after the pause")
-        if self.paused and order[1] == "close":
-            self.send((None, "restart"))  # a paused worker would take it for an error
-        self.paused = order[1] == "pause" or (self.paused and order[1] not in ("close", "restart"))
-        collects = order[1] in _COLLECT
-        answered = not collects and order[1] not in _AT_ANY_TIME
+        _, what = order
+        self._note_pause(what)
+        answered = what not in (*_COLLECT, *_AT_ANY_TIME)
         if answered and not self._original.closed:
             self._batches.settle(self._worker)
-        if collects or answered:  # a worker cannot do either until its earlier answer, if large, is read
+        if what not in _AT_ANY_TIME:  # a worker cannot do it until its earlier answer, if large, is read
             self._drop_answers()
         try:
-            if order[1] in _DELIVER:
+            if what in _DELIVER:
                 self._batches.ask(self._worker)
             self._original.send(order)
             self._answers += answered
         except KeyboardInterrupt:
-            if collects:  # a worker that gets it twice at once makes one batch
+            if what in _COLLECT:  # a worker that gets it twice at once makes one batch
                 with contextlib.suppress(OSError):  # Ctrl-C may have ended the worker as well
                     self._original.send(order)
             raise
         except OSError as error:
-            if not self._drops and order[1] not in ("close", "restart"):
+            if not self._drops and what not in _END_PAUSE:
                 raise self._error() from error
+
+    def _note_pause(self, what: str) -> None:
+        """Note whether a worker is paused after an order, and end its pause before it is closed."""
+        if self.paused and what not in _WHILE_PAUSED:
+            raise LifecycleError(f"workers are paused and cannot do {what!r}; call it after the pause")
+        if self.paused and what == "close":
+            self.send((None, "restart"))  # a paused worker would take it for an error
+        self.paused = what == "pause" or (self.paused and what not in _END_PAUSE)
 
     def poll(self, timeout: float | None = 0.0) -> bool:
         """Return whether there is an answer; raise WorkerError if the worker is gone without one."""
