@@ -270,15 +270,21 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
     def _send(
         self, schemes: Mapping[str, WeightSyncScheme], request: Request
     ) -> SyncReport | dict[str, SyncReport]:
-        if not self._may_lose:
-            try:
-                return super()._send(schemes, request)
-            except SyncFailedError as error:
-                cut = [idx for idx, one in error.failures.items() if isinstance(one, TransportError)]
-                if sys.version_info >= (3, 11):
-                    for reason in self.queue_out.reasons(cut):
-                        error.add_note(reason)
-                raise
+        if self._may_lose:
+            return self._send_to_rest(schemes, request)
+        try:
+            return super()._send(schemes, request)
+        except SyncFailedError as error:
+            cut = [idx for idx, one in error.failures.items() if isinstance(one, TransportError)]
+            if sys.version_info >= (3, 11):
+                for reason in self.queue_out.reasons(cut):
+                    error.add_note(reason)
+            raise
+
+    def _send_to_rest(
+        self, schemes: Mapping[str, WeightSyncScheme], request: Request
+    ) -> SyncReport | dict[str, SyncReport]:
+        """Send to the workers that are not lost; losing more of them meanwhile is no error."""
         to_all = request.several and request.worker_ids is None
         left = [idx for idx in range(self.num_workers) if idx not in self.queue_out.lost]
         try:
@@ -287,7 +293,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             if not self.queue_out.lost_all(error.failures):
                 raise
             if to_all:  # a worker that was lost meanwhile has kept the step from all others
-                return self._send(schemes, request)
+                return self._send_to_rest(schemes, request)
             report = schemes[next(iter(request.weights))].last_report  # with sync=False, the error's is older
             if report is None or request.several:
                 raise
