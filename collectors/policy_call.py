@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from typing import Any, Protocol, runtime_checkable
 
@@ -49,7 +49,7 @@ class PolicyCall(Substitute):
         *,
         gate: Gate,
         schemes: Iterable[WeightSyncScheme],
-        unhooked: Iterable[WeightSyncScheme],
+        unhooked: Collection[WeightSyncScheme],
         version: Callable[[], int] | None,
         updates: Callable[[], list[int | None]],
     ) -> None:
@@ -59,7 +59,6 @@ class PolicyCall(Substitute):
         # by class, because a TensorDictModule has the methods of its module as well
         self._told: list[Any] = [module for module in modules if issubclass(type(module), _KeepsResults)]
         self._seen: list[int | None] | None = None
-        unhooked = list(unhooked)
         self._schemes = [scheme for scheme in schemes if scheme not in unhooked]
         self._held: Policy = self._stamped
         for scheme in unhooked:

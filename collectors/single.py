@@ -230,18 +230,14 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         if schemes == self._installed:
             return
         policy, versions = self._wrapped_policy_uncompiled, self._versions
-        run = policy
         parts = [scheme for model_id, scheme in schemes.items() if in_policy(model_id)]
-        unhooked: list[WeightSyncScheme] = []
-        if self.compiled_policy or self.cudagraphed_policy:
-            unhooked = parts
-            run = super()._compile_wrapped_policy(policy)
+        compiled = self.compiled_policy or self.cudagraphed_policy
         self._wrapped_policy_maybe_compiled = PolicyCall(
             policy,
-            run,
+            super()._compile_wrapped_policy(policy) if compiled else policy,
             gate=self._gate,
             schemes=schemes.values(),
-            unhooked=unhooked,
+            unhooked=parts if compiled else [],
             version=versions.now if self._stamps else None,
             updates=lambda: [versions.count, *(scheme.version for scheme in parts)],
         )
