@@ -1,10 +1,9 @@
-"""Waiting for the batches of a MultiCollector's workers, with a time limit and a watch for lost workers."""
+"""The batches of a MultiCollector's workers, and orders to workers, with a watch for lost and late ones."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import numbers
 import queue
 import threading
 import time
@@ -15,10 +14,8 @@ from typing import Any
 from collectors.closing import ENDED
 from collectors.exits import await_all, await_any, describe_exit, error_in, read_error
 from collectors.substitute import Substitute
+from collectors.waiting import WaitingTimes
 from weight_update import LifecycleError, SyncTimeoutError, WorkerError
-
-FRAMES_TIMEOUT = 1800.0
-"""Default seconds that a worker has for a batch, which is PyTorch's limit for gloo."""
 
 _EXIT_SECONDS, _GONE_SECONDS, _READ_SECONDS = 5.0, 1.0, 1.0
 _COLLECT = ("continue", "continue_random")
@@ -32,51 +29,6 @@ _AT_ANY_TIME = (*_END_PAUSE, "pause", "run_free")
 _WHILE_PAUSED = (*_END_PAUSE, "cascade_execute", "get_distant_attr")
 """Orders that a paused worker carries out; any other one would end it."""
 _log = logging.getLogger(__name__)
-
-
-def require_seconds(frames_timeout: Any) -> float:
-    """Return ``frames_timeout`` as a float; raise ValueError unless it is a positive number."""
-    if (
-        isinstance(frames_timeout, bool)
-        or not issubclass(type(frames_timeout), numbers.Real)
-        or not frames_timeout > 0
-    ):
-        raise ValueError(
-            f"frames_timeout is a positive number of seconds (math.inf for no limit), not {frames_timeout!r}"
-        )
-    return float(frames_timeout)
-
-
-class WaitingTimes:
-    """The seconds that a collector has waited for the next batch of each worker, at most ``limit``."""
-
-    def __init__(self, limit: float) -> None:
-        self.limit: float = limit
-        self._seconds: dict[int, float] = {}
-
-    def add(self, seconds: float, workers: Iterable[int]) -> None:
-        """Count ``seconds`` of waiting for ``workers``, whose batches are missing."""
-        for idx in workers:
-            self._seconds[idx] = self._seconds.get(idx, 0.0) + seconds
-
-    def end(self, worker: int) -> None:
-        """Reset a worker whose batch has arrived or who is lost."""
-        self._seconds.pop(worker, None)
-
-    @property
-    def late(self) -> list[int]:
-        """Workers that have used up their time."""
-        return sorted(idx for idx, seconds in self._seconds.items() if seconds > self.limit)
-
-    def require_in_time(self) -> None:
-        """Raise SyncTimeoutError if workers are late; they get as much time again."""
-        late = self.late
-        for idx in late:
-            self.end(idx)
-        if late:
-            raise SyncTimeoutError(
-                f"no batch of workers {late} came in {self.limit:g} s of waiting (frames_timeout)"
-            )
 
 
 class WorkersLateError(Exception):
@@ -160,7 +112,7 @@ class BatchQueue(Substitute):
         lost: reasons why workers were lost, by worker index.
         errors: tracebacks of exceptions that ended workers, by worker index; empty for another end.
         buffers: memory of each worker's batches if they come in rounds; None before its first batch.
-        frames_timeout: the argument.
+        waits: seconds that the collector has waited for each worker.
     """
 
     def __init__(
@@ -180,8 +132,7 @@ class BatchQueue(Substitute):
         self._processes, self._pipes = processes, pipes
         self._reader = _Reader(batches)
         self._in_rounds, self._may_lose = in_rounds, may_lose
-        self.frames_timeout: float = frames_timeout
-        self._waits = WaitingTimes(frames_timeout)
+        self.waits: WaitingTimes = WaitingTimes(frames_timeout)
         self._due: set[int] = set()  # workers that were asked for an item, which was not read yet
         self._kept: deque[Any] = deque()  # batches that settle() has read
         self._unread: set[int] = set()  # lost workers, each of which may have left a batch in the queue
@@ -222,7 +173,7 @@ class BatchQueue(Substitute):
         try:
             item = self._reader.get(timeout)
         except queue.Empty:
-            self._waits.add(time.monotonic() - start, self._missing)
+            self.waits.add(time.monotonic() - start, self._missing)
             self.look()
             raise
         except (OSError, EOFError, RuntimeError) as error:  # the memory of a batch is gone with its worker
@@ -230,7 +181,7 @@ class BatchQueue(Substitute):
                 raise
             _log.info("a batch cannot be read, and is taken for that of a lost worker: %s", error)
             raise queue.Empty from error
-        self._waits.add(time.monotonic() - start, self._missing)
+        self.waits.add(time.monotonic() - start, self._missing)
         self._note(item[0])
         self._reader.remove()
         return item
@@ -247,17 +198,17 @@ class BatchQueue(Substitute):
             raise WorkerError(_describe(gone))
         if self._reader.stuck or not self._may_lose:  # the worker whose batch cannot be read is unknown
             try:
-                self._waits.require_in_time()
+                self.waits.require_in_time()
             except SyncTimeoutError as error:
                 raise WorkersLateError(error) from None
-        for idx in set(self._waits.late) - gone.keys():
-            gone[idx] = f"has made no batch in {self._waits.limit:g} s of waiting, and was killed"
+        for idx in set(self.waits.late) - gone.keys():
+            gone[idx] = f"has made no batch in {self.waits.limit:g} s of waiting, and was killed"
             self._processes[idx].kill()
             self._processes[idx].join(_EXIT_SECONDS)
         for idx, why in gone.items():
             _log.warning("collection goes on without worker %d, which %s", idx, why)
             self.lost[idx] = why
-            self._waits.end(idx)
+            self.waits.end(idx)
             self._unread.add(idx)
         if not self._left():
             raise WorkerError(f"no worker is left:\n{_describe(self.lost)}")
@@ -311,7 +262,7 @@ class BatchQueue(Substitute):
     def _note(self, batch: Any) -> None:
         """Note the arrival of a batch: a worker's index, or a pair that ends with it."""
         idx = batch[1] if isinstance(batch, tuple) else batch
-        self._waits.end(idx)
+        self.waits.end(idx)
         self._due.discard(idx)
         self._unread.discard(idx)
         if self._in_rounds and isinstance(batch, tuple):
@@ -399,7 +350,7 @@ class ControlPipe(Substitute):
         return answer
 
     def _drop_answers(self) -> None:
-        deadline = time.monotonic() + self._batches.frames_timeout
+        deadline = time.monotonic() + self._batches.waits.limit
         while self._answers > 0 and not self._original.closed:
             try:
                 if self.poll(_READ_SECONDS):
@@ -412,7 +363,7 @@ class ControlPipe(Substitute):
             if time.monotonic() > deadline:
                 raise SyncTimeoutError(
                     f"worker {self._worker} did not answer an earlier call in "
-                    f"{self._batches.frames_timeout:g} s (frames_timeout)"
+                    f"{self._batches.waits.limit:g} s (frames_timeout)"
                 )
 
     def _error(self) -> WorkerError | LifecycleError:

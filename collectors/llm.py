@@ -13,11 +13,11 @@ from tensordict import TensorDictBase
 from torchrl.collectors.llm import vLLMUpdater, vLLMUpdaterV2
 from torchrl.envs import AsyncEnvPool
 
-from collectors.frames import FRAMES_TIMEOUT
 from collectors.ray import RayCollector
 from collectors.signatures import passes_options_to
 from collectors.single import Collector
 from collectors.versions import FrameVersion, choose_tracking, writes_version
+from collectors.waiting import FRAMES_TIMEOUT
 from weight_update import WeightSyncScheme
 
 __all__ = ["LLMCollector", "RayLLMCollector", "vLLMUpdater", "vLLMUpdaterV2"]

@@ -16,14 +16,7 @@ from torch import nn
 
 from collectors.closing import close_all
 from collectors.exits import read_error, run_worker
-from collectors.frames import (
-    FRAMES_TIMEOUT,
-    BatchQueue,
-    ControlPipe,
-    WorkerProcess,
-    WorkersLateError,
-    require_seconds,
-)
+from collectors.frames import BatchQueue, ControlPipe, WorkerProcess, WorkersLateError
 from collectors.locks import WithProcessLock
 from collectors.requests import Request, find_model, real, require_one_each, require_workers
 from collectors.single import Collector
@@ -38,6 +31,7 @@ from collectors.versions import (
     stamp,
     writes_version,
 )
+from collectors.waiting import FRAMES_TIMEOUT, require_seconds
 from collectors.weight_update import make_updater
 from weight_update import (
     SharedMemWeightSyncScheme,

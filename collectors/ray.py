@@ -14,11 +14,11 @@ import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
 
 from collectors.closing import close_all
-from collectors.frames import FRAMES_TIMEOUT
 from collectors.ray_learner import LearnerSender, hand_over
 from collectors.remote import Remote
 from collectors.requests import Request, change_each, real, require_workers
 from collectors.versions import KEY
+from collectors.waiting import FRAMES_TIMEOUT
 from weight_update import (
     LifecycleError,
     LinkClosedError,

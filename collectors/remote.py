@@ -10,12 +10,12 @@ import torchrl.collectors
 from torch import nn
 
 from collectors.closing import close_all
-from collectors.frames import FRAMES_TIMEOUT, WaitingTimes, require_seconds
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.requests import Request, change_each, require_one_each, require_ours, send
 from collectors.single import Collector
 from collectors.updating import WithWorkers
 from collectors.versions import policy_scheme
+from collectors.waiting import FRAMES_TIMEOUT, WaitingTimes, require_seconds
 from collectors.weight_update import SchemeUpdater, make_updater
 from weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
 
