@@ -174,6 +174,25 @@ def test_an_environment_gets_no_transform_and_can_be_copied(made):
     assert "step_and_maybe_reset" not in vars(env)
 
 
+@pytest.mark.parametrize("tracks", [True, False])
+def test_an_environment_with_a_step_of_its_own_keeps_it(tracks, made):
+    env, steps = Env(), []
+
+    def step(data):  # such as a compiled one
+        steps.append(data)
+        return Env.step_and_maybe_reset(env, data)
+
+    env.step_and_maybe_reset = step
+    for _ in range(2):
+        options = {"frames_per_batch": STEPS, "track_policy_version": tracks, **OPTIONS}
+        collector = made(Collector, env, make_policy(), **options)
+        data = next(iter(collector))
+        assert (("next", "policy_version") in data.keys(True)) == tracks
+        collector.shutdown(close_env=False)
+        assert env.step_and_maybe_reset is step
+    assert len(steps) == 2 * STEPS
+
+
 def test_an_environment_that_the_collector_wraps(made):
     options = {"frames_per_batch": 12, "max_frames_per_traj": 3, **OPTIONS}
     collector = made(Collector, Env, make_policy(), **options)
