@@ -21,7 +21,7 @@ from collectors.locks import WithProcessLock
 from collectors.requests import Request, find_model, real, require_one_each, require_workers
 from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta, main_of_worker, multi_base
-from collectors.updating import WithWorkers
+from collectors.updating import Updating, WithWorkers
 from collectors.versions import (
     KEY,
     FrameVersion,
@@ -61,7 +61,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         sync: whether to make a :class:`MultiSyncCollector` or a :class:`MultiAsyncCollector`.
         collector_class: collector class of each worker; None for our :class:`~collectors.Collector`.
         track_policy_version: see :class:`~collectors.Collector`. The version on a frame is the one that
-            ``update_policy_weights_`` reported.
+            ``update_policy_weights_`` reported. A ``collector_class`` that derives from TorchRL's collectors,
+            and not from ours, cannot write it: None then means False.
         weight_sync_schemes: schemes by model id; None for a :class:`~weight_update.SharedMemWeightSyncScheme`
             if the policy is a module. They are shut down with the collector.
         weight_updater: legacy updater, instead of schemes. One of ``collectors`` sends by a
@@ -77,6 +78,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
     Raises:
         WorkerError: workers could not start. Also raised while iterating, when a worker has ended.
         SyncTimeoutError: a worker is late; raised while iterating.
+        TypeError: ``track_policy_version`` is True, and ``collector_class`` cannot write versions.
         ValueError: ``frames_timeout`` or ``on_worker_lost`` is not valid, or there is no worker.
     """
 
@@ -114,6 +116,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         self._adopt(schemes)
         self._weight_sync_schemes = weight_sync_schemes
         self._versions = VersionSource(policy_scheme(schemes))
+        tracks = _tracking_of(collector_class, track_policy_version)
         weights: bytes | None = None
         if _needs_first_weights(policy, schemes) and not factory:
             # TorchRL would send the policy without weights, and keep only its action in batches.
@@ -126,7 +129,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             create_env_fn,
             policy,
             collector_class=collector_class or Collector,
-            track_policy_version=choose_tracking(track_policy_version, options.get("replay_buffer")),
+            track_policy_version=choose_tracking(tracks, options.get("replay_buffer")),
             weight_sync_schemes=weight_sync_schemes,
             weight_updater=updater,
             **options,
@@ -388,6 +391,19 @@ def _unhidden() -> Iterator[None]:
             raise
         error.__context__ = None
         raise hidden from None
+
+
+def _tracking_of(collector_class: Any, chosen: Any) -> Any:
+    """Return ``chosen``, or False instead of None for a class of TorchRL, whose versions are others."""
+    kind = collector_class if isinstance(collector_class, type) else Collector
+    if issubclass(kind, Updating) or chosen not in (None, True):
+        return chosen
+    if chosen:
+        raise TypeError(
+            f"collector_class is {kind.__name__}, a collector of TorchRL, which cannot write the versions of "
+            "these schemes: derive it from collectors.Collector, or leave out track_policy_version=True"
+        )
+    return False
 
 
 def _needs_first_weights(policy: Any, schemes: Mapping[str, WeightSyncScheme]) -> bool:

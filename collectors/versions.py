@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,17 +89,24 @@ def stamp(data: TensorDictBase, version: int) -> None:
     data.set(KEY, torch.full(data.shape, version, dtype=torch.int64, device=data.device))
 
 
+_STEP = "step_and_maybe_reset"
+
+
 class _StampingStep:
     """The step of an environment, which also copies the version of an action to the outcome of that action.
 
     It belongs to the environment, and follows it into copies and pickles.
+
+    Attributes:
+        own: step that a program assigned to this environment, such as a compiled one; None for the method.
     """
 
-    def __init__(self, env: EnvBase) -> None:
-        self._env = env
+    def __init__(self, env: EnvBase, own: Any) -> None:
+        self._env, self.own = env, own
 
     def __call__(self, data: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        output, following = type(self._env).step_and_maybe_reset(self._env, data)
+        step = partial(type(self._env).step_and_maybe_reset, self._env) if self.own is None else self.own
+        output, following = step(data)
         version = output.get(KEY, None)
         if version is not None:
             output.get("next").set(KEY, version.clone())
@@ -110,13 +118,18 @@ def stamp_outcomes(env: EnvBase) -> None:
 
     A :class:`FrameVersion` would do the same, but an environment with a transform takes longer for each step.
     """
-    env.step_and_maybe_reset = _StampingStep(env)
+    unstamp_outcomes(env)  # of another collector, or of the environment that this one is a copy of
+    env.step_and_maybe_reset = _StampingStep(env, vars(env).get(_STEP))
 
 
 def unstamp_outcomes(env: EnvBase | None) -> None:
     """Give ``env`` its own step back."""
-    if env is not None:
-        vars(env).pop("step_and_maybe_reset", None)
+    step = None if env is None else vars(env).get(_STEP)
+    if not isinstance(step, _StampingStep):
+        return
+    del vars(env)[_STEP]
+    if step.own is not None:
+        vars(env)[_STEP] = step.own
 
 
 def versions_of(batch: Any) -> torch.Tensor | None:

@@ -834,9 +834,21 @@ def test_a_tied_worker_of_weights_that_a_converter_unties() -> None:
     tied = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     tied[1].weight = tied[0].weight
     strategy = WeightStrategy("state_dict", convert=cast(torch.bfloat16))
-    message = "two different tensors in the sender; tie them there, and let no converter untie them"
+    message = (
+        r"two different tensors in the sender; tie them there, and let neither clone\(\) nor a converter"
+    )
     with MemoryWeightSyncScheme(strategy) as sender, pytest.raises(SchemaMismatchError, match=message):
         connect_pair(sender, tied, copy.deepcopy(tied))
+
+
+def test_copies_of_tied_weights() -> None:
+    tied = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    tied[1].weight = tied[0].weight
+    with MemoryWeightSyncScheme() as sender:
+        connect_pair(sender, tied, copy.deepcopy(tied))
+        with pytest.raises(SchemaMismatchError, match=r"tie them there, and let neither clone\(\)"):
+            sender.send({name: weight.clone() for name, weight in tied.state_dict().items()})
+        assert sender.send(copy.deepcopy(tied)).version == 1
 
 
 def test_weights_for_an_engine_from_elsewhere_than_its_sender() -> None:

@@ -3,6 +3,7 @@ import time
 
 import pytest
 import torch
+import torchrl.collectors
 from collector_parts import (
     OPTIONS,
     STEPS,
@@ -174,6 +175,25 @@ def test_an_environment_gets_no_transform_and_can_be_copied(made):
     assert "step_and_maybe_reset" not in vars(env)
 
 
+@pytest.mark.parametrize("tracks", [True, False])
+def test_an_environment_with_a_step_of_its_own_keeps_it(tracks, made):
+    env, steps = Env(), []
+
+    def step(data):  # such as a compiled one
+        steps.append(data)
+        return Env.step_and_maybe_reset(env, data)
+
+    env.step_and_maybe_reset = step
+    for _ in range(2):
+        options = {"frames_per_batch": STEPS, "track_policy_version": tracks, **OPTIONS}
+        collector = made(Collector, env, make_policy(), **options)
+        data = next(iter(collector))
+        assert (("next", "policy_version") in data.keys(True)) == tracks
+        collector.shutdown(close_env=False)
+        assert env.step_and_maybe_reset is step
+    assert len(steps) == 2 * STEPS
+
+
 def test_an_environment_that_the_collector_wraps(made):
     options = {"frames_per_batch": 12, "max_frames_per_traj": 3, **OPTIONS}
     collector = made(Collector, Env, make_policy(), **options)
@@ -321,6 +341,32 @@ def test_a_state_without_a_version_is_restored(made):
         collector = made(Collector, Env, make_policy(), track_policy_version=tracks, **options)
         collector.load_state_dict(saved)
         assert (next(iter(collector))["action"] == 3).all()
+
+
+class OfTorchRL(torchrl.collectors.Collector):
+    """A collector of a program whose import was not changed."""
+
+
+class OfOurs(Collector):
+    pass
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("kind", [OfTorchRL, torchrl.collectors.Collector, OfOurs])
+def test_a_class_of_torchrl_writes_no_wrong_versions(cls, kind, made):
+    policy = make_policy()
+    options = {"frames_per_batch": STEPS, "total_frames": -1, "collector_class": kind, **OPTIONS}
+    collector = made(cls, [Env], policy, **options)
+    collector.update_policy_weights_(fill(policy, 1))
+    data = next(iter(collector))
+    assert (data["action"] == 1).all()
+    if kind is OfOurs:
+        require_exact(data)
+        return
+    assert data.get("policy_version", None) is None
+    message = "collector_class is (OfTorchRL|Collector), a collector of TorchRL, .* derive it from collectors"
+    with pytest.raises(TypeError, match=message):
+        cls([Env], policy, track_policy_version=True, **options)
 
 
 def test_multi_collector_chooses_its_kind():
