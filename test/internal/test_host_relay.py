@@ -27,6 +27,7 @@ from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.slots import SharedBuffer, open_slot
 from weight_update.transports.signed_stream import SignedStream, call, listen
 from weight_update.transports.socket_stream import SocketStream, deadline_of
+from weight_update.wire.frames import Kind, WeightChunk
 
 HERE = "127.0.0.1"
 TOKEN = "confidential"
@@ -132,6 +133,15 @@ def test_a_router_forgets_slots_that_the_sender_has_freed(joint: Joint) -> None:
             router.deliver(slot.tensor, remote, LONG)
         del slot
     assert eventually(lambda: not router._delivered, LONG)
+
+
+def test_a_worker_that_was_lost_before_its_welcome_is_not_added_to_the_router(joint: Joint) -> None:
+    router = Router()
+    remote = RemoteConnection(joint.here, TOKEN, name="1", host="there", client=joint.client, router=router)
+    remote.lose(LinkClosedError("it joined again"))
+    with pytest.raises(LinkClosedError):
+        remote.send(WeightChunk(Kind.GOODBYE, {}), LONG)
+    assert router.named("1") is None
 
 
 def test_an_unexpected_error_loses_all_hosts_of_the_chain(

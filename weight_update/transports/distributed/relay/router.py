@@ -234,6 +234,8 @@ class RemoteConnection(Connection):
         if not self._admitted and chunk.kind is not Kind.REFUSED:
             self._admitted = True
             self.router.add(self)  # before the worker knows: it then connects for payloads
+            if self.lost is not None:  # lose() may have come before
+                self.router.remove(self)
         super().send(chunk, timeout)
 
     def needs_relay(self, nbytes: int) -> bool:
