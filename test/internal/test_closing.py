@@ -34,8 +34,9 @@ from weight_update.schemes import rpc_notices
 from weight_update.schemes.base import End
 from weight_update.sender.buffers import BufferPool
 from weight_update.sender.delivery import AnswerThreads
+from weight_update.sender.groups.base import SendGroup
 from weight_update.sender.sender import Sender
-from weight_update.sender.workers import WorkerState
+from weight_update.sender.workers import GroupAssignment, WorkerState
 from weight_update.testing.processes import wait_until
 from weight_update.transports.memory import MemoryTransport
 from weight_update.transports.shared_memory.transport import SharedMemListener, SlotStream
@@ -277,6 +278,22 @@ def test_shutdown_ends_connect_of_the_sender(kind: type[WeightSyncScheme]) -> No
         sender.shutdown()
         with pytest.raises(LifecycleError, match="was shut down"):
             connecting.result(10.0)
+
+
+def test_send_after_which_shutdown_came_at_once_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread takes the groups of the workers away, whichever step of the update comes next."""
+    group_for = GroupAssignment.group_for
+
+    def overtaken(groups: GroupAssignment, states: list[WorkerState]) -> SendGroup:
+        pool.submit(sender.shutdown).result(20.0)
+        return group_for(groups, states)
+
+    with SharedMemWeightSyncScheme(timeout=20.0) as sender, ThreadPoolExecutor(1) as pool:
+        receiver = connect_pair(sender, nn.Linear(2, 2), nn.Linear(2, 2))
+        monkeypatch.setattr(GroupAssignment, "group_for", overtaken)
+        with pytest.raises(LifecycleError, match="was shut down"):
+            sender.send()
+        receiver.shutdown()
 
 
 def test_shutdown_at_the_end_of_connect_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
