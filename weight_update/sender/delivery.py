@@ -115,9 +115,13 @@ class Delivery:
                     return
                 if self._closed:
                     raise RuntimeError("the sender was shut down")
-                if worker.outbox is None:
-                    worker.outbox = Outbox(worker.idx, self.changed)
-                worker.outbox.put(partial(self._run, worker, write))
+                outbox = worker.outbox
+                if outbox is None:
+                    outbox = worker.outbox = Outbox(worker.idx, self.changed)
+                outbox.put(partial(self._run, worker, write))
+                if self._closed:  # the sender's close() may not have seen the outbox
+                    outbox.close()
+                    worker.outbox = None
         except RuntimeError as error:
             self.lose(worker, LinkClosedError(f"no thread writes to it: {error}"))
 
