@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pytest
 import torch
+from pairs import add_one, connect_pair, same
 from stranger_parts import Tap
 from stream_parts import signed_pair
+from torch import nn
 
 from weight_update.errors import JoinRefusedError, LinkClosedError
-from weight_update.testing.processes import eventually
+from weight_update.sender.delivery import Delivery
+from weight_update.sender.workers import WorkerState
+from weight_update.testing import Apart
+from weight_update.testing.processes import eventually, wait_until
 from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.connection import INLINE_BYTES
 from weight_update.transports.distributed.relay.client import RelayClient
@@ -142,6 +149,33 @@ def test_a_worker_that_was_lost_before_its_welcome_is_not_added_to_the_router(jo
     with pytest.raises(LinkClosedError):
         remote.send(WeightChunk(Kind.GOODBYE, {}), LONG)
     assert router.named("1") is None
+
+
+def test_an_update_for_the_worker_before_does_not_keep_its_successor_from_its_welcome(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The payload would wait for a connection that the successor makes when it is welcomed."""
+    send, joining = Delivery.send, list[futures.Future[None]]()
+
+    def send_late(delivery: Delivery, worker: WorkerState, chunks: list[WeightChunk]) -> None:
+        monkeypatch.setattr(Delivery, "send", send)
+        before = worker.link._connection
+        joining.append(pool.submit(successor.connect))
+        wait_until(lambda: worker.link._connection is not before)
+        send(delivery, worker, chunks)
+
+    source, target = (nn.Linear(600, 600) for _ in range(2))
+    with Apart(timeout=5.0, connect_timeout=20.0) as sender, futures.ThreadPoolExecutor(1) as pool:
+        replaced = connect_pair(sender, source, nn.Linear(600, 600))
+        successor = copy.copy(sender)
+        successor.init_on_receiver(model=target, worker_idx=0)
+        monkeypatch.setattr(Delivery, "send", send_late)
+        add_one(source)
+        sender.send()
+        joining[0].result(LONG)
+        assert same(source, target)
+        for receiver in (replaced, successor):
+            receiver.shutdown()
 
 
 def test_an_unexpected_error_loses_all_hosts_of_the_chain(

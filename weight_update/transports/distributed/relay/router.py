@@ -231,6 +231,9 @@ class RemoteConnection(Connection):
         self._admitted = False
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
+        if not self._admitted and chunk.kind is Kind.UPDATE:
+            # It is for the worker before. Its payload would wait for this one, which needs WELCOME first.
+            return
         if not self._admitted and chunk.kind is not Kind.REFUSED:
             self._admitted = True
             self.router.add(self)  # before the worker knows: it then connects for payloads
