@@ -37,7 +37,6 @@ from weight_update.schemes.base import End
 from weight_update.sender import delivery, handle
 from weight_update.sender.buffers import BufferPool
 from weight_update.sender.delivery import AnswerThreads
-from weight_update.sender.groups.base import SendGroup
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import GroupAssignment, Outbox, WorkerState
 from weight_update.testing.processes import wait_until
@@ -295,19 +294,24 @@ def test_shutdown_ends_connect_of_the_sender(kind: type[WeightSyncScheme]) -> No
             connecting.result(10.0)
 
 
-def test_send_after_which_shutdown_came_at_once_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread takes the groups of the workers away, whichever step of the update comes next."""
-    group_for = GroupAssignment.group_for
+@pytest.mark.parametrize(("owner", "step"), [(GroupAssignment, "group_for"), (BufferPool, "take")])
+def test_send_that_shutdown_overtakes_says_so_and_keeps_no_memory(
+    monkeypatch: pytest.MonkeyPatch, owner: type, step: str
+) -> None:
+    """Another thread takes groups and memory away, whichever step of the update comes next."""
+    real = getattr(owner, step)
 
-    def overtaken(groups: GroupAssignment, states: list[WorkerState]) -> SendGroup:
+    def overtaken(*arguments: Any) -> Any:
         pool.submit(sender.shutdown).result(20.0)
-        return group_for(groups, states)
+        return real(*arguments)
 
     with SharedMemWeightSyncScheme(timeout=20.0) as sender, ThreadPoolExecutor(1) as pool:
         receiver = connect_pair(sender, nn.Linear(2, 2), nn.Linear(2, 2))
-        monkeypatch.setattr(GroupAssignment, "group_for", overtaken)
+        memory = sender._sender._pool
+        monkeypatch.setattr(owner, step, overtaken)
         with pytest.raises(LifecycleError, match="was shut down"):
             sender.send()
+        assert memory._slots == []
         receiver.shutdown()
 
 
