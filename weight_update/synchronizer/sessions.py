@@ -34,6 +34,8 @@ None if it has no publisher. The number is None if its engine failed to load an 
 version.
 """
 
+CLOSED = "the synchronizer was closed"
+
 _log = logging.getLogger(__name__)
 
 
@@ -99,7 +101,7 @@ class SessionTable:
     def require_current(self, name: str) -> None:
         """Raise Closed after the end, and Refused if another client has taken this one's place."""
         if self.closed:
-            raise Closed("the synchronizer was closed")
+            raise Closed(CLOSED)
         if name in self._replaced:
             raise Refused(self._replaced[name])
 
@@ -332,7 +334,7 @@ class SessionManager:
         with self.changed:
             self.table.closed = True
             for name in list(self.table.sessions):
-                self.gone(name, "the synchronizer was closed")
+                self.gone(name, CLOSED)
             self.changed.notify_all()
 
 
