@@ -26,7 +26,7 @@ from weight_update.sender.workers import WorkerState
 from weight_update.testing import Apart
 from weight_update.testing.processes import eventually, wait_until
 from weight_update.transports.distributed.checksum import CHECKSUM
-from weight_update.transports.distributed.connection import INLINE_BYTES
+from weight_update.transports.distributed.connection import INLINE_BYTES, Connection
 from weight_update.transports.distributed.relay.client import RelayClient
 from weight_update.transports.distributed.relay.host_relay import HostRelay
 from weight_update.transports.distributed.relay.router import RemoteConnection, Router
@@ -176,6 +176,25 @@ def test_an_update_for_the_worker_before_does_not_keep_its_successor_from_its_we
         assert same(source, target)
         for receiver in (replaced, successor):
             receiver.shutdown()
+
+
+def test_a_worker_that_leaves_during_a_payload_is_heard(joint: Joint) -> None:
+    """Its goodbye is not dropped because the connection for payloads ends first."""
+    router, (here, there) = Router(), signed_pair()
+    remote = RemoteConnection(here, TOKEN, name="1", host="there", client=joint.client, router=router)
+    router.add(remote)
+    Connection(there, TOKEN).send(WeightChunk(Kind.GOODBYE, {}), LONG)
+    joint.relay.close()
+    with slot_of_size(SMALL) as slot, futures.ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(router.deliver, slot.tensor, remote, LONG)
+        futures.wait([sending], 0.3)
+        goodbye = remote.recv(LONG, None)
+        remote.close()
+        with pytest.raises(LinkClosedError):
+            sending.result(LONG)
+    assert goodbye is not None
+    assert goodbye.kind is Kind.GOODBYE
+    there.close()
 
 
 def test_an_unexpected_error_loses_all_hosts_of_the_chain(
