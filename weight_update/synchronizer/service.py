@@ -185,7 +185,8 @@ class Service(SessionManager, ABC):
         ``timeout`` is the number of seconds that it had, for the reason.
         """
         if not self.wait_for(lambda: has_ended(explorer) or ready(), deadline):
-            late = f"no new weights came within {format_seconds(timeout)}{self._lag(explorer)}"
+            limit = f"within {format_seconds(timeout)}" if timeout else "in time"  # it took all to connect
+            late = f"no new weights came {limit}{self._lag(explorer)}"
             busy = not self.machine.gave_up(explorer.id, late)
             end = deadline_of(2 * self._timeout)
             if busy and not self.wait_for(lambda: has_ended(explorer) or ready(), end):
