@@ -98,6 +98,26 @@ def test_after_the_synchronizer_was_closed_sync_weight_gives_a_reason_at_once(
             assert time.monotonic() - began < 10.0
 
 
+def test_a_client_that_is_closed_while_it_says_hello_again_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Signs of life, or a call of another thread, may find that the synchronizer has forgotten it."""
+    with Synchronizer(SyncMethod.MEMORY) as where, ExplorerClient(where, model_at(-1)) as explorer:
+        channel = explorer.blocking.channel
+        call = channel.call
+
+        def close_first(name: str, *args: Any) -> Any:
+            if name == "hello":
+                explorer.close()
+            return call(name, *args)
+
+        where.service.gone(explorer.blocking.session)
+        monkeypatch.setattr(channel, "call", close_first)
+        with pytest.raises(LifecycleError, match="is closed"):
+            explorer.blocking.need_sync()
+        assert where.service.status()["explorers"] == {}
+
+
 def test_directly_an_explorer_that_waits_for_a_trainer_is_told_of_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
