@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from marks import slow
+from pairs import add_one, connect_pair, same
 from torch import nn
 
 from weight_update import (
@@ -207,3 +208,27 @@ def settled_usage(scheme: WeightSyncScheme) -> tuple[int, int]:
 
 def late_threads() -> list[str]:
     return [one.name for one in threading.enumerate() if one.name != "weight_update-worker-0"]
+
+
+def test_one_that_joins_while_weights_are_read_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading may take long; the worker would keep the version before until the next update."""
+    read, source, target = SenderSide._read, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def read_and_join(side: SenderSide, *arguments: Any) -> Any:
+        monkeypatch.setattr(SenderSide, "_read", read)
+        found = read(side, *arguments)
+        late.connect()
+        return found
+
+    with SharedMemWeightSyncScheme(timeout=20.0) as sender:
+        first = connect_pair(sender, source, nn.Linear(4, 4))
+        late = copy.copy(sender)
+        late.init_on_receiver(model=target, worker_idx=1)
+        monkeypatch.setattr(SenderSide, "_read", read_and_join)
+        add_one(source)
+        report = sender.send()
+        assert (report.version, sender.worker_versions) == (1, {0: 1, 1: 1})
+        assert report.apply_seconds.keys() == {0, 1}
+        assert same(source, target)
+        for one in (first, late):
+            one.shutdown()

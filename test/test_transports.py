@@ -245,6 +245,16 @@ def test_a_worker_tries_again_while_its_hello_is_not_read(
     assert capfd.readouterr().err == ""
 
 
+def test_restart_that_close_overtakes_leaves_the_queues_to_another_receiver() -> None:
+    name, queues = uuid.uuid4().hex, (multiprocessing.Queue(), multiprocessing.Queue())
+    closed = MPTransport(*queues, end="receiver", name=name)
+    closed.close()
+    with pytest.raises(LinkClosedError, match="this end was closed"):
+        closed.restart()
+    with contextlib.closing(MPTransport(*queues, end="receiver", name=name)) as other:
+        other.restart()
+
+
 def test_half_an_item_in_a_queue_does_not_hold_up_its_reader() -> None:
     """As of a sender that was killed, or stopped, while it wrote a long message."""
     queues = multiprocessing.Queue(), multiprocessing.Queue()

@@ -40,10 +40,12 @@ from weight_update import (
     SyncFailedError,
     WeightStrategy,
 )
-from weight_update.errors import LinkClosedError
+from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.receiver.receiver import Receiver
 from weight_update.receiver.staging import Staging
 from weight_update.transports.shared_memory import slots
+from weight_update.transports.shared_memory.transport import SlotStream
+from weight_update.wire.frames import Kind, WeightChunk
 
 
 def one_megabyte() -> Stripes:
@@ -254,6 +256,32 @@ def test_no_memory_to_receive_into(procs: Processes, monkeypatch: pytest.MonkeyP
     assert receiver.version == 0
     scheme.send(fill(model, 2))
     assert set(mine(START).tolist()) == {2.0}
+    receiver.shutdown()
+
+
+def test_a_sender_that_does_not_read_of_a_shortage_in_time(
+    procs: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver joins again, and its thread does not end."""
+    scheme = procs.scheme(SharedMemWeightSyncScheme, timeout=20.0)
+    model, mine = half_a_megabyte(), half_a_megabyte()
+    receiver = connect_pair(scheme, model, mine)
+    send = SlotStream.send
+
+    def fail(*_: object) -> None:
+        raise NotEnoughMemoryError("a file descriptor is needed")
+
+    def send_late(stream: SlotStream, chunk: WeightChunk, timeout: float | None) -> None:
+        if chunk.kind is Kind.FAILED:
+            patch.undo()
+            raise SyncTimeoutError("the other end does not read")
+        send(stream, chunk, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots.SlotTable, "payload", fail)
+        patch.setattr(SlotStream, "send", send_late)
+        scheme.send_async(fill(model, 1))
+        assert eventually(lambda: set(mine(START).tolist()) == {1.0}, 15.0)
     receiver.shutdown()
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,10 +34,11 @@ from weight_update import (
 from weight_update.receiver.receiver import Receiver
 from weight_update.schemes import rpc_notices
 from weight_update.schemes.base import End
+from weight_update.sender import delivery, handle
 from weight_update.sender.buffers import BufferPool
 from weight_update.sender.delivery import AnswerThreads
 from weight_update.sender.sender import Sender
-from weight_update.sender.workers import WorkerState
+from weight_update.sender.workers import GroupAssignment, Outbox, WorkerState
 from weight_update.testing.processes import wait_until
 from weight_update.transports.memory import MemoryTransport
 from weight_update.transports.shared_memory.transport import SharedMemListener, SlotStream
@@ -209,21 +212,33 @@ def test_workers_that_a_sender_leaves_are_not_sent_to_it_again() -> None:
     assert not any(announced)
 
 
-def test_a_signal_handler_ends_the_sender_during_send() -> None:
+def test_a_signal_handler_ends_the_sender_during_send(monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[list[str]] = []
+    waits, poll = threading.Event(), select.poll
+
+    class Poller:
+        """A poller that tells when the caller waits: it then holds no lock that threads need to end."""
+
+        def __init__(self) -> None:
+            self._poller = poll()
+            self.register, self.unregister = self._poller.register, self._poller.unregister
+
+        def poll(self, milliseconds: float) -> list[tuple[int, int]]:
+            waits.set()
+            return self._poller.poll(milliseconds)
 
     def end(*_: object) -> None:
         scheme.shutdown()
         running.append([one.name for one in threading.enumerate() if "-worker-" in one.name])
 
     def interrupt() -> None:
-        wait_until(lambda: any(worker.inflight for worker in scheme._sender.table))
-        wait_until(lambda: any(scheme._sender.reader._paused.values()))
+        assert waits.wait(10.0)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, end)
     scheme = SharedMemWeightSyncScheme(timeout=20.0)
     receivers = connect_two(scheme)
+    monkeypatch.setattr(handle, "select", SimpleNamespace(poll=Poller, POLLIN=select.POLLIN))
     try:
         with receivers[0].hold(), receivers[1].hold(), ThreadPoolExecutor(1) as pool:
             interrupting = pool.submit(interrupt)
@@ -277,6 +292,48 @@ def test_shutdown_ends_connect_of_the_sender(kind: type[WeightSyncScheme]) -> No
         sender.shutdown()
         with pytest.raises(LifecycleError, match="was shut down"):
             connecting.result(10.0)
+
+
+@pytest.mark.parametrize(("owner", "step"), [(GroupAssignment, "group_for"), (BufferPool, "take")])
+def test_send_that_shutdown_overtakes_says_so_and_keeps_no_memory(
+    monkeypatch: pytest.MonkeyPatch, owner: type, step: str
+) -> None:
+    """Another thread takes groups and memory away, whichever step of the update comes next."""
+    real = getattr(owner, step)
+
+    def overtaken(*arguments: Any) -> Any:
+        pool.submit(sender.shutdown).result(20.0)
+        return real(*arguments)
+
+    with SharedMemWeightSyncScheme(timeout=20.0) as sender, ThreadPoolExecutor(1) as pool:
+        receiver = connect_pair(sender, nn.Linear(2, 2), nn.Linear(2, 2))
+        memory = sender._sender._pool
+        monkeypatch.setattr(owner, step, overtaken)
+        with pytest.raises(LifecycleError, match="was shut down"):
+            sender.send()
+        assert memory._slots == []
+        receiver.shutdown()
+
+
+@pytest.mark.parametrize("close_links", [False, True])
+def test_a_thread_that_writes_ends_though_shutdown_overtakes_its_start(
+    monkeypatch: pytest.MonkeyPatch, close_links: bool
+) -> None:
+    def start(idx: int, changed: threading.Condition) -> Outbox:
+        outbox = Outbox(idx, changed)
+        side._delivery.close()
+        if close_links:
+            side._close_links()
+        return outbox
+
+    monkeypatch.setattr(delivery, "Outbox", start)
+    with SharedMemWeightSyncScheme(timeout=20.0) as sender:
+        receiver = connect_pair(sender, nn.Linear(2, 2), nn.Linear(2, 2))
+        side = sender._sender
+        side._delivery._put(side.table[0], lambda: None)
+        wait_until(lambda: not [one for one in threading.enumerate() if "-outbox-" in one.name])
+        assert side.table[0].outbox is None
+        receiver.shutdown()
 
 
 def test_shutdown_at_the_end_of_connect_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pytest
 import torch
+from pairs import add_one, connect_pair, same
 from stranger_parts import Tap
 from stream_parts import signed_pair
+from torch import nn
 
 from weight_update.errors import JoinRefusedError, LinkClosedError
-from weight_update.testing.processes import eventually
+from weight_update.sender.delivery import Delivery
+from weight_update.sender.workers import WorkerState
+from weight_update.testing import Apart
+from weight_update.testing.processes import eventually, wait_until
 from weight_update.transports.distributed.checksum import CHECKSUM
-from weight_update.transports.distributed.connection import INLINE_BYTES
+from weight_update.transports.distributed.connection import INLINE_BYTES, Connection
 from weight_update.transports.distributed.relay.client import RelayClient
 from weight_update.transports.distributed.relay.host_relay import HostRelay
 from weight_update.transports.distributed.relay.router import RemoteConnection, Router
@@ -27,6 +34,7 @@ from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.slots import SharedBuffer, open_slot
 from weight_update.transports.signed_stream import SignedStream, call, listen
 from weight_update.transports.socket_stream import SocketStream, deadline_of
+from weight_update.wire.frames import Kind, WeightChunk
 
 HERE = "127.0.0.1"
 TOKEN = "confidential"
@@ -132,6 +140,61 @@ def test_a_router_forgets_slots_that_the_sender_has_freed(joint: Joint) -> None:
             router.deliver(slot.tensor, remote, LONG)
         del slot
     assert eventually(lambda: not router._delivered, LONG)
+
+
+def test_a_worker_that_was_lost_before_its_welcome_is_not_added_to_the_router(joint: Joint) -> None:
+    router = Router()
+    remote = RemoteConnection(joint.here, TOKEN, name="1", host="there", client=joint.client, router=router)
+    remote.lose(LinkClosedError("it joined again"))
+    with pytest.raises(LinkClosedError):
+        remote.send(WeightChunk(Kind.GOODBYE, {}), LONG)
+    assert router.named("1") is None
+
+
+def test_an_update_for_the_worker_before_does_not_keep_its_successor_from_its_welcome(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The payload would wait for a connection that the successor makes when it is welcomed."""
+    send, joining = Delivery.send, list[futures.Future[None]]()
+
+    def send_late(delivery: Delivery, worker: WorkerState, chunks: list[WeightChunk]) -> None:
+        monkeypatch.setattr(Delivery, "send", send)
+        before = worker.link._connection
+        joining.append(pool.submit(successor.connect))
+        wait_until(lambda: worker.link._connection is not before)
+        send(delivery, worker, chunks)
+
+    source, target = (nn.Linear(600, 600) for _ in range(2))
+    with Apart(timeout=5.0, connect_timeout=20.0) as sender, futures.ThreadPoolExecutor(1) as pool:
+        replaced = connect_pair(sender, source, nn.Linear(600, 600))
+        successor = copy.copy(sender)
+        successor.init_on_receiver(model=target, worker_idx=0)
+        monkeypatch.setattr(Delivery, "send", send_late)
+        add_one(source)
+        sender.send()
+        joining[0].result(LONG)
+        assert same(source, target)
+        for receiver in (replaced, successor):
+            receiver.shutdown()
+
+
+def test_a_worker_that_leaves_during_a_payload_is_heard(joint: Joint) -> None:
+    """Its goodbye is not dropped because the connection for payloads ends first."""
+    router, (here, there) = Router(), signed_pair()
+    remote = RemoteConnection(here, TOKEN, name="1", host="there", client=joint.client, router=router)
+    router.add(remote)
+    Connection(there, TOKEN).send(WeightChunk(Kind.GOODBYE, {}), LONG)
+    joint.relay.close()
+    with slot_of_size(SMALL) as slot, futures.ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(router.deliver, slot.tensor, remote, LONG)
+        futures.wait([sending], 0.3)
+        goodbye = remote.recv(LONG, None)
+        remote.close()
+        with pytest.raises(LinkClosedError):
+            sending.result(LONG)
+    assert goodbye is not None
+    assert goodbye.kind is Kind.GOODBYE
+    there.close()
 
 
 def test_an_unexpected_error_loses_all_hosts_of_the_chain(

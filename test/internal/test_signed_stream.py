@@ -261,6 +261,13 @@ def test_close_wakes_a_thread_that_waits(pair: tuple[SignedStream, SignedStream]
             action()
 
 
+def test_a_connection_that_was_closed_has_no_address(pair: tuple[SignedStream, SignedStream]) -> None:
+    """A host relay asks for the address, which :meth:`HostRelay.close` of another thread may forestall."""
+    pair[0].close()
+    with pytest.raises(LinkClosedError, match="closed"):
+        _ = pair[0].local_address
+
+
 # -- addresses -----------------------------------------------------------------------------------------
 
 

@@ -156,7 +156,7 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text("mine")
     (tmp_path / "000000000000").mkdir()
-    store = CheckpointStore(tmp_path, keep=1, lease_seconds=SHORT)
+    store = CheckpointStore(tmp_path, keep=1, lease_seconds=60.0)  # "a.lease" is one, until it has lapsed
     for version in range(3):
         store.publish(version, weights(version), step=0)
     assert set(names) | {"000000000000"} <= set(visible(tmp_path))

@@ -34,6 +34,7 @@ from weight_update import (
 )
 from weight_update.synchronizer import CheckpointStore, memory, methods
 from weight_update.synchronizer.direct import DirectService
+from weight_update.synchronizer.memory import MemoryService
 from weight_update.synchronizer.plan import SyncPlan
 from weight_update.synchronizer.ray_actor import RayHost
 from weight_update.synchronizer.sessions import VersionFile
@@ -97,6 +98,26 @@ def test_after_the_synchronizer_was_closed_sync_weight_gives_a_reason_at_once(
             assert time.monotonic() - began < 10.0
 
 
+def test_a_client_that_is_closed_while_it_says_hello_again_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Signs of life, or a call of another thread, may find that the synchronizer has forgotten it."""
+    with Synchronizer(SyncMethod.MEMORY) as where, ExplorerClient(where, model_at(-1)) as explorer:
+        channel = explorer.blocking.channel
+        call = channel.call
+
+        def close_first(name: str, *args: Any) -> Any:
+            if name == "hello":
+                explorer.close()
+            return call(name, *args)
+
+        where.service.gone(explorer.blocking.session)
+        monkeypatch.setattr(channel, "call", close_first)
+        with pytest.raises(LifecycleError, match="is closed"):
+            explorer.blocking.need_sync()
+        assert where.service.status()["explorers"] == {}
+
+
 def test_directly_an_explorer_that_waits_for_a_trainer_is_told_of_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -108,6 +129,23 @@ def test_directly_an_explorer_that_waits_for_a_trainer_is_told_of_the_end(
         where.close()
         assert "was closed" in waiting.result()["reason"]
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+
+
+def test_a_call_that_the_end_of_a_synchronizer_overtakes_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another thread has taken the weights away."""
+    make = MemoryService._make_publisher
+
+    def overtaken(*arguments: Any) -> None:
+        pool.submit(where.close).result(20.0)
+        make(*arguments)
+
+    with Synchronizer(SyncMethod.MEMORY) as where, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(MemoryService, "_make_publisher", overtaken)
+        with TrainerClient(where, model_at(0)) as trainer:
+            assert trainer.blocking.sync_weight()["reason"] == "the synchronizer was closed"
+    assert "a call failed" not in caplog.text
 
 
 def test_directly_a_trainer_that_was_replaced_begins_no_transfer() -> None:

@@ -19,7 +19,8 @@ class _Kept(set[Any]):
 
 def keep_alive(model: Any, receiver: Any) -> None:
     """Have ``model`` refer to ``receiver``, if it is an object that can (a plain dict cannot)."""
-    if hasattr(model, "__dict__"):
+    while hasattr(model, "__dict__") and receiver not in vars(model).get(_ATTRIBUTE, ()):
+        # Again if let_go() removes the set just now. There is no lock: a forked child could find it held.
         vars(model).setdefault(_ATTRIBUTE, _Kept()).add(receiver)
 
 
@@ -28,4 +29,5 @@ def let_go(model: Any, receiver: Any) -> None:
     if hasattr(model, "__dict__") and (kept := vars(model).get(_ATTRIBUTE)) is not None:
         kept.discard(receiver)
         if not kept:
-            del vars(model)[_ATTRIBUTE]
+            for late in vars(model).pop(_ATTRIBUTE, ()):  # another thread has just added it
+                keep_alive(model, late)

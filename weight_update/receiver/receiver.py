@@ -308,7 +308,7 @@ class Receiver:
         """Act on an error of the thread; return whether it goes on."""
         try:
             self._updates.refuse_unread(error)
-        except TransportError as lost:
+        except Exception as lost:  # noqa: BLE001 - without this thread no update would come, and no error
             error = lost
         if isinstance(error, NotEnoughMemoryError):  # the sender was told; there may be enough for the next
             _log.warning("worker %d %s: %s", self.worker, kept(self.version), error)

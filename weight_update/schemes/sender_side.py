@@ -319,8 +319,7 @@ class SenderSide:
             with _outside_inference_mode(), self._in_step("connect", read, limit + self._patience) as named:
                 return sender.connect(named, limit, liveness(worker_alive))
         except Exception as error:
-            if isinstance(sender, Sender) and sender.table.closed:  # by another thread: no worker is to blame
-                raise LifecycleError(SHUT_DOWN) from None
+            self._require_open()  # no worker is to blame
             self.failure = f" (connect() failed: {type(error).__name__}: {brief(error)})"
             # those two are errors of workers, and others may still get weights
             if isinstance(sender, Sender) and not isinstance(error, SyncTimeoutError | SyncFailedError):
@@ -334,24 +333,34 @@ class SenderSide:
     ) -> SendHandle:
         """Send weights to workers without waiting for them; ``group_commit`` is as in :meth:`Sender.publish`.
 
-        ``context`` refers to the object that ``weights`` is looked up in, if it is a name.
+        ``context`` refers to the object that ``weights`` is looked up in, if it is a name. LifecycleError if
+        the sender was closed meanwhile.
         """
         report: SyncReport | None = None
         read = functools.partial(self._read, weights, worker_ids, context)
+        alone = self.ranks is None and group_commit is None
+        to_all = alone and worker_ids is None and not _is_per_worker(weights)
         try:
             with self._sending, _outside_inference_mode():
                 start = time.perf_counter()
                 with self._in_step("send", read, self._patience) as named:
                     extract = time.perf_counter() - start
-                    report = self.sender.publish(named, group_commit=group_commit)
+                    report = self.sender.publish(named, group_commit=group_commit, to_all=to_all)
                     handle = SendHandle(self.sender, report, tuple(idx for idx in named if idx != NOBODY))
                 report.began -= extract
                 report.seconds = {"extract": extract, **report.seconds}
-        except BaseException:
+        except BaseException as error:
             if report is not None and group_commit is not None:  # the caller has no handle to abort it
                 self.sender.abort(report.version, [*named])
+            if isinstance(error, Exception):
+                self._require_open()  # close() may have taken anything away
             raise
         return handle
+
+    def _require_open(self) -> None:
+        """Raise LifecycleError if another thread has closed the sender."""
+        if isinstance(self.sender, Sender) and self.sender.table.closed:
+            raise LifecycleError(SHUT_DOWN) from None
 
     def attend(self, call: Callable[[], _T]) -> _T:
         """Return the result of ``call()``, which publishes weights and waits for workers."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from weight_update.encodings import Lend
-from weight_update.errors import NotEnoughMemoryError
+from weight_update.errors import LinkClosedError, NotEnoughMemoryError
 from weight_update.transports.base import Buffer, TransportBackend
 from weight_update.wire.frames import WeightChunk
 from weight_update.wire.memory import pin
@@ -98,6 +98,7 @@ class BufferPool:
         self._slots: list[Slot] = []
         self._reserved: dict[int, int] = {}
         self._updates = 0
+        self._closed = False
 
     def reserve(self, nbytes: int, count: int) -> None:
         """Allocate buffers until there are ``count`` of this size; :meth:`trim` keeps that many."""
@@ -128,11 +129,14 @@ class BufferPool:
         """Return a slot that no worker reads, with one user; wait for one while memory is short.
 
         Raises:
+            LinkClosedError: the pool was closed.
             NotEnoughMemoryError: none became free in time, or none is in use that could be waited for.
         """
         deadline = time.monotonic() + self._timeout
         with self.lock:
             while True:
+                if self._closed:
+                    raise LinkClosedError("the sender was shut down")
                 try:
                     slot = self._find(nbytes)
                 except NotEnoughMemoryError as error:
@@ -193,8 +197,10 @@ class BufferPool:
             slot.buffer.close()
 
     def close(self) -> None:
-        """Free all memory."""
-        self._drop(list(self._slots))
+        """Free all memory, and lend no more."""
+        with self.lock:
+            self._closed = True
+            self._drop(list(self._slots))
 
 
 @dataclass

@@ -113,11 +113,14 @@ class Delivery:
             with self._table.lock:
                 if not worker.joined:
                     return
-                if self._closed:
+                outbox = worker.outbox
+                if outbox is None:
+                    outbox = worker.outbox = Outbox(worker.idx, self.changed)
+                if self._closed:  # the sender's close() may not have seen the outbox
+                    outbox.close()
+                    worker.outbox = None
                     raise RuntimeError("the sender was shut down")
-                if worker.outbox is None:
-                    worker.outbox = Outbox(worker.idx, self.changed)
-                worker.outbox.put(partial(self._run, worker, write))
+                outbox.put(partial(self._run, worker, write))
         except RuntimeError as error:
             self.lose(worker, LinkClosedError(f"no thread writes to it: {error}"))
 

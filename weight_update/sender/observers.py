@@ -52,7 +52,7 @@ class Observers:
         self.functions: tuple[partial[None], ...] = ()
         self._sources, self._removes = sources, ExitStack()
         self._items: queue.SimpleQueue[Event | PendingUpdate | None] = queue.SimpleQueue()
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()  # a signal handler may call close() while it is held
         self._thread: threading.Thread | None = None
         self._closed = False
 

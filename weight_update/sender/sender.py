@@ -205,12 +205,15 @@ class Sender(Outcomes):
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def publish(self, weights: Mapping[int, NamedWeights], *, group_commit: str | None = None) -> SyncReport:
+    def publish(
+        self, weights: dict[int, NamedWeights], *, group_commit: str | None = None, to_all: bool = False
+    ) -> SyncReport:
         """Encode and send a version, without waiting for workers.
 
         Workers whose ``weights`` are one object share its encoding. ``group_commit`` names the group commit
         of :func:`~weight_update.send_together`: it leaves the version staged in the workers until
-        :meth:`commit` or :meth:`abort`.
+        :meth:`commit` or :meth:`abort`. With ``to_all``, late joiners that came since the workers were chosen
+        are added to ``weights``, which are the same for all.
 
         Raises:
             SchemaMismatchError: the weights are not those of the schema; nothing was sent.
@@ -220,6 +223,8 @@ class Sender(Outcomes):
             with self._groups.lock:
                 self._delivery.lose_interrupted()
                 self._groups.release_departed()
+                if to_all:
+                    self._add_late_joiners(weights)
                 states = self._of_known(weights)
                 if group_commit is not None:
                     with self.table.lock:
@@ -238,6 +243,12 @@ class Sender(Outcomes):
             if report is not None and group_commit is not None:
                 self.abort(report.version, list(weights))
             raise
+
+    def _add_late_joiners(self, weights: dict[int, NamedWeights]) -> None:
+        """Add late joiners to ``weights``; they would keep the version before until the next update."""
+        missing = [one.idx for one in self.table if one.late and one.group and one.idx not in weights]
+        if weights:
+            weights.update(dict.fromkeys(missing, next(iter(weights.values()))))
 
     def tell_observers(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""

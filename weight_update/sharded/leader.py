@@ -34,7 +34,9 @@ class Leader(Sender):
         connect = super().connect
         return self._gathered(weights, lambda whole: connect(whole, timeout, alive))
 
-    def publish(self, weights: Mapping[int, NamedWeights], *, group_commit: str | None = None) -> SyncReport:
+    def publish(
+        self, weights: dict[int, NamedWeights], *, group_commit: str | None = None, to_all: bool = False
+    ) -> SyncReport:
         publish = partial(super().publish, group_commit=group_commit)
         return self._gathered(weights, publish)
 
@@ -62,12 +64,12 @@ class Leader(Sender):
         return found
 
     def _gathered(
-        self, weights: Mapping[int, NamedWeights], send: Callable[[Mapping[int, NamedWeights]], SyncReport]
+        self, weights: Mapping[int, NamedWeights], send: Callable[[dict[int, NamedWeights]], SyncReport]
     ) -> SyncReport:
         """Gather weights, unless they travel in a pipeline; send them, and tell the others the report."""
         with self._telling() as result:
             if self._strategy.max_in_flight is not None:
-                report = send(weights)
+                report = send(dict(weights))
             else:
                 start = time.perf_counter()
                 distinct = {id(named): named for named in weights.values()}

@@ -148,7 +148,7 @@ class SocketChannel(Channel):
         if not host or "/" in host or not port.isdigit():
             raise ValueError(f"a synchronizer's address is host:port, got {address!r}")
         self._host, self._port, self._token = host.strip("[]"), port_number(int(port)), token
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call close() while it is held
         self._idle: list[SignedStream] = []
         self._idle_beats: list[SignedStream] = []
         self._busy: set[SignedStream] = set()

@@ -12,7 +12,15 @@ from typing import Any, ClassVar
 from weight_update.errors import WeightSyncError
 from weight_update.report import WorkerEvent, report_of
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
-from weight_update.synchronizer.sessions import Closed, Held, Refused, Reply, Session, SessionManager
+from weight_update.synchronizer.sessions import (
+    CLOSED,
+    Closed,
+    Held,
+    Refused,
+    Reply,
+    Session,
+    SessionManager,
+)
 from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState, remember
 from weight_update.synchronizer.transfer import Endpoint, key_of
 from weight_update.text import format_seconds
@@ -67,9 +75,11 @@ class Service(SessionManager, ABC):
             return {"closed": str(error)}
         except Refused as error:
             return {"refused": str(error)}
-        except WeightSyncError as error:
-            return {"error": str(error)}
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
+            if self.table.closed:  # close() may have taken anything away
+                return {"closed": CLOSED}
+            if isinstance(error, WeightSyncError):
+                return {"error": str(error)}
             _log.exception("a call failed: %s", name)
             return {"error": f"{type(error).__name__}: {error}"}
 
@@ -175,7 +185,8 @@ class Service(SessionManager, ABC):
         ``timeout`` is the number of seconds that it had, for the reason.
         """
         if not self.wait_for(lambda: has_ended(explorer) or ready(), deadline):
-            late = f"no new weights came within {format_seconds(timeout)}{self._lag(explorer)}"
+            limit = f"within {format_seconds(timeout)}" if timeout else "in time"  # it took all to connect
+            late = f"no new weights came {limit}{self._lag(explorer)}"
             busy = not self.machine.gave_up(explorer.id, late)
             end = deadline_of(2 * self._timeout)
             if busy and not self.wait_for(lambda: has_ended(explorer) or ready(), end):

@@ -18,7 +18,13 @@ from weight_update.errors import LifecycleError
 from weight_update.report import WorkerEvent
 from weight_update.sender.observers import Observers
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
-from weight_update.synchronizer.state import TRAINER_STOPPED, ExplorerState, MemberState, TrainerState
+from weight_update.synchronizer.state import (
+    TRAINER_STOPPED,
+    ExplorerState,
+    MemberState,
+    TrainerState,
+    remember,
+)
 from weight_update.synchronizer.state_machine import StateMachine
 from weight_update.synchronizer.transfer import Endpoint, is_loopback
 from weight_update.threads import start_thread
@@ -33,6 +39,8 @@ Held = list[Any] | None
 None if it has no publisher. The number is None if its engine failed to load an update, and so has no complete
 version.
 """
+
+CLOSED = "the synchronizer was closed"
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +82,7 @@ class SessionTable:
         self.closed: bool = False
         self._changed, self._on_lapsed = changed, on_lapsed
         self.sessions: dict[str, Session] = {}
-        self._replaced: dict[str, str] = {}  # why the calls of a session are refused, by its name
+        self._refused: dict[str, str] = {}  # why the calls of a session are refused, by its name
         self._watching = False
 
     def watch(self) -> None:
@@ -97,11 +105,15 @@ class SessionTable:
         return session
 
     def require_current(self, name: str) -> None:
-        """Raise Closed after the end, and Refused if another client has taken this one's place."""
+        """Raise Closed after the end, and Refused if the client left, or another has taken its place."""
         if self.closed:
-            raise Closed("the synchronizer was closed")
-        if name in self._replaced:
-            raise Refused(self._replaced[name])
+            raise Closed(CLOSED)
+        if name in self._refused:
+            raise Refused(self._refused[name])
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Refuse all later calls of a session."""
+        remember(self._refused, name, reason)
 
     def replace(self, member: MemberState | None) -> None:
         """Remove the session of ``member``, whose place a new client takes. Its later calls are refused."""
@@ -109,14 +121,13 @@ class SessionTable:
             if session.member is member:
                 del self.sessions[name]
                 if isinstance(member, ExplorerState):
-                    self._replaced[name] = (
-                        f"another explorer with id {member.id} has replaced this one; each needs its own id"
+                    self.refuse(
+                        name,
+                        f"another explorer with id {member.id} has replaced this one; each needs its own id",
                     )
                     _log.warning("explorer %d was replaced by a new client with its id", member.id)
                 else:
-                    self._replaced[name] = (
-                        "another trainer has replaced this one; a synchronizer has one trainer"
-                    )
+                    self.refuse(name, "another trainer has replaced this one; a synchronizer has one trainer")
                     _log.warning("the trainer was replaced by a new client")
 
     def linked(self, key: str) -> list[ExplorerState]:
@@ -237,8 +248,10 @@ class SessionManager:
         self.changed.notify_all()
 
     def bye(self, session: str) -> Reply:
-        """Let a client go."""
-        self.gone(session, None)
+        """Let a client go, for good: a call that it has begun before may still ask to come back."""
+        with self.changed:
+            self.gone(session, None)
+            self.table.refuse(session, "this client is closed; create a new one")
         return {}
 
     def beat(self, session: str) -> Reply:
@@ -332,7 +345,7 @@ class SessionManager:
         with self.changed:
             self.table.closed = True
             for name in list(self.table.sessions):
-                self.gone(name, "the synchronizer was closed")
+                self.gone(name, CLOSED)
             self.changed.notify_all()
 
 

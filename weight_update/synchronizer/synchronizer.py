@@ -96,7 +96,7 @@ class Synchronizer:
         self._service: Service | None = None
         self._servers: list[Server | RayHost] = []
         self._closed = False
-        self._making = threading.Lock()
+        self._making = threading.RLock()  # a signal handler may call close() while it is held
         self._observers = Observers()
         weakref.finalize(self, self._observers.close)
 
@@ -104,17 +104,22 @@ class Synchronizer:
     def service(self) -> Service:
         """The service that answers calls; made when it is first needed."""
         with self._making:  # clients may be made by several threads at once
-            if self._closed:
-                raise LifecycleError("this synchronizer is closed; create a new one")
+            self._require_open()
             if self._in_actor:
                 raise LifecycleError(
                     "this synchronizer runs in a Ray actor; give clients what as_ray_actor() returned, or "
                     "its address"
                 )
             if self._service is None:
-                self._service = self._make_service()
-                self._service.observers = self._observers
+                service = self._make_service()
+                service.observers = self._observers
+                self._require_open()  # a signal handler may have called close()
+                self._service = service
             return self._service
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise LifecycleError("this synchronizer is closed; create a new one")
 
     @property
     def _in_actor(self) -> bool:
@@ -146,14 +151,16 @@ class Synchronizer:
 
         Raises:
             ValueError: the address stands for all interfaces, as 0.0.0.0 does; no client could connect to it.
-            LifecycleError: weights are already sent on an interface that only this machine reaches.
+            LifecycleError: weights are already sent on an interface that only this machine reaches, or this
+                synchronizer is closed.
             OSError: the address is not of this machine, or the port is taken.
         """
         require_reachable(address)
         server = Server(self.service, address, port, token)
         with undo_on_error(server.close):
             self.reach_by(address)
-        self._servers.append(server)
+            self._servers.append(server)
+            self._require_open()  # close() may not have seen the server
         return server
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:

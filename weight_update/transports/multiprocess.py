@@ -235,13 +235,16 @@ class MPTransport(TransportBackend):
 
         Raises:
             JoinRefusedError: another process uses these queues.
-            LinkClosedError: the sender has said goodbye.
+            LinkClosedError: the sender has said goodbye, or this end was closed.
         """
         if not self._took_over:  # later, a thread of this process may hold a lock
             if self._name is not None:
                 self._reader_lock = _ReaderLock(self._name)
             self._take_over_queues()
             self._took_over = True
+        if self._closed:
+            self.close()  # it may not have seen the lock
+            raise LinkClosedError("this end was closed")
         if self._find_goodbye(0.0)[0] is not None:
             raise LinkClosedError("the sender was shut down")
 

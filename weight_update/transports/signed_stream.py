@@ -108,8 +108,9 @@ class SignedStream:
 
     @property
     def local_address(self) -> str:
-        """Address of this end."""
-        return str(self.stream.sock.getsockname()[0])
+        """Address of this end; LinkClosedError after :meth:`close`."""
+        with self.stream.in_use:
+            return str(self.stream.sock.getsockname()[0])
 
     def close(self) -> None:
         """Close the connection, and wake threads that wait here."""

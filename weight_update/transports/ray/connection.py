@@ -59,7 +59,7 @@ class RayConnection(LinkConnection):
         self._call: Any = None  # a call that waits in the actor for the next messages
         self._taken = self._put = 0
         self._closed = self._lost = False
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()  # a signal handler may call close() while it is held
         self._joined = end == 0
         self._liveness: Any = actor.watch.remote(name) if end == 1 else liveness
         if liveness is not None:

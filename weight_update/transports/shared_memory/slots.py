@@ -362,7 +362,7 @@ class SlotTable:
 
     def __init__(self) -> None:
         self._slots: OrderedDict[str, SlotMapping] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call clear() while it is held
 
     def payload(
         self, key: str, nbytes: int, open_mapping: Callable[[], SlotMapping], owner: int | None = None
@@ -383,9 +383,9 @@ class SlotTable:
     def _drop_released(self) -> None:
         """Close released slots; check a few of the others, in turn from call to call."""
         looked_at = 0
-        for key in list(self._slots):
-            if self._slots[key].released:
-                del self._slots[key]
+        for key, slot in list(self._slots.items()):
+            if slot.released or key not in self._slots:
+                self._slots.pop(key, None)
                 continue
             self._slots.move_to_end(key)
             looked_at += 1
@@ -397,7 +397,7 @@ class SlotTable:
         owners = {slot.owner for slot in self._slots.values()}
         gone = {pid for pid in owners if pid is not None and not may_run(pid)}
         for key in [key for key, slot in self._slots.items() if slot.owner in gone]:
-            del self._slots[key]
+            self._slots.pop(key, None)
 
     def release(self, payload: torch.Tensor) -> None:
         """Note that the weights in ``payload`` are no longer in use here."""

@@ -26,6 +26,7 @@ host in pieces, so that all hosts send at the same time.
 
 _SlotUse = tuple[SharedSlot, int]  # a slot, and how often it was borrowed for writing
 _LEAST_SHARE = 0.25  # seconds; also how long a payload waits for the usual chain of hosts
+_GOODBYE_SECONDS = 1.0
 _SHARE = 4  # a worker that does not answer is given up after this share of the timeout
 
 
@@ -188,10 +189,20 @@ class Router:
             patience, limit = self._patience(chosen, timeout, deadline)
             clients = [one.relay_client for one in chosen]
             for place, result in send_along_chain(clients, payload, patience, limit):
+                if isinstance(result, LinkClosedError):
+                    self._await_end(pending[place])
                 self._note(pending.pop(place), slot_use, result, first=place == 0)
         finally:
             for place, one in pending.items():  # an unread answer must not be taken for the next one
                 self._note(one, slot_use, LinkClosedError("it was not sent"), first=place == 0)
+
+    def _await_end(self, one: RemoteConnection) -> None:
+        """Wait until a worker whose payloads cannot be sent has ended its other connection, if it does.
+
+        If it left, its goodbye is read there first.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: one.lost is not None, _GOODBYE_SECONDS)
 
     def _note(
         self, one: RemoteConnection, slot_use: _SlotUse, result: bytes | Exception, *, first: bool
@@ -231,9 +242,14 @@ class RemoteConnection(Connection):
         self._admitted = False
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
+        if not self._admitted and chunk.kind is Kind.UPDATE:
+            # It is for the worker before. Its payload would wait for this one, which needs WELCOME first.
+            return
         if not self._admitted and chunk.kind is not Kind.REFUSED:
             self._admitted = True
             self.router.add(self)  # before the worker knows: it then connects for payloads
+            if self.lost is not None:  # lose() may have come before
+                self.router.remove(self)
         super().send(chunk, timeout)
 
     def needs_relay(self, nbytes: int) -> bool:
