@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -85,7 +85,7 @@ def find_placements(
     blocks = {
         name: found
         for name, found in find_blocks(model, load, weights).items()
-        if all(block.module in plain for block in found)
+        if all(block.module in plain for block in found) and (found or not modules.get(name))
     }
     if any(block.module not in modules.get(name, ()) for name, found in blocks.items() for block in found):
         modules = {}
@@ -106,7 +106,7 @@ def find_modules(
         of its weights.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 
     recorder = Recorder(tensors_of(model), weights)
     initialize_layerwise_reload(model)
@@ -128,6 +128,9 @@ def find_modules(
         for info in noted.values():
             info.load_numel = info.load_numel_total = 0
         finalize_layerwise_reload(model, config)
+        tensor: Any
+        for tensor in tensors_of(model).values():  # biases keep those of the reload, which load nothing now
+            tensor.weight_loader = _get_original_loader(tensor)
     for name, copies in recorder.copies.items():  # into what vLLM leaves in place
         found[name].update(copy.tensor.rpartition(".")[0] for copy in copies)
     return {name: frozenset(modules) for name, modules in found.items()}
