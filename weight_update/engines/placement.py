@@ -169,6 +169,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _PADDING:
             if _memory_of(args[0]) in self._tensors:
                 return args[0]  # it was filled when the last version was loaded
+        elif func is _READ and not args[0].is_floating_point():
+            pass  # such as the index of an expert on this rank
         elif not func.is_view and any(_memory_of(one) in self._tensors for one in _tensors_in(args)):
             raise _NotTracedError(str(func))  # it writes to the model, or computes from its weights
         return func(*args, **(kwargs or {}))
@@ -176,6 +178,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _PADDING = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 """Operations with which loaders fill the rows that a vocabulary is padded with."""
+
+
+_READ = torch.ops.aten._local_scalar_dense.default
+"""Operation of ``item()``."""
 
 
 class _NotTracedError(Exception):

@@ -85,7 +85,7 @@ def find_placements(
     blocks = {
         name: found
         for name, found in find_blocks(model, load, weights).items()
-        if all(block.module in plain for block in found) and (found or not modules.get(name))
+        if all(block.module in plain for block in found)
     }
     if any(block.module not in modules.get(name, ()) for name, found in blocks.items() for block in found):
         modules = {}
