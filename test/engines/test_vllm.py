@@ -106,7 +106,7 @@ def test_a_patch_of_weights_that_vllm_has_discarded(
     with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
         join(scheme, worker, policy)
         first = tensors(worker.model)
-        for discard in (nn.Module.state_dict, zero_weights, lambda model: reload(model, first)):
+        for discard in (nn.Module.state_dict, zero_weights, lambda model: reload(model, first), turn):
             train(policy, 0.01)
             discard(worker.model)
             send(scheme, worker)
@@ -137,6 +137,13 @@ def test_updates_leave_random_numbers_alone(worker: OneWorker, policy: nn.Module
 def zero_weights(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.zero_()
+
+
+@torch.no_grad()
+def turn(model: Any) -> None:
+    """Replace a parameter by one whose elements lie in another order in memory."""
+    weight = model.lm_head.weight
+    weight.data = torch.zeros_like(weight).t().contiguous().t()
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import nn
 
 from weight_update.engines.base import WeightChange
 from weight_update.engines.placement import Block, Tensors, tensors_of
-from weight_update.engines.samples import StoredSamples, random_positions
+from weight_update.engines.samples import BaseLostError, StoredSamples, random_positions
 from weight_update.serving.vllm.placement import Placements, find_modules, find_placements
 
 if TYPE_CHECKING:
@@ -146,7 +146,13 @@ class ModelLoader:
         """
         assert self.placements is not None
         assert self._stored is not None
-        self._stored.require(self._model)
+        try:
+            self._stored.require(self._model)
+        except BaseLostError:
+            self.placements = (
+                None  # the weights may be stored elsewhere now, such as experts that changed ranks
+            )
+            raise
         changes = list(changes)
         names, modules = self.placements.reload_of([one.name for one in changes if one.values.numel()])
         in_place = [change for change in changes if change.name not in names]
