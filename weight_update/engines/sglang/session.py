@@ -160,7 +160,8 @@ class Session:
             self._unused.update(unused)
             names = f"{', '.join(unused[:10])}{', ...' if len(unused) > 10 else ''}"
             _log.warning(
-                "SGLang's model does not use %s: %s. Weights need the names that checkpoints have",
+                "SGLang's model does not use %s: %s. Weights need the names that checkpoints have; "
+                "with tied embeddings, lm_head is not used",
                 plural(len(unused), "weight"),
                 names,
             )
