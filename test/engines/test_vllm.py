@@ -236,6 +236,19 @@ def test_a_version_that_does_not_load_is_an_error_on_both_sides(
     trainer.shutdown()
 
 
+def test_chunks_that_would_wait_for_a_call_that_comes_later(worker: OneWorker, policy: nn.Module) -> None:
+    strategy = WeightStrategy("state_dict", encoding=BucketEncoding(bucket_size=20_000), max_in_flight=2)
+    info = TrainerInitInfo(rank=0, world_size=2, timeout=20.0, strategy=strategy, in_chunks=True)
+    with pytest.raises(ValueError, match="in_chunks=True cannot be combined with max_in_flight"):
+        WeightTransferTrainerFactory.trainer_init(info, client=worker, source=ModuleSource(policy))
+    info = replace(info, in_chunks=False)
+    trainer = WeightTransferTrainerFactory.trainer_init(info, client=worker, source=ModuleSource(policy))
+    train(policy)
+    trainer.send_weights()
+    assert worker.engine.version == 1
+    trainer.shutdown()
+
+
 class Stages(ModuleSource):
     """A source of a pipeline, whose second rank has the last weights."""
 
