@@ -188,6 +188,32 @@ class _NotTracedError(Exception):
     """A loader did something else than plain copies of views."""
 
 
+class Destinations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that records which modules a load copies something into, and makes no copy into them.
+
+    Attributes:
+        modules: for each tensor that was copied into, the names of the modules that have it.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.modules: set[frozenset[str]] = set()
+        owners: dict[int, set[str]] = {}
+        for name, tensor in tensors.items():
+            owners.setdefault(_memory_of(tensor), set()).add(name.rpartition(".")[0])
+        self._owners = {memory: frozenset(names) for memory, names in owners.items()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            owners = self._owners.get(_memory_of(args[0]))
+            if owners is not None:
+                self.modules.add(owners)
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def _memory_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
