@@ -584,7 +584,7 @@ def test_weights_that_sglang_has_discarded(
         assert scheme.send().encoding == "patch"
         assert engine.version == number + 1
         if number == patches:
-            assert sorted(stand_in.model.loads) == sorted(source.state_dict())
+            assert set(stand_in.model.loads) == set(source.state_dict())
         if transforms:
             stand_in.model.layers[0].out.data.copy_(stand_in.model.layers[0].out.data.flip(0))
         assert_loaded(stand_in.model, source)
@@ -606,12 +606,41 @@ def test_a_parameter_that_sglang_has_replaced(stand_in: Any, connected: Any, cha
             stand_in.model.scale = None if change == "gone" else nn.Parameter(torch.ones(2, 2))
         stand_in.model.loads.clear()
         assert scheme.send().encoding == "patch"
-        whole = sorted(source.state_dict()) if number == 2 else ["layers.0.turned", "layers.1.turned"]
-        assert sorted(stand_in.model.loads) == whole
+        whole = set(source.state_dict()) if number == 2 else {"layers.0.turned", "layers.1.turned"}
+        assert set(stand_in.model.loads) == whole
         stored, scale = stand_in.model, stand_in.model.scale
         stored.scale = None
         assert_loaded(stored, source)
         stored.scale = scale
+
+
+@both
+def test_weights_that_sglang_stores_elsewhere(stand_in: Any, connected: Any) -> None:
+    """As after the experts of a mixture have changed places."""
+    source, engine = Source(), adapter(stand_in)
+    scheme = connected(source, engine, PatchEncoding())
+    for number in range(4):
+        source.change()
+        if number == 1:
+            for layer in stand_in.model.layers:
+                layer.out.data = torch.zeros(6, 6).t()
+        assert scheme.send().encoding == "patch"
+        assert_loaded(stand_in.model, source)
+    assert engine.last_patch["layers.1.out"], "written in place again"
+
+
+@both
+def test_weights_with_names_that_sglang_does_not_know(
+    stand_in: Any, connected: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Source(layers=3)
+    scheme = connected(source, adapter(stand_in), PatchEncoding())
+    (warning,) = [one.getMessage() for one in caplog.records if "does not use" in one.getMessage()]
+    assert "does not use 6 weights: layers.2.cut, layers.2.k, layers.2.out" in warning
+    caplog.clear()
+    source.change()
+    scheme.send()
+    assert not [one for one in caplog.records if "does not use" in one.getMessage()]
 
 
 @both

@@ -106,7 +106,7 @@ def test_a_patch_of_weights_that_vllm_has_discarded(
     with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
         join(scheme, worker, policy)
         first = tensors(worker.model)
-        for discard in (nn.Module.state_dict, zero_weights, lambda model: reload(model, first)):
+        for discard in (nn.Module.state_dict, zero_weights, lambda model: reload(model, first), turn):
             train(policy, 0.01)
             discard(worker.model)
             send(scheme, worker)
@@ -137,6 +137,13 @@ def test_updates_leave_random_numbers_alone(worker: OneWorker, policy: nn.Module
 def zero_weights(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.zero_()
+
+
+@torch.no_grad()
+def turn(model: Any) -> None:
+    """Replace a parameter by one whose elements lie in another order in memory."""
+    weight = model.lm_head.weight
+    weight.data = torch.zeros_like(weight).t().contiguous().t()
 
 
 @torch.no_grad()
@@ -226,6 +233,19 @@ def test_a_version_that_does_not_load_is_an_error_on_both_sides(
     trainer.send_weights()
     assert worker.engine.version == 2
     assert_same(worker.model, loaded_by_vllm(vllm_config, policy))
+    trainer.shutdown()
+
+
+def test_chunks_that_would_wait_for_a_call_that_comes_later(worker: OneWorker, policy: nn.Module) -> None:
+    strategy = WeightStrategy("state_dict", encoding=BucketEncoding(bucket_size=20_000), max_in_flight=2)
+    info = TrainerInitInfo(rank=0, world_size=2, timeout=20.0, strategy=strategy, in_chunks=True)
+    with pytest.raises(ValueError, match="in_chunks=True cannot be combined with max_in_flight"):
+        WeightTransferTrainerFactory.trainer_init(info, client=worker, source=ModuleSource(policy))
+    info = replace(info, in_chunks=False)
+    trainer = WeightTransferTrainerFactory.trainer_init(info, client=worker, source=ModuleSource(policy))
+    train(policy)
+    trainer.send_weights()
+    assert worker.engine.version == 1
     trainer.shutdown()
 
 

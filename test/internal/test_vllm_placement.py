@@ -130,6 +130,21 @@ def test_a_loader_that_computes_from_the_model_spoils_all_weights() -> None:
     assert not find_placements(model, load, SHAPES, MODULES).blocks
 
 
+def test_a_loader_may_look_up_which_experts_its_rank_has() -> None:
+    model = Rank1()
+    model.register_buffer("expert_map", torch.tensor([-1, 0]))
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            if name not in ("cut", "norm") or model.expert_map[int(name == "cut")].item() != -1:
+                model.load_weights([(name, weight)])
+
+    found = find_placements(model, load, SHAPES, MODULES)
+    assert found.blocks["cut"]
+    assert found.blocks["norm"] == ()
+    assert found.others == {"turned", "quantized"}
+
+
 def test_what_a_patch_reloads() -> None:
     model = Rank1()
     found = find_placements(model, model.load_weights, SHAPES, MODULES)

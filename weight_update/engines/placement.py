@@ -169,6 +169,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _PADDING:
             if _memory_of(args[0]) in self._tensors:
                 return args[0]  # it was filled when the last version was loaded
+        elif func is _READ and not args[0].is_floating_point():
+            pass  # such as the index of an expert on this rank
         elif not func.is_view and any(_memory_of(one) in self._tensors for one in _tensors_in(args)):
             raise _NotTracedError(str(func))  # it writes to the model, or computes from its weights
         return func(*args, **(kwargs or {}))
@@ -178,8 +180,38 @@ _PADDING = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 """Operations with which loaders fill the rows that a vocabulary is padded with."""
 
 
+_READ = torch.ops.aten._local_scalar_dense.default
+"""Operation of ``item()``."""
+
+
 class _NotTracedError(Exception):
     """A loader did something else than plain copies of views."""
+
+
+class Destinations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that records which modules a load copies something into, and makes no copy into them.
+
+    Attributes:
+        modules: for each tensor that was copied into, the names of the modules that have it.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.modules: set[frozenset[str]] = set()
+        owners: dict[int, set[str]] = {}
+        for name, tensor in tensors.items():
+            owners.setdefault(_memory_of(tensor), set()).add(name.rpartition(".")[0])
+        self._owners = {memory: frozenset(names) for memory, names in owners.items()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            owners = self._owners.get(_memory_of(args[0]))
+            if owners is not None:
+                self.modules.add(owners)
+                return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

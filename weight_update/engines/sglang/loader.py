@@ -92,6 +92,7 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) ->
                 "in_place": _PERFORM[order["kind"]](model, read(order))
             }
         except BaseLostError as error:
+            _models.pop(model, None)  # the weights may be stored elsewhere now
             content = {"lost": str(error)}
         except Exception:  # noqa: BLE001 - the sender gets it, and raises it
             content = {"error": traceback.format_exc()}
@@ -102,9 +103,11 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def _load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, bool]:
+    """Load whole weights; return, as True, those that this process uses."""
     model.load_weights(list(weights.items()))  # type: ignore[operator]
     _find_placements(model, weights)
-    return {}
+    placements = _models[model].placements
+    return {name: True for name in weights if placements[name].blocks != ()}
 
 
 def _find_placements(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from weight_update.engines.samples import BaseLostError
 from weight_update.engines.sglang.loader import pack
 from weight_update.engines.sglang.memory import SharedBatch
 from weight_update.errors import UnreachableMemoryError
+from weight_update.text import plural
 
 LOADER = "weight_update.engines.sglang.load"
 _STAGE_SECONDS = 60.0
@@ -76,6 +77,8 @@ class Session:
         self._answer_seconds = _STAGE_SECONDS if stages > 1 else 0.0
         self._loaded = False  # whole weights, in this update
         self._names: set[str] = set()  # of the weights of the last whole version
+        self._used: set[str] = set()  # those of them that SGLang uses
+        self._unused: set[str] = set()  # those of which a warning was logged
         self._reloaded: set[str] | None = None  # in each update; None: not known before the first patch
         self._memory = SharedBatch()
         weakref.finalize(self, self._memory.close)
@@ -94,9 +97,9 @@ class Session:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load whole weights; raise RuntimeError with SGLang's traceback if that failed."""
         if not self._loaded:
-            self._names = set()
+            self._names, self._used = set(), set()
         for batch in batches(weights, self._batch_bytes):
-            self._order("weights", batch)
+            self._used.update(self._order("weights", batch))
             self._names.update(name for name, _ in batch)
         self._loaded, self._reloaded = True, None
 
@@ -146,9 +149,22 @@ class Session:
         """End the session, drop cached prefixes, which belong to other weights, and set the version."""
         if self._loaded:
             self._order("remember", [])
+            self._warn_of_unused()
         self._calls.end()
         self._calls.flush()
         self._calls.set_version(version)
+
+    def _warn_of_unused(self) -> None:
+        unused = sorted(self._names - self._used)
+        if not self._unused.issuperset(unused):
+            self._unused.update(unused)
+            names = f"{', '.join(unused[:10])}{', ...' if len(unused) > 10 else ''}"
+            _log.warning(
+                "SGLang's model does not use %s: %s. Weights need the names that checkpoints have; "
+                "with tied embeddings, lm_head is not used",
+                plural(len(unused), "weight"),
+                names,
+            )
 
     def abort(self) -> None:
         """End the session of an update that failed, unless that happened after :meth:`close` had ended it."""

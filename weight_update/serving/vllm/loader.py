@@ -12,8 +12,14 @@ from torch import nn
 
 from weight_update.engines.base import WeightChange
 from weight_update.engines.placement import Block, Tensors, tensors_of
-from weight_update.engines.samples import StoredSamples, random_positions
-from weight_update.serving.vllm.placement import Placements, find_modules, find_placements
+from weight_update.engines.samples import BaseLostError, StoredSamples, random_positions
+from weight_update.serving.vllm.placement import (
+    Placements,
+    find_modules,
+    find_placements,
+    modules_without_weights,
+    written_modules,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -94,10 +100,16 @@ class ModelLoader:
             return model.load_weights(weights)
 
     def finish(self) -> None:
-        """Complete the version: process what was not loaded completely, and let the model compute again."""
+        """Complete the version: process what was not loaded completely, and let the model compute again.
+
+        Raises:
+            RuntimeError: vLLM's reload has left out weights that it was given.
+        """
         if self._reloading:
+            missed = modules_without_weights(self._model) if self.placements is None else set()
             self.abort()
             if self.placements is None:
+                self._require_loaded(missed)
                 self._find_placements()
             self._stored = StoredSamples(self._model)
 
@@ -108,6 +120,19 @@ class ModelLoader:
         if self._reloading:
             self._reloading = False
             finalize_layerwise_reload(self._model, self._config)
+
+    def _require_loaded(self, missed: set[str]) -> None:
+        """Raise RuntimeError if weights were given for modules that the reload has ``missed``."""
+        if not missed:
+            return
+        written = written_modules(self._model, self._load_into_model, self._shapes)
+        left = set[str]().union(*(modules for modules in written if modules <= missed))
+        if left:
+            raise RuntimeError(
+                f"vLLM cannot update {type(self._model).__name__} while it runs, because its layerwise "
+                f"reload does not reach {', '.join(sorted(left)[:10])}; start vLLM again from a checkpoint "
+                "instead, or use another engine"
+            )
 
     def _find_placements(self) -> None:
         """Find out how weights are stored, and check it with elements of the version just loaded."""
@@ -143,7 +168,12 @@ class ModelLoader:
         """
         assert self.placements is not None
         assert self._stored is not None
-        self._stored.require(self._model)
+        try:
+            self._stored.require(self._model)
+        except BaseLostError:
+            # The weights may be stored elsewhere now, such as experts that changed ranks.
+            self.placements = None
+            raise
         changes = list(changes)
         names, modules = self.placements.reload_of([one.name for one in changes if one.values.numel()])
         in_place = [change for change in changes if change.name not in names]

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from weight_update.engines.placement import Block, Load, Recorder, Shapes, find_blocks, tensors_of
+from weight_update.engines.placement import (
+    Block,
+    Destinations,
+    Load,
+    Recorder,
+    Shapes,
+    find_blocks,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -106,7 +115,7 @@ def find_modules(
         of its weights.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 
     recorder = Recorder(tensors_of(model), weights)
     initialize_layerwise_reload(model)
@@ -128,9 +137,39 @@ def find_modules(
         for info in noted.values():
             info.load_numel = info.load_numel_total = 0
         finalize_layerwise_reload(model, config)
+        tensor: Any
+        for tensor in tensors_of(model).values():  # biases keep those of the reload, which load nothing now
+            tensor.weight_loader = _get_original_loader(tensor)
     for name, copies in recorder.copies.items():  # into what vLLM leaves in place
         found[name].update(copy.tensor.rpartition(".")[0] for copy in copies)
     return {name: frozenset(modules) for name, modules in found.items()}
+
+
+def modules_without_weights(model: nn.Module) -> set[str]:
+    """Return the names of the modules into which the layerwise reload under way has loaded nothing."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    noted = {name: get_layerwise_info(module) for name, module in model.named_modules()}
+    return {
+        name
+        for name, info in noted.items()
+        if info.can_load() and info.load_numel <= 0 < info.load_numel_total
+    }
+
+
+@torch.no_grad()
+def written_modules(model: nn.Module, load: Load, weights: Shapes) -> set[frozenset[str]]:
+    """Return, for each tensor that a load of ``weights`` without a reload writes to, the modules with it.
+
+    Nothing is written. Tensors are missing if the loader raises an error for weights without data.
+    """
+    destinations = Destinations(tensors_of(model))
+    probes = [
+        (name, torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, dtype) in weights.items()
+    ]
+    with contextlib.suppress(Exception), destinations:
+        load(probes)
+    return destinations.modules
 
 
 def _is_plain(module: nn.Module) -> bool:

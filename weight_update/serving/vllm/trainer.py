@@ -42,7 +42,7 @@ class TrainerInitInfo(VLLMTrainerInitInfo):
         token: secret that workers must know; None makes one.
         timeout: seconds that an update may take.
         connect_timeout: seconds that workers may take to join.
-        in_chunks: whether weights are loaded while their version arrives.
+        in_chunks: whether weights are loaded while their version arrives; not with ``max_in_flight``.
         scheme: another scheme, not initialized; address, port, strategy, token and timeouts are then its own.
         rank: rank of this process among the trainer's; rank 0 sends.
     """
@@ -63,9 +63,19 @@ class TrainerInitInfo(VLLMTrainerInitInfo):
         """Return the scheme, not initialized.
 
         Raises:
-            ValueError: ``world_size`` is not a positive integer.
+            ValueError: ``world_size`` is not a positive integer; or the strategy has ``max_in_flight``, with
+                ``in_chunks``.
             TypeError: ``scheme`` is not a scheme.
         """
+        scheme = self._made()
+        if self.in_chunks and scheme.strategy.max_in_flight is not None:
+            raise ValueError(
+                "in_chunks=True cannot be combined with max_in_flight here: sending would wait for workers, "
+                "and they for update_weights(); give only one of the two, or use connect_servers()"
+            )
+        return scheme
+
+    def _made(self) -> WeightSyncScheme:
         if not isinstance(self.world_size, int) or self.world_size < 1:
             raise ValueError(f"world_size is the number of vLLM's workers, plus one, not {self.world_size!r}")
         if self.scheme is not None:
