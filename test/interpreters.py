@@ -35,19 +35,19 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 _FILTERS = list(warnings.filters)
-_PRELOADED = (
-    "torch",
-    "torch.distributed.checkpoint.state_dict",
-    "tensordict",
-    "torchrl.collectors",
-    "torchrl.envs",
-)
-JOB_PYTHON = f"{sys.executable} {__file__} run"  # a command that stands in for a python of a batch system
+_PRELOADED = {
+    "without ray": ("torch", "torch.distributed.checkpoint.state_dict", "tensordict"),
+    "all": ("torchrl.collectors", "torchrl.envs"),  # they import ray, if it is installed
+}
+JOB_PYTHON = f"{sys.executable} {__file__} all"  # a command that stands in for a python of a batch system
+RAY_PYTHON = f"{sys.executable} {__file__} 'without ray'"
+"""A command that stands in for a python of Ray's workers, whose environment ray reads when it is imported."""
 _OURS = ("weight_update.testing", "collectors")
 _ADDRESS = "WEIGHT_UPDATE_TEST_TEMPLATE"
 _LIMIT = 1 << 17
@@ -94,9 +94,9 @@ def run_python(
     return subprocess.CompletedProcess([sys.executable, *words], code, out.text, error.text)
 
 
-def _stand_in(words: Sequence[str]) -> NoReturn:
+def _stand_in(kind: str, words: Sequence[str]) -> NoReturn:
     """Run ``python *words`` with the environment, output and signals of this process; end as it ends."""
-    template = _Template.get()
+    template = _Template(kind)
     pid = template.start({"arguments": words, "env": dict(os.environ), "quick_spawn": False}, [1, 2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda number, _: os.kill(pid, number))
@@ -136,16 +136,25 @@ def use_template_for_forkserver() -> None:
 
 
 def start_template() -> None:
-    """Start a template process for this process and those that it starts; it ends with this process."""
+    """Start a template process for this process and those that it starts, unless there is one.
+
+    It ends with this process.
+    """
+    if _ADDRESS in os.environ:
+        return
     folder = tempfile.mkdtemp()
-    address = f"{folder}/template"
     alive, theirs = socket.socketpair()
-    with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(address)
-        listener.listen()
-        numbers = [listener.fileno(), theirs.fileno()]
-        process = subprocess.Popen([sys.executable, __file__, *map(str, numbers)], pass_fds=numbers, cwd=ROOT)
-    os.environ[_ADDRESS] = address
+    with ExitStack() as stack:
+        stack.enter_context(theirs)
+        numbers = [theirs.fileno()]
+        for kind in _PRELOADED:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.bind(f"{folder}/{kind}")
+            listener.listen()
+            numbers.append(listener.fileno())
+        command = [sys.executable, __file__, "template", *map(str, numbers)]
+        process = subprocess.Popen(command, pass_fds=numbers, cwd=ROOT)
+    os.environ[_ADDRESS] = folder
     atexit.register(_stop_template, os.getpid(), process, alive, folder)
 
 
@@ -162,13 +171,12 @@ class _Template:
 
     _only: _Template | None = None
 
-    def __init__(self) -> None:
-        if _ADDRESS not in os.environ:
-            start_template()
+    def __init__(self, kind: str = "all") -> None:
+        start_template()
         self._pid = os.getpid()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_START_SECONDS)
-        self._socket.connect(os.environ[_ADDRESS])
+        self._socket.connect(f"{os.environ[_ADDRESS]}/{kind}")
         assert self._socket.recv(_LIMIT) == b"ready"
 
     @classmethod
@@ -208,9 +216,8 @@ class _Template:
 # -- the template process ------------------------------------------------------------------------------
 
 
-def _accept(*numbers: int) -> socket.socket | None:
+def _accept(alive: socket.socket, listener: socket.socket) -> socket.socket | None:
     """Fork for each client; return its connection in the fork, and None at the end."""
-    listener, alive = (socket.socket(fileno=number) for number in numbers)
     while alive not in select.select([listener, alive], [], [])[0]:
         connection = listener.accept()[0]
         if os.fork() == 0:
@@ -350,11 +357,16 @@ def _preload(names: Sequence[str]) -> None:
 
 
 def _main() -> None:
-    if sys.argv[1] == "run":
-        _stand_in(sys.argv[2:])
-    _preload(_PRELOADED)
+    kind, *words = sys.argv[1:]
+    if kind != "template":
+        _stand_in(kind, words)
+    alive, bare, full = (socket.socket(fileno=int(number)) for number in words)
+    _preload(_PRELOADED["without ray"])
+    is_full = os.fork() == 0
+    if is_full:
+        _preload(_PRELOADED["all"])
     gc.freeze()  # the end of a fork then does not look for garbage among all that was imported
-    connection = _accept(*map(int, sys.argv[1:]))
+    connection = _accept(alive, full if is_full else bare)
     found = connection and _serve(connection)
     if not found:
         os._exit(0)  # an ordinary end takes long with so much imported
