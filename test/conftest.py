@@ -114,7 +114,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Let the garbage collector run, and spare it the modules and tests that stay until the end."""
-    gc.freeze()
+    interpreters.prepare_to_fork()
     gc.enable()
 
 
