@@ -382,11 +382,12 @@ def _main() -> None:
         _stand_in(kind, words)
     alive, bare, full = (socket.socket(fileno=int(number)) for number in words)
     _preload(_PRELOADED["without ray"])
-    is_full = os.fork() == 0
-    if is_full:
+    mine, other = (full, bare) if os.fork() == 0 else (bare, full)
+    other.close()
+    if mine is full:
         _preload(_PRELOADED["all"])
     prepare_to_fork()
-    connection = _accept(alive, full if is_full else bare)
+    connection = _accept(alive, mine)
     found = connection and _serve(connection)
     if not found:
         os._exit(0)  # an ordinary end takes long with so much imported
