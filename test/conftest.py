@@ -19,18 +19,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fuzz
 import interpreters
 import pytest
-import torch
 
-from weight_update.compression import ans
-from weight_update.encodings.patch import kernels
-from weight_update.sender import observers
-from weight_update.testing.processes import eventually
-from weight_update.testing.worker_processes import WorkerProcesses, start_workers
-from weight_update.transports.rate_limit import RateLimitedLog
+# The process of pytest-xdist that only distributes tests imports neither torch nor the library, which takes
+# seconds in which no test runs. The fixtures import them.
+if TYPE_CHECKING:
+    from weight_update.testing.worker_processes import WorkerProcesses
 
 # By default 15: on a busy machine, Ray's workers then start only when all other tests have ended.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -116,7 +114,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Let the garbage collector run, and spare it the modules and tests that stay until the end."""
-    gc.freeze()
+    interpreters.prepare_to_fork()
     gc.enable()
 
 
@@ -130,6 +128,10 @@ def interrupts() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def nothing_goes_on_after_a_file() -> Iterator[None]:
     """Fail if a file of tests leaves a thread or a process group to the next file."""
+    import torch
+
+    from weight_update.testing.processes import eventually
+
     yield
     eventually(lambda: not threads(), 10.0)
     assert threads() == []
@@ -139,6 +141,8 @@ def nothing_goes_on_after_a_file() -> Iterator[None]:
 @pytest.fixture
 def hired() -> Iterator[Callable[..., WorkerProcesses]]:
     """Return :func:`start_workers`, whose senders and workers end with the test."""
+    from weight_update.testing.worker_processes import start_workers
+
     with ExitStack() as stack:
         yield lambda *args, **options: stack.enter_context(start_workers(*args, **options))
 
@@ -146,6 +150,9 @@ def hired() -> Iterator[Callable[..., WorkerProcesses]]:
 @pytest.fixture
 def all_observer_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log errors of observers, also if tests before this one have used up the limit of the log."""
+    from weight_update.sender import observers
+    from weight_update.transports.rate_limit import RateLimitedLog
+
     log = RateLimitedLog(logging.getLogger(observers.__name__))
     monkeypatch.setattr(observers, "_log", log)
 
@@ -172,6 +179,9 @@ def small_mount(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def numpy_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test without the compiled inner loops."""
+    from weight_update.compression import ans
+    from weight_update.encodings.patch import kernels
+
     monkeypatch.setattr(kernels, "library", None)
     monkeypatch.setattr(ans, "library", None)
 

@@ -2,14 +2,16 @@
 
 :func:`run_python` stands in for ``subprocess.run([sys.executable, ...])``. A template process imports torch,
 tensordict and torchrl once. Each program runs in a fork of it, as ``__main__``, with arguments, environment
-and descriptors of its own, imports this library anew, and ends as an interpreter ends. Tests of what an
-interpreter imports, or of one that starts, use subprocess.
+and descriptors of its own, imports this library anew, and ends as an interpreter ends. Workers of Ray are
+such programs, too (:data:`RAY_PYTHON`). Tests of what an interpreter imports, or of one that starts, use
+subprocess.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -35,24 +37,26 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 _FILTERS = list(warnings.filters)
-_PRELOADED = (
-    "torch",
-    "torch.distributed.checkpoint.state_dict",
-    "tensordict",
-    "torchrl.collectors",
-    "torchrl.envs",
-)
-JOB_PYTHON = f"{sys.executable} {__file__} run"  # a command that stands in for a python of a batch system
+_PRELOADED = {
+    "without ray": ("torch", "torch.distributed.checkpoint.state_dict", "tensordict"),
+    "all": ("torchrl.collectors", "torchrl.envs"),  # they import ray, if it is installed
+}
+JOB_PYTHON = f"{sys.executable} {__file__} all"  # a command that stands in for a python of a batch system
+RAY_PYTHON = f"{sys.executable} {__file__} 'without ray'"
+"""A command that stands in for a python of Ray's workers, whose environment ray reads when it is imported."""
 _OURS = ("weight_update.testing", "collectors")
 _ADDRESS = "WEIGHT_UPDATE_TEST_TEMPLATE"
 _LIMIT = 1 << 17
 _DESCRIPTORS = 3  # of a forkserver; before Python 3.14 it has two
 _START_SECONDS = 300.0
+_HUGE = 2 << 20  # bytes of a huge page
+_MADV_COLLAPSE = 25  # of Linux 6.1 and newer
 
 
 def run_python(
@@ -94,9 +98,9 @@ def run_python(
     return subprocess.CompletedProcess([sys.executable, *words], code, out.text, error.text)
 
 
-def _stand_in(words: Sequence[str]) -> NoReturn:
+def _stand_in(kind: str, words: Sequence[str]) -> NoReturn:
     """Run ``python *words`` with the environment, output and signals of this process; end as it ends."""
-    template = _Template.get()
+    template = _Template(kind)
     pid = template.start({"arguments": words, "env": dict(os.environ), "quick_spawn": False}, [1, 2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda number, _: os.kill(pid, number))
@@ -135,17 +139,42 @@ def use_template_for_forkserver() -> None:
         server.ensure_running = lambda: None  # it would ask whether a child runs, and this is no child
 
 
+def prepare_to_fork() -> None:
+    """Make the forks of this process cheap, to which all that it has imported belongs.
+
+    They do not look for garbage in it, and it moves to huge pages: an entry in the page table for every 4 KiB
+    takes most of the time of a fork.
+    """
+    gc.freeze()
+    madvise = ctypes.CDLL(None).madvise  # it fails where there are no huge pages; then a fork takes longer
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        ends, access, _, _, inode, *name = line.split()
+        if access == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
+            start, end = (int(address, 16) for address in ends.split("-"))
+            for place in range(-(-start // _HUGE) * _HUGE, end - _HUGE + 1, _HUGE):
+                madvise(ctypes.c_void_p(place), ctypes.c_size_t(_HUGE), _MADV_COLLAPSE)
+
+
 def start_template() -> None:
-    """Start a template process for this process and those that it starts; it ends with this process."""
+    """Start a template process for this process and those that it starts, unless there is one.
+
+    It ends with this process.
+    """
+    if _ADDRESS in os.environ:
+        return
     folder = tempfile.mkdtemp()
-    address = f"{folder}/template"
     alive, theirs = socket.socketpair()
-    with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(address)
-        listener.listen()
-        numbers = [listener.fileno(), theirs.fileno()]
-        process = subprocess.Popen([sys.executable, __file__, *map(str, numbers)], pass_fds=numbers, cwd=ROOT)
-    os.environ[_ADDRESS] = address
+    with ExitStack() as stack:
+        stack.enter_context(theirs)
+        numbers = [theirs.fileno()]
+        for kind in _PRELOADED:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.bind(f"{folder}/{kind}")
+            listener.listen()
+            numbers.append(listener.fileno())
+        command = [sys.executable, __file__, "template", *map(str, numbers)]
+        process = subprocess.Popen(command, pass_fds=numbers, cwd=ROOT)
+    os.environ[_ADDRESS] = folder
     atexit.register(_stop_template, os.getpid(), process, alive, folder)
 
 
@@ -162,13 +191,12 @@ class _Template:
 
     _only: _Template | None = None
 
-    def __init__(self) -> None:
-        if _ADDRESS not in os.environ:
-            start_template()
+    def __init__(self, kind: str = "all") -> None:
+        start_template()
         self._pid = os.getpid()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_START_SECONDS)
-        self._socket.connect(os.environ[_ADDRESS])
+        self._socket.connect(f"{os.environ[_ADDRESS]}/{kind}")
         assert self._socket.recv(_LIMIT) == b"ready"
 
     @classmethod
@@ -208,9 +236,8 @@ class _Template:
 # -- the template process ------------------------------------------------------------------------------
 
 
-def _accept(*numbers: int) -> socket.socket | None:
+def _accept(alive: socket.socket, listener: socket.socket) -> socket.socket | None:
     """Fork for each client; return its connection in the fork, and None at the end."""
-    listener, alive = (socket.socket(fileno=number) for number in numbers)
     while alive not in select.select([listener, alive], [], [])[0]:
         connection = listener.accept()[0]
         if os.fork() == 0:
@@ -301,7 +328,7 @@ def _run_forkserver(words: Sequence[str], numbers: Mapping[int, int]) -> NoRetur
             os.close(mine)
         sys.path.insert(0, str(ROOT))
         _preload(_OURS)
-        gc.freeze()
+        prepare_to_fork()
         sys.argv = ["-c", *words[1:]]
         exec(words[0], {})
     finally:
@@ -350,11 +377,17 @@ def _preload(names: Sequence[str]) -> None:
 
 
 def _main() -> None:
-    if sys.argv[1] == "run":
-        _stand_in(sys.argv[2:])
-    _preload(_PRELOADED)
-    gc.freeze()  # the end of a fork then does not look for garbage among all that was imported
-    connection = _accept(*map(int, sys.argv[1:]))
+    kind, *words = sys.argv[1:]
+    if kind != "template":
+        _stand_in(kind, words)
+    alive, bare, full = (socket.socket(fileno=int(number)) for number in words)
+    _preload(_PRELOADED["without ray"])
+    mine, other = (full, bare) if os.fork() == 0 else (bare, full)
+    other.close()
+    if mine is full:
+        _preload(_PRELOADED["all"])
+    prepare_to_fork()
+    connection = _accept(alive, mine)
     found = connection and _serve(connection)
     if not found:
         os._exit(0)  # an ordinary end takes long with so much imported

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from interpreters import RAY_PYTHON, start_template
 from torch import nn
 
 from weight_update import RayWeightSyncScheme, WeightSyncError
@@ -22,11 +23,13 @@ WAIT = 60.0
 
 @contextmanager
 def small_cluster(*folders: Path, megabytes: int = 100) -> Iterator[None]:
-    """Run a Ray of four CPUs, whose workers can import the files of ``folders``."""
+    """Run a Ray of four CPUs, whose workers are forks of the template and can import files of ``folders``."""
+    start_template()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", ":".join(map(str, folders)))
         ray.init(
             num_cpus=4,
+            runtime_env={"py_executable": RAY_PYTHON},
             include_dashboard=False,
             object_store_memory=megabytes << 20,
             log_to_driver=False,

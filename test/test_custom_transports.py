@@ -131,7 +131,7 @@ class Overtaking(MemoryTransport):
     """A transport that sends large chunks in a thread of their own."""
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        delay = 0.01 if chunk.payload_bytes > LARGE else 0.0
+        delay = 0.1 if chunk.payload_bytes > LARGE else 0.0
         threading.Timer(delay, super().send_chunk, (chunk, timeout)).start()
         time.sleep(0.001)
 

@@ -36,7 +36,7 @@ from weight_update.transports.distributed.relay.router import Router
 from weight_update.transports.shared_memory.slots import SharedBuffer
 from weight_update.transports.signed_stream import SignedStream
 
-NUMEL = 6_000_000
+NUMEL = 3_000_000
 NBYTES = 4 * NUMEL
 TIMEOUT = 8.0
 

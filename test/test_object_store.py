@@ -24,6 +24,7 @@ import pytest
 import torch
 from engine_parts import Notebook
 from fsspec.implementations.local import LocalFileSystem
+from interpreters import use_template_for_forkserver
 from torch import nn
 
 from weight_update import (
@@ -212,6 +213,7 @@ def test_a_reader_that_failed_to_apply_an_update_gets_all_weights(ends: Ends) ->
 
 
 def test_workers_in_processes(ends: Ends) -> None:
+    use_template_for_forkserver()
     source = mlp(1)
     scheme = ends.scheme(strategy=WeightStrategy(encoding="patch"))
     with start_workers(scheme, [mlp(2), mlp(3)], "forkserver", model=source) as workers:

@@ -415,6 +415,19 @@ def test_both_sides_need_one_kind_of_data(schemes: RaySchemes) -> None:
         schemes.start_worker(other, 0).call("connect", timeout=WAIT)
 
 
+@pytest.mark.parametrize("data", ["torch", "object_store"])
+def test_shutdown_ends_the_search_for_the_sender(data: str, schemes: RaySchemes) -> None:
+    scheme = schemes.scheme(data=data)
+    scheme.init_on_receiver(model=mlp(1), worker_idx=0)
+    began = time.monotonic()
+    closing = threading.Timer(0.5, scheme.shutdown)
+    closing.start()
+    with pytest.raises(LifecycleError, match="was shut down"):
+        scheme.connect()
+    closing.join()
+    assert time.monotonic() - began < WAIT / 2
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 def test_a_payload_that_the_store_lost_comes_again(schemes: RaySchemes) -> None:

@@ -1,4 +1,4 @@
-"""Another thread shuts Ray down, or the scheme, while a call waits."""
+"""Another thread shuts Ray down while a call waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weight_update import LifecycleError, LinkClosedError, RayWeightSyncScheme, SyncFailedError
+from weight_update import LinkClosedError, RayWeightSyncScheme, SyncFailedError
 from weight_update.testing import mlp
 from weight_update.testing.processes import wait_until
 from weight_update.transports.ray import rendezvous
@@ -72,27 +72,10 @@ def test_ray_is_shut_down_during_updates(data: str, monkeypatch: pytest.MonkeyPa
     wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("weight_update")])
 
 
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("data", ["torch", "object_store"])
-def test_shutdown_ends_the_search_for_the_sender(data: str) -> None:
-    scheme = RayWeightSyncScheme(data=data, connect_timeout=LATE)
-    scheme.init_on_receiver(model=mlp(1), worker_idx=0)
-    began = time.monotonic()
-    closing = threading.Timer(0.5, scheme.shutdown)
-    closing.start()
-    with pytest.raises(LifecycleError, match="was shut down"):
-        scheme.connect()
-    closing.join()
-    assert time.monotonic() - began < LATE / 2
-
-
-@pytest.mark.usefixtures("cluster")
 def test_a_call_just_after_the_shutdown_starts_no_new_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's functions start a Ray where none runs; another thread may end it just before they are called."""
-    reference = ray.put(1)
-    assert is_done(reference, 10.0)
-    assert ask(reference, 10.0) == 1
-    ray.shutdown()
+    reference = ray.ObjectRef.from_random()
+    assert not ray.is_initialized()
     monkeypatch.setattr(rendezvous, "ray_runs", iter([True, True, False]).__next__)
     with pytest.raises(LinkClosedError, match="Ray was shut down in this process"):
         is_done(reference, 10.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,17 +25,22 @@ compiled = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=[False, True], ids=["any instructions", "portable"])
-def portable(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Take the branch of the compiled code that needs no special instructions."""
+@contextmanager
+def portable() -> Iterator[None]:
+    """Take the branch of the compiled code that needs no special instructions, if this processor has two."""
     assert ans.library is not None
-    try:
-        switch = ctypes.c_int.in_dll(ans.library, "ans_portable")
-    except ValueError:
-        pytest.skip("this processor has one branch only")
-    switch.value = request.param
+    with suppress(ValueError):
+        ctypes.c_int.in_dll(ans.library, "ans_portable").value = True
     yield
-    switch.value = 0
+    with suppress(ValueError):
+        ctypes.c_int.in_dll(ans.library, "ans_portable").value = False
+
+
+@contextmanager
+def numpy_loops() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ans, "library", None)
+        yield
 
 
 def blocks_of(dice: np.random.Generator, size: int) -> list[np.ndarray]:
@@ -53,32 +59,30 @@ def blocks_of(dice: np.random.Generator, size: int) -> list[np.ndarray]:
     ]
 
 
-def in_both_ways(work: Callable[[], Buffer]) -> list[bytes | str]:
-    """Return the results, or the messages of FormatErrors, with the compiled loops and without."""
+def result_of(work: Callable[[], Buffer]) -> bytes | str:
+    """Return the result, or the message of a FormatError; the same with each of the loops."""
     results: list[bytes | str] = []
-    for library in (ans.library, None):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ans, "library", library)
+    for way in (nullcontext, portable, numpy_loops):
+        with way():
             try:
                 results.append(bytes(work()))
             except FormatError as error:
                 results.append(str(error))
-    return results
+    assert results == results[:1] * 3
+    return results[0]
 
 
 @compiled
-@pytest.mark.usefixtures("portable")
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 63, 64, 1000, 65_535, 65_536, 65_537, 200_000])
 def test_the_same_bytes(size: int) -> None:
     for data in blocks_of(np.random.default_rng(size), size):
-        written = in_both_ways(lambda data=data: AnsCompression().shrink(data.data))
-        assert written[0] == written[1]
-        read = in_both_ways(lambda packed=written[0]: AnsCompression.expand(memoryview(packed), size))
-        assert read == [data.tobytes()] * 2
+        packed = result_of(lambda data=data: AnsCompression().shrink(data.data))
+        assert isinstance(packed, bytes)
+        block = memoryview(packed)
+        assert result_of(lambda block=block: AnsCompression.expand(block, size)) == data.tobytes()
 
 
 @compiled
-@pytest.mark.usefixtures("portable")
 @pytest.mark.parametrize("seed", range(60))
 def test_damaged_blocks(seed: int) -> None:
     """They are accepted with the same result, or refused with the same error; nothing behind them is read."""
@@ -96,8 +100,7 @@ def test_damaged_blocks(seed: int) -> None:
             last = 4 * (-(-size // ans.SEGMENT_BYTES) - 1)  # where the length of the last segment is
             length = int.from_bytes(packed[last : last + 4], "little") + (-cut if damage == 2 else cut)
             packed[last : last + 4] = length.to_bytes(4, "little")
-        results = in_both_ways(lambda block=bytes(packed): AnsCompression.expand(memoryview(block), size))
-        assert results[0] == results[1]
+        result_of(lambda block=bytes(packed): AnsCompression.expand(memoryview(block), size))
 
 
 @compiled
@@ -105,8 +108,7 @@ def test_damaged_blocks(seed: int) -> None:
 @examples(200)
 def test_arbitrary_bytes(table: bytes, size: int) -> None:
     block = len(table).to_bytes(4, "little") + table
-    results = in_both_ways(lambda: AnsCompression.expand(memoryview(block), size))
-    assert results[0] == results[1]
+    result_of(lambda: AnsCompression.expand(memoryview(block), size))
 
 
 @pytest.mark.usefixtures("inner_loops")

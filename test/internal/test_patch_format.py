@@ -75,7 +75,7 @@ def test_changes_of_nothing() -> None:
 @pytest.mark.parametrize("gap", [254, 255, 256, 509, 510, 511, 65_534, 65_535, 65_536, 131_070, 131_071])
 @pytest.mark.parametrize("count", [1, 2, 300])
 def test_gaps_around_the_escapes(gap: int, count: int) -> None:
-    schema = WeightSchema.of({"a": torch.empty((gap + 1) * 300 + 400, dtype=torch.bool)})
+    schema = WeightSchema.of({"a": torch.empty((gap + 1) * count + 400, dtype=torch.bool)})
     close = torch.arange(0, 400)
     far = 399 + torch.arange(1, count + 1) * (gap + 1)
     for positions in (far, torch.cat([close, far])):

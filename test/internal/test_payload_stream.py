@@ -37,7 +37,7 @@ from weight_update.transports.distributed.relay.payload_stream import (
 needs_library = pytest.mark.skipif(transfer.library is None, reason="there was no compiler at installation")
 
 LONG = 20.0
-NBYTES = 64 << 20  # more than the kernel takes from a sender whose other end does not read
+NBYTES = 16 << 20  # more than the kernel takes from a sender whose other end does not read
 Pair = tuple[PayloadStream, PayloadStream]
 
 
