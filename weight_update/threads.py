@@ -54,11 +54,22 @@ def start_thread(
 
     ``in_order`` makes the interpreter's exit wait briefly for the thread, which may return from C++ at that
     moment. Otherwise the process would abort.
+
+    Raises:
+        RuntimeError: the system starts no more threads; the message names the limits.
     """
     thread = threading.Thread(target=work, args=args, name=name, daemon=True)
     if in_order:
         _threads.add(thread)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if exiting():
+            raise
+        raise RuntimeError(
+            f"{error} ({name}): raise the limits of processes (ulimit -u), of address space (ulimit -v) or, "
+            "in a container, of process ids (docker run --pids-limit)"
+        ) from None
     return thread
 
 

@@ -20,6 +20,7 @@ from weight_update.transports.socket_stream import (
     close_in_children,
     deadline_of,
     seconds_left,
+    shortage,
 )
 
 _JOIN_SECONDS = 30.0
@@ -125,8 +126,9 @@ class Listener:
                 continue
             except OSError as error:
                 if error.errno not in SHORTAGES or not self._pending:
-                    raise
-                self._refuse(next(iter(self._pending.values())), LinkClosedError(str(error.strerror)))
+                    raise shortage(error) from None
+                refusal = LinkClosedError(str(shortage(error).strerror))
+                self._refuse(next(iter(self._pending.values())), refusal)
                 continue
             newest = _Pending(SocketStream(sock), Challenge(self._token, self._context))
             if len(self._pending) == MAX_PENDING:
