@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
-from weight_update.threads import start_thread
+from weight_update.threads import start, start_thread
 from weight_update.transports.handshake import Challenge, require_same_user
 from weight_update.transports.rate_limit import Refusals
 from weight_update.transports.socket_stream import (
@@ -74,7 +74,7 @@ class Listener:
     def start(self) -> None:
         """Start to accept connections; calling it twice is fine."""
         if not self._thread.is_alive():
-            self._thread.start()
+            start(self._thread)
 
     def close(self) -> None:
         """Stop accepting, and end all connections that are not yet authenticated or still served."""
