@@ -47,6 +47,23 @@ def in_threads(work: Callable[[_T], _R], items: Sequence[_T], threads: int) -> l
         return list(pool.map(work, items))
 
 
+def start(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        RuntimeError: the system starts no more threads; the message names the limits to raise.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if exiting():
+            raise
+        raise RuntimeError(
+            f"{error} ({thread.name}): raise the limits of processes (ulimit -u), of address space "
+            "(ulimit -v) or, in a container, of process ids (docker run --pids-limit)"
+        ) from None
+
+
 def start_thread(
     name: str, work: Callable[..., None], *args: Any, in_order: bool = False
 ) -> threading.Thread:
@@ -54,11 +71,14 @@ def start_thread(
 
     ``in_order`` makes the interpreter's exit wait briefly for the thread, which may return from C++ at that
     moment. Otherwise the process would abort.
+
+    Raises:
+        RuntimeError: as :func:`start`.
     """
     thread = threading.Thread(target=work, args=args, name=name, daemon=True)
     if in_order:
         _threads.add(thread)
-    thread.start()
+    start(thread)
     return thread
 
 

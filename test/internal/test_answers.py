@@ -118,16 +118,18 @@ def test_a_late_answer_to_an_earlier_version_frees_no_chunk(kind: Kind, fields: 
     with scheme, connect_pair(scheme, nn.Linear(2, 2), nn.Linear(2, 2)):
         sender = scheme._require_sender().sender
         assert isinstance(sender, Sender)
-        worker, slot = sender.table[0], sender._pool.take(64)
+        worker, use = sender.table[0], sender._pool.take(64)
         window = ChunkWindow(5, 1, 0.0, sender.table.changed)
         with sender.table.lock:
-            window.add(0, slot, [0])
+            slot = use.slot
+            window.add(0, use, [0])
+            del use
             worker.window = window
             sender._answers._handle(worker, WeightChunk(kind, {"version": 4, **fields}))
             assert worker.window is window
-            assert (window.await_room(), slot.users) == ([0], 1)
+            assert (window.await_room(), slot.in_use) == ([0], True)
             sender._answers._handle(worker, WeightChunk(kind, {"version": 5, **fields}))
-            assert (window.await_room(), slot.users) == ([], 0)
+            assert (window.await_room(), slot.in_use) == ([], False)
             worker.leave_window(reading=False)
 
 

@@ -29,8 +29,9 @@ from weight_update.encodings.patch.changes import Changes
 from weight_update.encodings.patch.encoding import PatchTracker
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.sender import handle
+from weight_update.sender.buffers import BufferPool
 from weight_update.sender.delivery import Delivery
-from weight_update.sender.groups import base as groups
+from weight_update.sender.groups.base import FullGroup
 from weight_update.sender.handle import AnswerReader
 from weight_update.sender.pipeline import Pipeline
 from weight_update.sender.sender import Sender
@@ -124,15 +125,22 @@ def test_a_snapshot_without_memory(
     assert scheme.last_report.encoding == "patch"
 
 
-def test_a_commit_of_all_weights(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(BufferPool, "take"), (FullGroup, "stage"), (FullGroup, "commit")],
+)
+def test_an_update_of_all_weights(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
+) -> None:
+    """Neither its weights nor its memory are lost."""
     scheme = SharedMemWeightSyncScheme()
     model, target = pair(scheme)
-    interrupt_once(monkeypatch, groups, "give_back", after=True)
+    interrupt_once(monkeypatch, owner, method, after=True)
     interrupted_send(scheme, model)
     send_again(scheme)
     assert torch.equal(model.weight, target.weight)
-    users = [slot.users for slot in sender_of(scheme)._pool._slots]
-    assert [number for number in users if number] == [2], "the group and the worker use one slot"
+    in_use = [slot.in_use for slot in sender_of(scheme)._pool._slots]
+    assert in_use.count(True) == 1, "the group and the worker use one slot"
 
 
 @pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import subprocess
@@ -27,7 +28,7 @@ from weight_update.encodings.patch.diff_cpu import Scanner
 from weight_update.encodings.patch.format import decode_patch, encode_patch
 from weight_update.encodings.patch.gaps import UNITS, Gaps, cut_units, join_units, merge_gaps
 from weight_update.encodings.patch.values import decode_steps, encode_steps
-from weight_update.errors import FormatError
+from weight_update.errors import FormatError, NotEnoughMemoryError
 from weight_update.testing import random_bits
 from weight_update.wire.compiled import load
 from weight_update.wire.schema import BITS
@@ -111,6 +112,15 @@ def test_tiles_with_too_many_differences(width: int) -> None:
     units, values = buffer.take()
     assert Gaps(0, buffer.last, units, buffer.found).positions.tolist() == [5, 639, 1300, 1301]
     assert values.tolist() == [1] * 4
+
+
+def test_no_memory_for_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(NotEnoughMemoryError, match=r"5\.\d MB .* raise .*ulimit -v.*overcommit_memory"):
+        kernels.GapBuffer(4, 1 << 20)
 
 
 def test_memory_of_changes() -> None:

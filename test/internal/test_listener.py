@@ -200,6 +200,8 @@ def test_errors_of_accept_end_nothing(service: Service, monkeypatch: pytest.Monk
         assert eventually(lambda: failing.times == 0)
         assert service.admits()
     monkeypatch.undo()
+    if number == errno.EMFILE:
+        assert any("ulimit -n" in reason for reason in service.listener.refusals)
 
 
 def test_an_unexpected_error_ends_nothing(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +53,22 @@ def test_views_are_dropped_with_their_buffer_or_cache_without_garbage_collection
         assert second() is None
     finally:
         gc.enable()
+
+
+def test_a_signal_handler_that_raises_while_a_buffer_ends_keeps_no_views() -> None:
+    """The next buffer may have the same id, and would be filled through the views of this one."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    schema = WeightSchema.of({"w": torch.zeros(4)})
+    cache, buffer = ViewCache(schema), torch.zeros(16, dtype=torch.uint8)
+    view = weakref.ref(cache.views(buffer)[0])
+    former = sys.gettrace()
+    sys.settrace(interrupt)  # it interrupts each function of Python that is called
+    del buffer
+    sys.settrace(former)
+    assert view() is None
 
 
 def test_full_updates_instead_of_patches_leave_nothing_behind() -> None:

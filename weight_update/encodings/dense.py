@@ -74,10 +74,14 @@ class ViewCache:
             return found.views
         with torch.inference_mode(False):
             views = schema.views(flat.data)  # views of another tensor object, which they keep alive
-        # A finalizer would keep the views of a cache that is gone as long as the buffer.
-        buffer = weakref.ref(flat, functools.partial(_drop, weakref.ref(self), id(flat)))
+        # The callback has no code of Python: a signal handler that raised in it would keep the views for the
+        # next buffer with this id.
+        buffer = weakref.ref(flat, functools.partial(self._known.pop, id(flat)))
         self._known[id(flat)] = _Known(buffer, schema, views)
         return views
+
+    def __del__(self) -> None:
+        self._known.clear()  # it refers to itself
 
 
 class _Known(NamedTuple):
@@ -86,11 +90,6 @@ class _Known(NamedTuple):
     buffer: weakref.ref[torch.Tensor]
     schema: WeightSchema
     views: list[torch.Tensor]
-
-
-def _drop(cache: weakref.ref[ViewCache], key: int, _: weakref.ref[torch.Tensor]) -> None:
-    if (found := cache()) is not None:
-        found._known.pop(key, None)
 
 
 @register_encoding

@@ -1,9 +1,10 @@
-"""Memory that updates are encoded into: its users, when it is free again, and chunks that are still read."""
+"""Memory that updates are encoded into: its uses, when it is free again, and chunks that are still read."""
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,18 +25,39 @@ _KEPT_BYTES = 16 << 10  # as small frames, too, this fits into the default buffe
 
 @dataclass(eq=False)
 class Slot:
-    """A buffer of the pool, with the number of its users.
+    """A buffer of the pool.
 
     Attributes:
-        users: number of encoded updates in use that lie in it.
         abandoned: whether a lost worker may still read it; it is then never written again.
         taken: number of the update, counted by the pool, that it was last taken for.
     """
 
     buffer: Buffer
     taken: int = 0
-    users: int = 0
     abandoned: bool = False
+    _use: Callable[[], SlotUse | None] = lambda: None  # a weak reference
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an object refers to its last use."""
+        return self._use() is not None
+
+    def begin_use(self) -> SlotUse:
+        """Begin a use; only a slot that is not in use has another one."""
+        use = SlotUse(self)
+        self._use = weakref.ref(use)
+        return use
+
+
+@dataclass(frozen=True, eq=False)
+class SlotUse:
+    """A use of a slot, which ends with the last reference to this object.
+
+    There is no count that a signal handler could leave wrong. Code that gives up an update drops its
+    references before it releases the sender's lock, so that others find the slot free.
+    """
+
+    slot: Slot
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,22 +76,21 @@ MIXED = VersionId(-1)
 
 @dataclass(eq=False)
 class EncodedUpdate:
-    """Frames that bring a worker to ``version_id``, and the slots that hold their payloads."""
+    """Frames that bring a worker to ``version_id``, and the uses of the slots that hold their payloads."""
 
     version_id: VersionId
     chunks: list[WeightChunk]
-    slots: list[Slot]
+    uses: list[SlotUse]
 
     @property
     def version(self) -> int:
         """Number of the version that the frames lead to."""
         return self.version_id.version
 
-    def retain(self) -> EncodedUpdate:
-        """Count one more user of its memory; return the update itself."""
-        for slot in self.slots:
-            slot.users += 1
-        return self
+    def abandon(self) -> None:
+        """Never write its memory again."""
+        for use in self.uses:
+            use.slot.abandoned = True
 
 
 def are_short(chunks: Iterable[WeightChunk]) -> bool:
@@ -77,17 +98,11 @@ def are_short(chunks: Iterable[WeightChunk]) -> bool:
     return sum(len(chunk.encode_head(checksum=False)) for chunk in chunks) <= _KEPT_BYTES
 
 
-def give_back(slots: list[Slot]) -> None:
-    """Count one user less of each slot."""
-    for slot in slots:
-        slot.users -= 1
-
-
 class BufferPool:
     """Buffers for payloads, reused as soon as no worker reads them.
 
     Attributes:
-        lock: the sender's lock; it guards the number of users of each slot.
+        lock: the sender's lock, which a thread holds while it takes slots.
     """
 
     def __init__(
@@ -107,26 +122,22 @@ class BufferPool:
             self._slots.append(Slot(self._link.allocate(nbytes)))
             pin(self._slots[-1].buffer.tensor)
 
-    def fill(self, encode: Callable[[Lend], _T]) -> tuple[_T, list[Slot]]:
-        """Return the result of ``encode(lend)`` and the slots that ``lend`` took for it, with one user each.
-
-        After an error of ``encode``, the slots are given back.
-        """
-        slots: list[Slot] = []
+    def fill(self, encode: Callable[[Lend], _T]) -> tuple[_T, list[SlotUse]]:
+        """Return the result of ``encode(lend)`` and the uses of the slots that ``lend`` took for it."""
+        uses: list[SlotUse] = []
 
         def lend(nbytes: int) -> torch.Tensor:
-            slots.append(self.take(nbytes))
-            return slots[-1].buffer.tensor
+            uses.append(self.take(nbytes))
+            return uses[-1].slot.buffer.tensor
 
         try:
-            return encode(lend), slots
+            return encode(lend), uses
         except BaseException:
-            with self.lock:
-                give_back(slots)
+            uses.clear()  # whoever keeps the error keeps no slot
             raise
 
-    def take(self, nbytes: int) -> Slot:
-        """Return a slot that no worker reads, with one user; wait for one while memory is short.
+    def take(self, nbytes: int) -> SlotUse:
+        """Return the use of a slot that no worker reads; wait for one while memory is short.
 
         Raises:
             LinkClosedError: the pool was closed.
@@ -138,20 +149,17 @@ class BufferPool:
                 if self._closed:
                     raise LinkClosedError("the sender was shut down")
                 try:
-                    slot = self._find(nbytes)
+                    return self._find(nbytes).begin_use()
                 except NotEnoughMemoryError as error:
                     if not self._slots:
                         raise
                     if time.monotonic() > deadline:
                         raise NotEnoughMemoryError(f"{error}; workers did not release any in time") from None
                     self._changed.wait(_CHECK_SECONDS)
-                else:
-                    slot.users += 1
-                    return slot
 
     def _find(self, nbytes: int) -> Slot:
         """Return a free slot of exactly this size, else a new one; NotEnoughMemoryError if there is none."""
-        free = [slot for slot in self._slots if slot.users == 0]
+        free = [slot for slot in self._slots if not slot.in_use]
         for slot in free.copy():
             if slot.abandoned or slot.buffer.is_read_elsewhere():
                 free.remove(slot)
@@ -179,14 +187,16 @@ class BufferPool:
         """
         with self.lock:
             self._updates += 1
-            idle = [one for one in self._slots if not one.users and self._updates - one.taken > _IDLE_UPDATES]
+            idle = [
+                one for one in self._slots if not one.in_use and self._updates - one.taken > _IDLE_UPDATES
+            ]
             for slot in idle:
                 nbytes = slot.buffer.tensor.numel()
                 same = sum(one.buffer.tensor.numel() == nbytes for one in self._slots)
                 if same > self._reserved.get(nbytes, 0):
                     self._drop([slot])
             spare = 0
-            for slot in reversed([slot for slot in self._slots if slot.users == 0]):
+            for slot in reversed([slot for slot in self._slots if not slot.in_use]):
                 spare += slot.buffer.tensor.numel()
                 if spare > keep:
                     self._drop([slot])
@@ -208,7 +218,7 @@ class _SentChunk:
     """A chunk that was sent, and the indices of the workers that have not read it yet."""
 
     index: int
-    slot: Slot
+    use: SlotUse
     readers: set[int]
     sent_at: float
 
@@ -235,9 +245,9 @@ class ChunkWindow:
             self._changed.wait(left)
         return []
 
-    def add(self, index: int, slot: Slot, workers: Iterable[int]) -> None:
-        """Note that chunk ``index``, which lies in ``slot``, is sent to workers."""
-        self._sent.append(_SentChunk(index, slot, set(workers), time.monotonic()))
+    def add(self, index: int, use: SlotUse, workers: Iterable[int]) -> None:
+        """Note that chunk ``index``, which lies in the slot of ``use``, is sent to workers."""
+        self._sent.append(_SentChunk(index, use, set(workers), time.monotonic()))
 
     def taken(self, worker: int, index: int) -> None:
         """Note that a worker has read the chunks up to ``index``."""
@@ -254,11 +264,9 @@ class ChunkWindow:
         for chunk in self._sent:
             if worker in chunk.readers:
                 chunk.readers.discard(worker)
-                chunk.slot.abandoned |= reading
+                chunk.use.slot.abandoned |= reading
         self._free()
 
     def _free(self) -> None:
-        for chunk in [chunk for chunk in self._sent if not chunk.readers]:
-            self._sent.remove(chunk)
-            chunk.slot.users -= 1
+        self._sent = [chunk for chunk in self._sent if chunk.readers]
         self._changed.notify_all()

@@ -218,7 +218,7 @@ class Delivery:
                             reason = "changes cannot be applied to the weights that it has"
                         self._table.tell(WorkerEvent("full_update", worker.idx, update.version, reason))
                     unwritten[worker] = worker.connections
-                    worker.set_update("inflight", update)
+                    worker.inflight = update
                     worker.sent_at = time.monotonic()
                     self._count(update, worker.link.capabilities.shares_memory)
                     return update
@@ -352,7 +352,7 @@ class AnswerThreads:
             with self._table.lock:
                 worker.has = MIXED  # it is then sent all weights
                 if worker.inflight is not None and worker.inflight.version == header["version"]:
-                    worker.set_update("inflight", None)
+                    worker.inflight = None
             self._delivery.update(worker)
         elif chunk.kind is Kind.GOODBYE:
             self._take_leave(worker)
@@ -384,17 +384,17 @@ class AnswerThreads:
                 worker.has, worker.reached = update.version_id, version
                 worker.apply_seconds = float(header["apply_seconds"])
                 worker.stall_seconds = float(header["stall_seconds"])
-                worker.set_update("applied", None if self._copies else update)
+                worker.applied = None if self._copies else update
                 self._table.version = max(version, -1 if self._table.version is None else self._table.version)
                 joins, worker.arrived = not worker.arrived and self._table.told >= 0, True
                 if joins or version <= self._table.told:  # a report may not contain this worker
                     self._table.tell(WorkerEvent("applied", worker.idx, version, late_joiner=worker.late))
             else:
-                for slot in update.slots if worker.link.capabilities.shares_memory else ():
-                    slot.abandoned = True  # it may have failed after the switch, and read this memory now
+                if worker.link.capabilities.shares_memory:
+                    update.abandon()  # it may have failed after the switch, and read this memory now
                 text = "\n\n".join(filter(None, (header["error"], header["traceback"])))
                 if not header["kept"] and worker.has is not None:
                     worker.has = MIXED
                 worker.fail(version, WorkerError(text))
-            worker.set_update("inflight", None)
+            worker.inflight = update = None  # before the lock is released
             self._table.changed.notify_all()

@@ -17,7 +17,7 @@ from weight_update.sender.buffers import (
     BufferPool,
     ChunkWindow,
     EncodedUpdate,
-    Slot,
+    SlotUse,
     VersionId,
 )
 from weight_update.sender.delivery import Delivery
@@ -111,13 +111,13 @@ class Pipeline:
         wire_bytes: size of all chunks that were sent, to each worker unless they share memory.
     """
 
-    def __init__(self, step: Step, limit: int, take: Callable[[], Slot], delivery: Delivery) -> None:
+    def __init__(self, step: Step, limit: int, take: Callable[[], SlotUse], delivery: Delivery) -> None:
         self.step = step
         self.seconds = dict.fromkeys(("convert", "encode", "send"), 0.0)
         self.wire_bytes = 0
         self._states: dict[int, WorkerState] = {}
         self._take, self._delivery = take, delivery
-        self._lent: Slot | None = None
+        self._lent: SlotUse | None = None
         self._window = ChunkWindow(step.version, limit, delivery.timeout, delivery.changed)
 
     def begin(self, states: list[WorkerState]) -> None:
@@ -125,7 +125,7 @@ class Pipeline:
         self._states = {worker.idx: worker for worker in states}
         version_id = VersionId(self.step.version)
         for worker in states:
-            worker.set_update("inflight", EncodedUpdate(version_id, [], []))
+            worker.inflight = EncodedUpdate(version_id, [], [])
             worker.window, worker.sent_at = self._window, time.monotonic()
 
     def run(self, group: FullGroup, tensors: Iterator[torch.Tensor]) -> None:
@@ -146,7 +146,6 @@ class Pipeline:
         finally:
             with self._delivery.lock:
                 if self._lent is not None:
-                    self._lent.users -= 1
                     self._lent = None
                     self._delivery.changed.notify_all()
             spent = time.perf_counter() - start
@@ -189,7 +188,7 @@ class Pipeline:
             )
         self._lent = self._take()
         self.seconds["send"] += time.perf_counter() - start
-        return self._lent.buffer.tensor[:nbytes]
+        return self._lent.slot.buffer.tensor[:nbytes]
 
     def _overdue(self) -> list[WorkerState]:
         """Wait until one more chunk may be made; return the workers that prevent it for too long, if any."""
@@ -238,7 +237,7 @@ class Pipeline:
             with self._delivery.lock:
                 if failure is not None:
                     worker.fail(self.step.version, failure)
-                worker.set_update("inflight", None)
+                worker.inflight = None
                 worker.leave_window(reading=worker.may_read)
             self._delivery.post(worker, partial(self._delivery.broadcast, [worker], abort), [abort])
 

@@ -345,7 +345,7 @@ class Sender(Outcomes):
                 worker.staged = None
                 worker.leave_window(version, reading=worker.may_read)
                 if worker.inflight is not None and worker.inflight.version == version:
-                    worker.set_update("inflight", None)  # first: frames not sent yet are then not sent at all
+                    worker.inflight = None  # first: frames not sent yet are then not sent at all
             self.table.changed.notify_all()
         self._delivery.broadcast(states, WeightChunk(Kind.ABORT, {"version": version}))
 
@@ -391,9 +391,7 @@ class Sender(Outcomes):
                 group.close()
             for worker in self.table:
                 worker.joined = worker.joining = False
-                worker.set_update("applied", None)
-                worker.set_update("inflight", None)
-                worker.group = None
+                worker.applied = worker.inflight = worker.group = None
             self.table.changed.notify_all()
         self._pool.close()
 

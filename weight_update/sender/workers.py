@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from weight_update.encodings import DeltaEncoding, Encoding
 from weight_update.errors import undo_on_error
 from weight_update.report import WorkerEvent
-from weight_update.sender.buffers import MIXED, BufferPool, ChunkWindow, EncodedUpdate, VersionId, give_back
+from weight_update.sender.buffers import MIXED, BufferPool, ChunkWindow, EncodedUpdate, VersionId
 from weight_update.sender.groups.base import FullGroup, SendGroup
 from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.observers import Observers, PendingUpdate
@@ -211,13 +211,6 @@ class WorkerState:
         for old in list(self.failures)[:-_MAX_FAILURES]:
             del self.failures[old]
 
-    def set_update(self, role: str, update: EncodedUpdate | None) -> None:
-        """Set ``applied`` or ``inflight``, and count the users of the memory involved."""
-        old: EncodedUpdate | None = self.__dict__[role]
-        self.__dict__[role] = update.retain() if update is not None else None
-        if old is not None:
-            give_back(old.slots)
-
     def close_outbox(self) -> None:
         """End the thread that writes to it, if there is one."""
         if self.outbox is not None:
@@ -241,12 +234,10 @@ class WorkerState:
         reading = self.may_read
         self.leave_window(reading=reading)
         if reading:
-            for update in (self.applied, self.inflight):
-                for slot in update.slots if update is not None else ():
-                    slot.abandoned = True
+            for update in filter(None, (self.applied, self.inflight)):
+                update.abandon()
         self.joined, self.joining, self.has, self.staged = False, False, None, None
-        self.set_update("inflight", None)
-        self.set_update("applied", None)
+        self.inflight = self.applied = None
 
 
 WorkerWeights = Mapping[WorkerState, NamedWeights]

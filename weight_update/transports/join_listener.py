@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from weight_update.errors import FormatError, JoinRefusedError, undo_on_error
+from weight_update.threads import start
 from weight_update.transports.rate_limit import EXPECTED, Refusals
 from weight_update.transports.reconnecting import ReconnectingLink
 from weight_update.wire.frames import Kind, WeightChunk
@@ -60,7 +61,7 @@ class JoinListener(ABC, Generic[_L]):
     def start(self) -> None:
         """Start to admit workers; calling it twice is fine."""
         if not self._thread.is_alive():
-            self._thread.start()
+            start(self._thread)
 
     def close(self) -> None:
         """Admit no more workers."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
-from weight_update.threads import start_thread
+from weight_update.threads import start, start_thread
 from weight_update.transports.handshake import Challenge, require_same_user
 from weight_update.transports.rate_limit import Refusals
 from weight_update.transports.socket_stream import (
@@ -20,6 +20,7 @@ from weight_update.transports.socket_stream import (
     close_in_children,
     deadline_of,
     seconds_left,
+    shortage,
 )
 
 _JOIN_SECONDS = 30.0
@@ -73,7 +74,7 @@ class Listener:
     def start(self) -> None:
         """Start to accept connections; calling it twice is fine."""
         if not self._thread.is_alive():
-            self._thread.start()
+            start(self._thread)
 
     def close(self) -> None:
         """Stop accepting, and end all connections that are not yet authenticated or still served."""
@@ -125,8 +126,9 @@ class Listener:
                 continue
             except OSError as error:
                 if error.errno not in SHORTAGES or not self._pending:
-                    raise
-                self._refuse(next(iter(self._pending.values())), LinkClosedError(str(error.strerror)))
+                    raise shortage(error) from None
+                refusal = LinkClosedError(str(shortage(error).strerror))
+                self._refuse(next(iter(self._pending.values())), refusal)
                 continue
             newest = _Pending(SocketStream(sock), Challenge(self._token, self._context))
             if len(self._pending) == MAX_PENDING:

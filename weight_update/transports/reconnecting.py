@@ -16,7 +16,7 @@ from weight_update.errors import (
     WeightSyncError,
 )
 from weight_update.transports.base import Allocate, Capabilities, TransportBackend
-from weight_update.transports.socket_stream import SHORTAGES, deadline_of, seconds_left
+from weight_update.transports.socket_stream import SHORTAGES, deadline_of, seconds_left, shortage
 from weight_update.wire.frames import Kind, WeightChunk
 
 
@@ -132,7 +132,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
                 connection = self.connect(timeout)
             except (OSError, EOFError) as error:
                 if isinstance(error, OSError) and error.errno in SHORTAGES:
-                    raise  # the sender may live
+                    raise shortage(error) from None  # the sender may live
                 raise self._error_of(error) from error.__cause__
             self.take_over(connection)
             if self.closed:

@@ -27,6 +27,13 @@ _LEAST_STALLED = 1.0
 _T = TypeVar("_T")
 
 
+def shortage(error: OSError) -> OSError:
+    """Return ``error``, with the limit to raise in its message if there is one."""
+    if error.errno != errno.EMFILE:
+        return error
+    return OSError(error.errno, f"{error.strerror}; raise the process's limit of open files (ulimit -n)")
+
+
 def deadline_of(timeout: float | None) -> float | None:
     """Return the moment, on the monotonic clock, that is ``timeout`` seconds away; None for no timeout."""
     return None if timeout is None else time.monotonic() + timeout

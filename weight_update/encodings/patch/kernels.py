@@ -17,6 +17,7 @@ import numpy as np
 
 from weight_update.encodings.patch import kernels_numpy
 from weight_update.encodings.patch.kernels_numpy import Array
+from weight_update.errors import NotEnoughMemoryError
 from weight_update.wire.compiled import load
 from weight_update.wire.schema import aligned
 
@@ -56,7 +57,14 @@ class GapBuffer:
         self._map()
 
     def _map(self) -> None:
-        self._memory = mmap.mmap(-1, self._split + self._most + _SLACK, flags=_PRIVATE)
+        size = self._split + self._most + _SLACK
+        try:
+            self._memory = mmap.mmap(-1, size, flags=_PRIVATE)
+        except OSError as error:
+            raise NotEnoughMemoryError(
+                f"cannot reserve {size / 1e6:.1f} MB for the changes of a patch ({error}); free memory, or "
+                "raise the process's limit (ulimit -v) or, with vm.overcommit_memory=2, the machine's"
+            ) from None
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             with contextlib.suppress(OSError):  # the kernel has no large pages, which would be mostly empty
                 self._memory.madvise(mmap.MADV_NOHUGEPAGE)

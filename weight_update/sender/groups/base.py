@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weight_update.encodings import Difference, Encoder, WholeEncoding
-from weight_update.sender.buffers import BufferPool, EncodedUpdate, Slot, VersionId, give_back
+from weight_update.sender.buffers import BufferPool, EncodedUpdate, SlotUse, VersionId
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, WeightChunk, frames_of
 from weight_update.wire.schema import WeightSchema
@@ -32,7 +32,7 @@ class Staged:
     """An update that is neither committed nor discarded.
 
     Attributes:
-        slots: memory in which ``whole`` or ``payload`` lie.
+        uses: uses of the slots in which ``whole`` or ``payload`` lie.
         whole: the update with all weights, if it is sent before it is committed.
         difference: changes since the version before; None for all weights.
         payload: the encoded difference; None sends all weights.
@@ -40,7 +40,7 @@ class Staged:
 
     version_id: VersionId
     step: Step
-    slots: list[Slot]
+    uses: list[SlotUse]
     whole: EncodedUpdate | None = None
     difference: Difference | None = None
     payload: torch.Tensor | None = field(default=None, repr=False)
@@ -116,11 +116,9 @@ class SendGroup(ABC):
     def discard(self) -> None:
         """Forget the staged update."""
         with self._lock:
-            if self._staged is not None:
-                give_back(self._staged.slots)
-                self._staged = None
+            self._staged = None
             if self.version_id is None:
-                self._drop_whole()  # it was of the staged update
+                self.whole = None  # it was of the staged update
 
     @abstractmethod
     def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
@@ -143,18 +141,12 @@ class SendGroup(ABC):
         """Release all memory."""
         with self._lock:
             self.discard()
-            self._drop_whole()
-            self.version_id = None
+            self.whole = self.version_id = None
 
     def _put(self, staged: Staged) -> None:
         with self._lock:
             self.discard()
             self._staged = staged
-
-    def _drop_whole(self) -> None:
-        former, self.whole = self.whole, None
-        if former is not None:
-            give_back(former.slots)
 
     @functools.cached_property
     def encoder(self) -> Encoder:
@@ -164,8 +156,8 @@ class SendGroup(ABC):
     def _encode_whole(self, step: Step, values: Sequence[torch.Tensor]) -> EncodedUpdate:
         """Return the update that carries all weights, given in schema order."""
         encode = self.encoder.encode
-        chunks, slots = self._fill(lambda lend: self._whole_frames(step, encode(values, lend)))
-        return EncodedUpdate(VersionId(step.version), chunks, slots)
+        chunks, uses = self._fill(lambda lend: self._whole_frames(step, encode(values, lend)))
+        return EncodedUpdate(VersionId(step.version), chunks, uses)
 
     def _whole_frames(self, step: Step, payloads: list[torch.Tensor]) -> list[WeightChunk]:
         return [*frames_of(step, self.schema, self.whole_encoding.name, payloads, len(payloads))]
@@ -179,7 +171,7 @@ class FullGroup(SendGroup):
 
     def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateFacts:
         update = self._encode_whole(step, named.in_order(self.schema.names))
-        self._put(Staged(update.version_id, step, update.slots, update))
+        self._put(Staged(update.version_id, step, update.uses, update))
         return self._whole_facts
 
     def commit(self) -> None:
@@ -191,12 +183,10 @@ class FullGroup(SendGroup):
             if not staged.step.commit:
                 payloads = [chunk.payload for chunk in update.chunks if chunk.payload is not None]
                 chunks = self._whole_frames(staged.step.committed(), payloads)
-                update = EncodedUpdate(update.version_id, chunks, update.slots)
+                update = EncodedUpdate(update.version_id, chunks, update.uses)
             # no call in between: a signal handler may raise in one, and without `whole` nobody gets weights
-            former, self._staged = self.whole, None
+            self._staged = None
             self.whole, self.version_id = update, update.version_id
-            if former is not None:
-                give_back(former.slots)
 
     def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
         staged = self._staged_for(has)
@@ -207,6 +197,4 @@ class FullGroup(SendGroup):
         with self._lock:
             other = copy.copy(self)
             other._staged = None
-            if other.whole is not None:
-                other.whole.retain()
         return other

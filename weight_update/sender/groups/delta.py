@@ -14,7 +14,7 @@ import torch
 
 from weight_update.encodings import DeltaEncoding, Tracker
 from weight_update.errors import undo_on_error
-from weight_update.sender.buffers import BufferPool, EncodedUpdate, Slot, VersionId, give_back
+from weight_update.sender.buffers import BufferPool, EncodedUpdate, SlotUse, VersionId
 from weight_update.sender.groups.base import SendGroup, Staged, UpdateFacts
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, frames_of
@@ -76,23 +76,21 @@ class DeltaGroup(SendGroup):
             # for a worker that no known change can bring there; names that updates do not carry are known
             with self._remembering:
                 whole = self._encode_whole(step, self._updated(tensors))
-            self._put(Staged(whole.version_id, step, whole.slots, whole, difference))
+            self._put(Staged(whole.version_id, step, whole.uses, whole, difference))
             return self._whole_facts
         if (base := self.version) is None:
             self._put(Staged(VersionId(step.version), step, []))
             return self._whole_facts
         payload: torch.Tensor | None = None
-        slots: list[Slot] = []
+        uses: list[SlotUse] = []
         mostly_new = difference.changed > _NOT_WORTH * self.schema.elements
         if step.commit:  # else a patch is sent in any case
             self._count(mostly_new)
         if not mostly_new or not step.commit:
-            payload, slots = self._changes(self._tracker.encode, difference, base, step.version)
+            payload, uses = self._changes(self._tracker.encode, difference, base, step.version)
         if payload is not None and step.commit and payload.numel() > _NOT_WORTH * self.schema.dense_bytes:
-            with self._lock:
-                give_back(slots)
-            payload, slots = None, []
-        self._put(Staged(VersionId(step.version), step, slots, None, difference, payload))
+            payload, uses = None, []
+        self._put(Staged(VersionId(step.version), step, uses, None, difference, payload))
         used = self.whole_encoding if payload is None else self._encoding
         return UpdateFacts(used.label, used.compressed_with, difference.changed, difference.total)
 
@@ -110,8 +108,8 @@ class DeltaGroup(SendGroup):
         known = zip(self.schema.names, self._tracker.weights(), strict=True)
         return [tensors.get(name, kept) for name, kept in known]
 
-    def _changes(self, encode: Callable[..., _T], *args: Any) -> tuple[_T, list[Slot]]:
-        """Return the payload ``encode(*args, lend)`` and its slots, of sizes that can be used again."""
+    def _changes(self, encode: Callable[..., _T], *args: Any) -> tuple[_T, list[SlotUse]]:
+        """Return the payload ``encode(*args, lend)`` and its uses of slots, of sizes that serve again."""
         return self._fill(lambda lend: encode(*args, lambda nbytes: lend(_rounded(nbytes))[:nbytes]))
 
     def _count(self, mostly_new: bool) -> None:
@@ -138,13 +136,11 @@ class DeltaGroup(SendGroup):
             if done.difference is not None:
                 self._tracker.advance(done.difference)
             with self._lock:
-                self._staged = None
-                self._drop_whole()
+                self._staged = self.whole = None
                 if done.payload is None or self.version_id is None:
-                    give_back(done.slots)
                     self._forget_past(0)
                 else:
-                    self._past.append(_Change(self.version_id, done.payload, done.slots))
+                    self._past.append(_Change(self.version_id, done.payload, done.uses))
                     self._forget_past(_REMEMBERED)
                 self._step, self.version_id = done.step.committed(), done.version_id
                 self._first = self.version if self._first is None else self._first
@@ -156,16 +152,16 @@ class DeltaGroup(SendGroup):
         if past is None or self.version_id is None or has is None:
             return self.whole
         payloads = [one.payload for one in past]
-        slots = [slot for one in past for slot in one.slots]
+        uses = [use for one in past for use in one.uses]
         step, version_id = self._step, self.version_id
         if staged is not None and staged.payload is not None:
             payloads.append(staged.payload)
-            slots.extend(staged.slots)
+            uses.extend(staged.uses)
             step, version_id = staged.step, staged.version_id
         if not payloads:
             return self.whole
         chunks = [*frames_of(step, self.schema, self._encoding.name, payloads, len(payloads), has.version)]
-        return EncodedUpdate(version_id, chunks, slots)
+        return EncodedUpdate(version_id, chunks, uses)
 
     def prepare(self) -> None:
         with self._remembering:
@@ -177,15 +173,13 @@ class DeltaGroup(SendGroup):
             if self._digests_to_tell() is None:
                 whole = self._encode_whole(step, weights)
             else:
-                payload, slots = self._changes(self._tracker.bootstrap, step.version)
+                payload, uses = self._changes(self._tracker.bootstrap, step.version)
                 chunks = [*frames_of(step, self.schema, self._encoding.name, [payload], 1, step.version)]
-                whole = EncodedUpdate(version_id, chunks, slots)
+                whole = EncodedUpdate(version_id, chunks, uses)
             whole.version_id = version_id
             with self._lock:
-                if self._goal()[0] is version_id:
+                if self._goal()[0] is version_id:  # else it was closed or dropped meanwhile
                     self.whole = whole
-                else:  # it was closed or dropped meanwhile
-                    give_back(whole.slots)
 
     def fork(self) -> SendGroup:
         """Return another group that starts with a copy of the remembered weights and changes."""
@@ -197,8 +191,6 @@ class DeltaGroup(SendGroup):
             other._staged = other.whole = None
             vars(other).pop("encoder", None)  # other threads use it
             other._past = deque(self._past)
-            for slot in (slot for one in self._past for slot in one.slots):
-                slot.users += 1
         return other
 
     def close(self) -> None:
@@ -245,9 +237,7 @@ class DeltaGroup(SendGroup):
         """
         total = sum(one.payload.numel() for one in self._past)
         while len(self._past) > limit or (len(self._past) > 1 and total > self.schema.nbytes // 2):
-            oldest = self._past.popleft()
-            total -= oldest.payload.numel()
-            give_back(oldest.slots)
+            total -= self._past.popleft().payload.numel()
 
 
 @dataclass(frozen=True)
@@ -256,7 +246,7 @@ class _Change:
 
     base: VersionId
     payload: torch.Tensor = field(repr=False)
-    slots: list[Slot]
+    uses: list[SlotUse]
 
 
 def _rounded(nbytes: int) -> int:
