@@ -27,6 +27,7 @@ from weight_update.testing import Apart
 from weight_update.testing.processes import eventually, wait_until
 from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.connection import INLINE_BYTES, Connection
+from weight_update.transports.distributed.relay import router as routing
 from weight_update.transports.distributed.relay.client import RelayClient
 from weight_update.transports.distributed.relay.host_relay import HostRelay
 from weight_update.transports.distributed.relay.router import RemoteConnection, Router
@@ -195,6 +196,25 @@ def test_a_worker_that_leaves_during_a_payload_is_heard(joint: Joint) -> None:
     assert goodbye is not None
     assert goodbye.kind is Kind.GOODBYE
     there.close()
+
+
+def test_other_hosts_do_not_wait_for_the_goodbye_of_one(
+    joint: Joint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first host gets the payload while the second one, whose relay has ended, may still say goodbye."""
+    monkeypatch.setattr(routing, "_GOODBYE_SECONDS", LONG)
+    router = Router()
+    with closing(Joint()) as after, slot_of_size(SMALL) as slot, futures.ThreadPoolExecutor(2) as pool:
+        remotes = remote_of(joint, router, "first"), remote_of(after, router, "second")
+        after.relay.close()
+        router.expect(slot.tensor, remotes)
+        lost = pool.submit(router.deliver, slot.tensor, remotes[1], 4 * LONG)
+        wait_until(lambda: after.client.incoming_link is None and remotes[1] in router._busy)
+        router.deliver(slot.tensor, remotes[0], LONG)
+        assert remotes[1].lost is None
+        remotes[1].close()
+        with pytest.raises(LinkClosedError):
+            lost.result(LONG)
 
 
 def test_an_unexpected_error_loses_all_hosts_of_the_chain(

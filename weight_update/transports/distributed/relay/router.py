@@ -188,21 +188,26 @@ class Router:
         try:
             patience, limit = self._patience(chosen, timeout, deadline)
             clients = [one.relay_client for one in chosen]
+            ended: dict[int, Exception] = {}
             for place, result in send_along_chain(clients, payload, patience, limit):
                 if isinstance(result, LinkClosedError):
-                    self._await_end(pending[place])
-                self._note(pending.pop(place), slot_use, result, first=place == 0)
+                    ended[place] = result
+                else:
+                    self._note(pending.pop(place), slot_use, result, first=place == 0)
+            self._await_ends([pending[place] for place in ended], min(patience, _GOODBYE_SECONDS))
+            for place, error in ended.items():
+                self._note(pending.pop(place), slot_use, error, first=place == 0)
         finally:
             for place, one in pending.items():  # an unread answer must not be taken for the next one
                 self._note(one, slot_use, LinkClosedError("it was not sent"), first=place == 0)
 
-    def _await_end(self, one: RemoteConnection) -> None:
-        """Wait until a worker whose payloads cannot be sent has ended its other connection, if it does.
+    def _await_ends(self, remotes: list[RemoteConnection], seconds: float) -> None:
+        """Wait until workers whose payloads cannot be sent have ended their other connections, if they do.
 
-        If it left, its goodbye is read there first.
+        If a worker left, its goodbye is read there first.
         """
         with self._changed:
-            self._changed.wait_for(lambda: one.lost is not None, _GOODBYE_SECONDS)
+            self._changed.wait_for(lambda: all(one.lost is not None for one in remotes), seconds)
 
     def _note(
         self, one: RemoteConnection, slot_use: _SlotUse, result: bytes | Exception, *, first: bool
