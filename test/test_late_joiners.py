@@ -30,6 +30,7 @@ from weight_update import (
 from weight_update.convert import cast
 from weight_update.schemes.sender_side import SenderSide
 from weight_update.sender.delivery import AnswerThreads
+from weight_update.sender.groups.base import FullGroup
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import WorkerState
 from weight_update.testing import LateJoinerContract, mlp
@@ -229,6 +230,39 @@ def test_one_that_joins_while_weights_are_read_gets_them(monkeypatch: pytest.Mon
         report = sender.send()
         assert (report.version, sender.worker_versions) == (1, {0: 1, 1: 1})
         assert report.apply_seconds.keys() == {0, 1}
+        assert same(source, target)
+        for one in (first, late):
+            one.shutdown()
+
+
+def test_nobody_waits_for_one_that_is_still_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may fail to join. If it does not, it has the update."""
+    assigned, proceed, welcome = threading.Event(), threading.Event(), FullGroup.welcome
+
+    def welcome_late(group: FullGroup) -> dict[str, Any]:
+        assigned.set()
+        proceed.wait(20.0)
+        return welcome(group)
+
+    source, target = nn.Linear(4, 4), nn.Linear(4, 4)
+    with SharedMemWeightSyncScheme(timeout=20.0) as sender, ThreadPoolExecutor(1) as pool:
+        first = connect_pair(sender, source, nn.Linear(4, 4))
+        late = copy.copy(sender)
+        late.init_on_receiver(model=target, worker_idx=1)
+        monkeypatch.setattr(FullGroup, "welcome", welcome_late)
+        joining = pool.submit(late.connect)
+        assert assigned.wait(20.0)
+        add_one(source)
+        try:
+            sending = threading.Thread(target=sender.send, daemon=True)
+            sending.start()
+            sending.join(5.0)
+            assert not sending.is_alive()
+            assert sender.last_report is not None
+            assert sender.last_report.apply_seconds.keys() == {0}
+        finally:
+            proceed.set()
+        joining.result(20.0)
         assert same(source, target)
         for one in (first, late):
             one.shutdown()

@@ -345,8 +345,10 @@ class SenderSide:
                 start = time.perf_counter()
                 with self._in_step("send", read, self._patience) as named:
                     extract = time.perf_counter() - start
+                    # nobody waits for late joiners that are still joining: they may fail to
+                    waited_for = {*named, *self.sender.workers} - {NOBODY}
                     report = self.sender.publish(named, group_commit=group_commit, to_all=to_all)
-                    handle = SendHandle(self.sender, report, tuple(idx for idx in named if idx != NOBODY))
+                    handle = SendHandle(self.sender, report, tuple(idx for idx in named if idx in waited_for))
                 report.began -= extract
                 report.seconds = {"extract": extract, **report.seconds}
         except BaseException as error:
