@@ -29,6 +29,7 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
     TransportBackend,
+    WeightStrategy,
     WeightSyncScheme,
 )
 from weight_update.receiver.receiver import Receiver
@@ -313,6 +314,26 @@ def test_send_that_shutdown_overtakes_says_so_and_keeps_no_memory(
             sender.send()
         assert memory._slots == []
         receiver.shutdown()
+
+
+@pytest.mark.parametrize("max_in_flight", [None, 2])
+def test_connect_that_shutdown_overtakes_before_it_waits_ends(
+    monkeypatch: pytest.MonkeyPatch, max_in_flight: int | None
+) -> None:
+    """Reading the first weights may take long, and nobody comes after shutdown()."""
+    real = Sender.connect
+
+    def overtaken(*arguments: Any) -> Any:
+        sender.shutdown()
+        return real(*arguments)
+
+    strategy = WeightStrategy(encoding="bucket", max_in_flight=max_in_flight)
+    with SharedMemWeightSyncScheme(strategy, timeout=20.0) as sender, ThreadPoolExecutor(1) as pool:
+        sender.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        monkeypatch.setattr(Sender, "connect", overtaken)
+        connecting = pool.submit(sender.connect, timeout=30.0)
+        with pytest.raises(LifecycleError, match="was shut down"):
+            connecting.result(10.0)
 
 
 @pytest.mark.parametrize("close_links", [False, True])

@@ -242,7 +242,7 @@ def wait_for_none(
     """Wait until ``missing(table)`` is empty or the deadline has passed; name slow workers meanwhile."""
     for limit in min(deadline, time.monotonic() + SHOW_AFTER), deadline:
         with table.lock:
-            while (lacking := missing(table)) and time.monotonic() < limit:
+            while (lacking := missing(table)) and time.monotonic() < limit and not table.closed:
                 for worker in lacking:
                     if worker.joined:
                         continue  # its link reports its end, after the answers that it sent before
