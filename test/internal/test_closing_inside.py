@@ -15,6 +15,7 @@ from weight_update.synchronizer.rpc import SocketChannel
 from weight_update.testing.processes import wait_until
 from weight_update.transports.ray import connection
 from weight_update.transports.shared_memory.slots import HostSlotMapping, SharedBuffer, SlotTable
+from weight_update.transports.signed_stream import SignedStream
 from weight_update.wire.frames import Kind, WeightChunk
 
 
@@ -84,6 +85,23 @@ def test_while_a_call_takes_a_connection(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(channel, "_require_open", close_first)
     with pytest.raises(LinkClosedError, match="the channel was closed"):
         in_time(lambda: channel.call("status", {}, 5.0))
+
+
+def test_while_a_call_makes_a_connection() -> None:
+    class Connections(set[SignedStream]):
+        def add(self, connection: SignedStream) -> None:
+            made.append(connection)
+            channel.close()
+            super().add(connection)
+
+    made: list[SignedStream] = []
+    with closing(Synchronizer(SyncMethod.MEMORY)) as where:
+        server = where.serve()
+        channel = SocketChannel(server.address, server.token)
+        channel._busy = Connections()
+        with pytest.raises(LinkClosedError, match="the channel was closed"):
+            in_time(lambda: channel.call("status", {}, 5.0))
+        assert made[0].stream.sock.fileno() == -1
 
 
 def test_while_an_observer_is_added() -> None:

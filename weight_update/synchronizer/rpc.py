@@ -232,14 +232,14 @@ class SocketChannel(Channel):
         try:
             with undo_on_error(stream.close):
                 with self._lock:
-                    self._require_open()
                     self._connecting.add(stream)
+                    self._require_open()  # last: a signal handler may call close() while the lock is held
                 key = prove_token(stream, self._token, CONTEXT, deadline)
                 connection = SignedStream(stream, key, listener=False)
                 self.address = connection.local_address  # before others may close the connection
                 with self._lock:
-                    self._require_open()
                     self._busy.add(connection)
+                    self._require_open()
                 return connection
         finally:
             with self._lock:
