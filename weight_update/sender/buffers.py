@@ -133,7 +133,7 @@ class BufferPool:
         try:
             return encode(lend), uses
         except BaseException:
-            uses.clear()  # whoever keeps the error keeps no slot
+            uses.clear()  # an object that keeps the error keeps no slot
             raise
 
     def take(self, nbytes: int) -> SlotUse:
