@@ -845,7 +845,7 @@ def test_copies_of_tied_weights() -> None:
     tied = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     tied[1].weight = tied[0].weight
     with MemoryWeightSyncScheme() as sender:
-        connect_pair(sender, tied, copy.deepcopy(tied))
+        _receiver = connect_pair(sender, tied, copy.deepcopy(tied))
         with pytest.raises(SchemaMismatchError, match=r"tie them there, and let neither clone\(\)"):
             sender.send({name: weight.clone() for name, weight in tied.state_dict().items()})
         assert sender.send(copy.deepcopy(tied)).version == 1

@@ -328,9 +328,8 @@ def test_first_weights_that_take_longer_than_connect_waits() -> None:
 
 
 def test_a_worker_that_was_admitted_waits_for_weights() -> None:
-    strategy = WeightStrategy(
-        "state_dict", encoding="bucket", max_in_flight=1
-    )  # the next send() has its weights
+    # The next send() has its weights.
+    strategy = WeightStrategy("state_dict", encoding="bucket", max_in_flight=1)
     with MemoryWeightSyncScheme(strategy) as sender:
         sender.init_on_sender(model=mlp(1), num_workers=0)
         sender.connect()
@@ -340,7 +339,7 @@ def test_a_worker_that_was_admitted_waits_for_weights() -> None:
                 "worker 0 was admitted, but its first weights did not arrive in time; .*connect_timeout="
             )
             with pytest.raises(SyncTimeoutError, match=message):
-                receiver.connect(timeout=0.3)
+                receiver.connect(timeout=1.5)
 
 
 def test_a_worker_that_is_sent_a_newer_version_meanwhile_has_no_more_time() -> None:

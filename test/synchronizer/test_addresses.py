@@ -43,7 +43,7 @@ def test_directly_a_trainer_beside_the_synchronizer_is_found_where_that_is_serve
         model = model_at(-1)
         with (
             TrainerClient(where, model_at(3)) as trainer,
-            ExplorerClient(server, model, timeout=0.1) as explorer,
+            ExplorerClient(server, model, timeout=1.0) as explorer,
         ):
             publisher = trainer.blocking._method.publisher
             assert publisher is not None
