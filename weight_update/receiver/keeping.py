@@ -29,5 +29,5 @@ def let_go(model: Any, receiver: Any) -> None:
     if hasattr(model, "__dict__") and (kept := vars(model).get(_ATTRIBUTE)) is not None:
         kept.discard(receiver)
         if not kept:
-            for late in vars(model).pop(_ATTRIBUTE, ()):  # another thread has just added it
+            for late in list(vars(model).pop(_ATTRIBUTE, ())):  # another thread has just added it
                 keep_alive(model, late)

@@ -82,7 +82,8 @@ class SessionTable:
         self.closed: bool = False
         self._changed, self._on_lapsed = changed, on_lapsed
         self.sessions: dict[str, Session] = {}
-        self._refused: dict[str, str] = {}  # why the calls of a session are refused, by its name
+        self._replaced: dict[str, str] = {}  # why the calls of a session are refused, by its name
+        self._left: dict[str, str] = {}  # the same, for the last clients that have left
         self._watching = False
 
     def watch(self) -> None:
@@ -108,12 +109,12 @@ class SessionTable:
         """Raise Closed after the end, and Refused if the client left, or another has taken its place."""
         if self.closed:
             raise Closed(CLOSED)
-        if name in self._refused:
-            raise Refused(self._refused[name])
+        if reason := self._replaced.get(name) or self._left.get(name):
+            raise Refused(reason)
 
-    def refuse(self, name: str, reason: str) -> None:
-        """Refuse all later calls of a session."""
-        remember(self._refused, name, reason)
+    def leave(self, name: str) -> None:
+        """Refuse calls of a session that its client began before it left."""
+        remember(self._left, name, "this client is closed; create a new one")
 
     def replace(self, member: MemberState | None) -> None:
         """Remove the session of ``member``, whose place a new client takes. Its later calls are refused."""
@@ -121,13 +122,14 @@ class SessionTable:
             if session.member is member:
                 del self.sessions[name]
                 if isinstance(member, ExplorerState):
-                    self.refuse(
-                        name,
-                        f"another explorer with id {member.id} has replaced this one; each needs its own id",
+                    self._replaced[name] = (
+                        f"another explorer with id {member.id} has replaced this one; each needs its own id"
                     )
                     _log.warning("explorer %d was replaced by a new client with its id", member.id)
                 else:
-                    self.refuse(name, "another trainer has replaced this one; a synchronizer has one trainer")
+                    self._replaced[name] = (
+                        "another trainer has replaced this one; a synchronizer has one trainer"
+                    )
                     _log.warning("the trainer was replaced by a new client")
 
     def linked(self, key: str) -> list[ExplorerState]:
@@ -251,7 +253,7 @@ class SessionManager:
         """Let a client go, for good: a call that it has begun before may still ask to come back."""
         with self.changed:
             self.gone(session, None)
-            self.table.refuse(session, "this client is closed; create a new one")
+            self.table.leave(session)
         return {}
 
     def beat(self, session: str) -> Reply:

@@ -161,7 +161,8 @@ def modules_without_weights(model: nn.Module) -> set[str]:
 def written_modules(model: nn.Module, load: Load, weights: Shapes) -> set[frozenset[str]]:
     """Return, for each tensor that a load of ``weights`` without a reload writes to, the modules with it.
 
-    Nothing is written. Tensors are missing if the loader raises an error for weights without data.
+    No weight is copied into the model. If the loader raises an error for weights without data, tensors are
+    missing.
     """
     destinations = Destinations(tensors_of(model))
     probes = [
