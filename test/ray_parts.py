@@ -22,14 +22,18 @@ WAIT = 60.0
 
 
 @contextmanager
-def small_cluster(*folders: Path, megabytes: int = 100) -> Iterator[None]:
-    """Run a Ray of four CPUs, whose workers are forks of the template and can import files of ``folders``."""
-    start_template()
+def small_cluster(*folders: Path, megabytes: int = 100, forks: bool = False) -> Iterator[None]:
+    """Run a Ray of four CPUs, whose workers can import the files of ``folders``.
+
+    With ``forks``, workers are forks of the template, which start sooner. They do not end as Ray's own do.
+    """
+    if forks:
+        start_template()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", ":".join(map(str, folders)))
         ray.init(
             num_cpus=4,
-            runtime_env={"py_executable": RAY_PYTHON},
+            runtime_env={"py_executable": RAY_PYTHON} if forks else None,
             include_dashboard=False,
             object_store_memory=megabytes << 20,
             log_to_driver=False,

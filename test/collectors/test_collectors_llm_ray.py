@@ -36,7 +36,7 @@ WAIT = 60.0
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One Ray for the module, whose workers can import what tests can."""
-    with small_cluster(*reversed(Path(__file__).parents[:3])):
+    with small_cluster(*reversed(Path(__file__).parents[:3]), forks=True):
         yield
 
 

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.timeout(180)
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One Ray for the module, whose workers can import what tests can."""
-    with small_cluster(*reversed(Path(__file__).parents[:3])):
+    with small_cluster(*reversed(Path(__file__).parents[:3]), forks=True):
         yield
 
 
