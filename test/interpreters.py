@@ -2,9 +2,9 @@
 
 :func:`run_python` stands in for ``subprocess.run([sys.executable, ...])``. A template process imports torch,
 tensordict and torchrl once. Each program runs in a fork of it, as ``__main__``, with arguments, environment
-and descriptors of its own, imports this library anew, and ends as an interpreter ends. In tests of collectors,
-Ray's workers are such programs, too (:data:`RAY_PYTHON`). Tests of what an interpreter imports, or of one that
-starts, use subprocess.
+and descriptors of its own, imports this library anew, and ends as an interpreter ends. In tests of
+collectors, Ray's workers are such programs, too (:data:`RAY_PYTHON`). Tests of what an interpreter imports,
+or of one that starts, use subprocess.
 """
 
 from __future__ import annotations
