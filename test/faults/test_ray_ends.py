@@ -78,7 +78,7 @@ def test_ray_is_shut_down_during_updates(data: str, monkeypatch: pytest.MonkeyPa
 
 def put_payload(_: Any) -> None:
     payload = torch.zeros(1 << 17, dtype=torch.uint8)
-    RayObjectStore().put(WeightChunk(Kind.UPDATE, {"version": 1}, payload))
+    RayObjectStore().put(WeightChunk(Kind.COMMIT, {"version": 1}, payload))
 
 
 @pytest.mark.parametrize(
