@@ -58,7 +58,7 @@ def test_the_weights_of_a_synchronizer_are_sent_where_it_is_served(own_address: 
         with TrainerClient(where, model_at(3)) as trainer, ExplorerClient(server, model_at(-1)) as explorer:
             trainer.step = explorer.step = 1
             trainer.blocking.sync_weight()
-            assert where.service._publisher.endpoint["address"] == own_address
+            assert where.service._newest.publisher.endpoint["address"] == own_address
             assert explorer.blocking.sync_weight()["version"] == 0
 
 

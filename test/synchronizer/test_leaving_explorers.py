@@ -129,7 +129,7 @@ def test_a_version_is_published_even_if_the_background_did_not_get_it(tmp_path: 
         TrainerClient(where, source) as trainer,
     ):
         trainer.blocking.sync_weight()
-        publisher = where.service._publisher
+        publisher = where.service._newest.publisher
         assert publisher is not None
         publisher.close()  # nothing can be spread any more
         trainer.step = 1
@@ -318,6 +318,32 @@ def test_weights_that_are_sent_to_all_when_the_time_of_one_ends_reach_it(
         trainer.blocking.sync_weight()
         assert ["reason" in one.result(10.0) for one in waiting] == [False, False]
         assert hasty.version == 1
+
+
+def test_an_unexpected_error_of_a_send_ends_the_wait_of_all_that_it_was_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("no thread to spare")
+
+    with (
+        synchronizer(SyncMethod.MEMORY, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, model_at(0)) as trainer,
+        ExplorerClient(where, model_at(-1)) as one,
+        ExplorerClient(where, model_at(-1)) as other,
+    ):
+        trainer.blocking.sync_weight()
+        for explorer in (one, other):
+            explorer.blocking.sync_weight()
+            explorer.step = 1
+        service = where.service
+        assert isinstance(service, MemoryService)
+        monkeypatch.setattr(service._newest.publisher, "send", fail)
+        waiting = [Waiting(one), Waiting(other)]
+        wait_until(lambda: service.status()["explorers"] == {"0": "require_sync", "1": "require_sync"})
+        trainer.step = 1
+        trainer.blocking.sync_weight()
+        assert ["no thread to spare" in one.result(10.0)["reason"] for one in waiting] == [True, True]
 
 
 def test_an_explorer_that_counts_as_gone_while_it_reads_a_file_has_its_version(

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from checkpoint_parts import in_child, visible
-from sync_parts import Waiting, connected, exchange, model_at, synchronizer, wait_until
+from sync_parts import Waiting, connected, exchange, model_at, set_to, step_of, synchronizer, wait_until
 from torch import nn
 
 from weight_update import (
@@ -221,6 +221,47 @@ def test_a_trainer_that_is_made_anew_may_have_other_weights(method: SyncMethod, 
             with pytest.raises(SchemaMismatchError, match="weight"):
                 wrong.result()
         assert torch.equal(model.weight, source.weight)
+
+
+def test_while_a_new_trainer_brings_other_weights_those_before_are_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make, model, said = MemoryService._make_publisher, model_at(-1), list[dict[str, Any]]()
+
+    def fetched_meanwhile(*arguments: Any) -> Any:
+        said.append(explorer.blocking.sync_weight())
+        return make(*arguments)
+
+    with (
+        synchronizer(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN, tmp_path) as where,
+        ExplorerClient(where, model, timeout=10.0) as explorer,
+    ):
+        source = model_at(0)
+        with TrainerClient(where, source) as trainer:
+            exchange(trainer, explorer)
+            trainer.step = 1
+            set_to(source, 1)
+            trainer.blocking.sync_weight()
+        monkeypatch.setattr(MemoryService, "_make_publisher", fetched_meanwhile)
+        with TrainerClient(where, nn.Linear(3, 2)) as trainer:
+            trainer.blocking.sync_weight()
+    assert [(one["version"], one.get("reason")) for one in said] == [(1, None)]
+    assert step_of(model) == 1
+
+
+def test_a_trainer_that_is_replaced_while_its_call_waits_for_another_changes_no_link() -> None:
+    publisher = Publisher(model_at(0), None, WeightStrategy(), 5.0)
+    with Synchronizer(SyncMethod.MEMORY) as where, ThreadPoolExecutor(1) as pool:
+        service = where.service
+        assert isinstance(service, MemoryService)
+        service.hello("old", "trainer")
+        with service._taking:  # as by an earlier call, which takes its time to connect
+            args = {"session": "old", "ticket": publisher.endpoint}
+            said = pool.submit(service.call, "take_from", args)
+            time.sleep(0.2)
+            service.hello("new", "trainer")
+        assert "has replaced this one" in said.result(10.0)["refused"]
+    publisher.close()
 
 
 @pytest.mark.parametrize("method", EVERY)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,14 +22,13 @@ from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import StoringTrainer
 from weight_update.synchronizer.plan import SyncPlan, SyncStyle
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
-from weight_update.synchronizer.sessions import Held, Reply
+from weight_update.synchronizer.sessions import CLOSED, Closed, Held, Reply
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, is_loopback, key_of, settle
 from weight_update.transports.socket_stream import deadline_of
 from weight_update.wire.schema import WeightSchema
 
 _log = logging.getLogger(__name__)
-_LOOK_SECONDS = 0.05
 _SYNCHRONIZER = 0
 """The synchronizer's id among the subscribers of the trainer."""
 
@@ -54,130 +52,125 @@ class MemoryTrainer(StoringTrainer):
 
 
 class _HeldVersion(NamedTuple):
-    """The weights of one version, and the trainer step at which they were made."""
+    """The weights of one version, the trainer step at which they were made, and a publisher that fits."""
 
     version: int
     step: int
     weights: Any
+    schema: WeightSchema
+    publisher: Publisher
 
 
 class MemoryService(Service):
-    """The synchronizer's part: it sends the newest weights to explorers, even when the trainer is gone."""
+    """The synchronizer's part: it sends the newest weights to explorers, even when the trainer is gone.
+
+    A call takes or sends weights in its own thread, without the lock ``changed``. That lock guards all
+    attributes but the link to the trainer.
+
+    - A call of the trainer uses the link and replaces the version that is held. One call at a time does so:
+      it holds the lock ``_taking``, which guards the link.
+    - A call that finds explorers waiting sends the version to all of them. One call at a time does so:
+      ``_sending`` is true meanwhile. The call of each explorer then waits for its own delivery.
+    """
 
     calls = (*Service.calls, "take_from", "trainer_published")
 
     def __init__(self, plan: SyncPlan, strategy: WeightStrategy, **options: Any) -> None:
         super().__init__(plan, **options)
         self._strategy = _passing_on(strategy)
+        self._taking = threading.Lock()  # acquired before ``changed``
+        self._subscriber: Subscriber | None = None  # the link to the trainer
+        self._schema: WeightSchema | None = None  # of the weights by this link, once they are known
         self._newest: _HeldVersion | None = None
-        self._subscriber: Subscriber | None = None  # of the trainer
-        self._publisher: Publisher | None = None  # for explorers; there are weights then
-        self._published_from: Subscriber | None = None  # the link whose weights the publisher is known to fit
-        self._schema: WeightSchema | None = None  # of the publisher
-        self._taking, self._delivering = threading.Lock(), threading.Lock()
-        self._transfers: dict[ExplorerState, tuple[int, SendHandle]] = {}
+        self._sending = False
+        self._transfers: dict[ExplorerState, tuple[int, SendHandle]] = {}  # that no call waits for yet
 
     def reach_by(self, address: str) -> None:
-        if self._publisher is not None and self.address != address:
-            raise LifecycleError(
-                "the synchronizer already sends weights on another interface; call serve() before the "
-                "trainer publishes"
-            )
-        super().reach_by(address)
+        with self.changed:
+            if self._newest is not None and self.address != address:
+                raise LifecycleError(
+                    "the synchronizer already sends weights on another interface; call serve() before the "
+                    "trainer publishes"
+                )
+            super().reach_by(address)
 
     def _restore(self, version: int, step: int) -> None:
         super()._restore(version, step)
         self.machine.lost_weights()  # they were in the memory of the earlier service
 
     def _release(self) -> None:
-        self._newest = None
-        close_all(self._publisher, self._subscriber)
+        with self.changed:
+            newest, self._newest = self._newest, None
+        close_all(None if newest is None else newest.publisher, self._subscriber)
 
-    def _release_if_closed(self) -> None:
-        """Release what was made while another thread closed the service."""
+    def _require_open(self) -> None:
+        """Raise Closed if another thread closed the service, and release what was made meanwhile."""
         if self.table.closed:
             self._release()
+            raise Closed(CLOSED)
+
+    # -- from the trainer --------------------------------------------------------------------------
 
     def take_from(self, session: str, ticket: Endpoint) -> Reply:
         """Subscribe to the trainer's publisher."""
-        self.beat(session)
         with self._taking:
+            self.beat(session)
             close_all(self._subscriber)
-            self._subscriber = None
+            self._subscriber = self._schema = None
             try:
                 self._subscriber = Subscriber(ticket, _SYNCHRONIZER, None, self._strategy, self._timeout)
             except (TransportError, SyncTimeoutError) as error:
                 raise LinkClosedError(f"the synchronizer does not reach the trainer: {error}") from None
-            self._release_if_closed()
+            self._require_open()
         return {}
 
     def trainer_published(self, session: str, step: int, version: int, report: Reply | None = None) -> Reply:
         """Keep the weights that the trainer has sent, as a version."""
-        with self.changed:
-            self._trainer(session, step)
         with self._taking:
-            if self._subscriber is None:
-                raise LinkClosedError("the synchronizer has no link to the trainer")
-            self._newest = _HeldVersion(version, step, self._subscriber.scheme.weights)
-            if self._published_from is not self._subscriber:
-                self._make_publisher(self._newest)
-                self._published_from = self._subscriber
-            self._release_if_closed()
-        with self.changed:
-            self.machine.published(version, step)
-            self.machine.offered(step)
+            with self.changed:
+                self._trainer(session, step)
+            before, weights = self._newest, self._weights()
+            if self._schema is None:
+                self._schema = self._strategy.named(weights).schema()
+            fitting = None if before is None or before.schema != self._schema else before.publisher
+            publisher = fitting or self._make_publisher()
+            with self.changed:
+                if fitting is None:  # explorers that join it begin with this version
+                    self._record(publisher.endpoint, 0, version, step)
+                self._newest = _HeldVersion(version, step, weights, self._schema, publisher)
+                self.machine.published(version, step)
+                self.machine.offered(step)
+            self._require_open()
+            if before is not None and fitting is None:
+                _log.warning("the trainer has other weights than the one before; explorers connect again")
+                before.publisher.close()
         self._tell(report)
         if self.plan.style is SyncStyle.FULLY_ASYNC:
-            with self._delivering:
-                self._send_to_waiting(spread=True)
+            self._send_to_waiting(spread=True)
         return {"version": version}
 
-    def _make_publisher(self, newest: _HeldVersion) -> None:
-        """Make a publisher, unless the present one fits the weights of the trainer, perhaps a new one."""
-        schema = self._strategy.named(newest.weights).schema()
-        if self._publisher is not None and schema == self._schema:
-            return
-        tell, before = self.observers.tell, self._publisher
-        made = Publisher(self._weights, self.address, self._strategy, self._timeout, tell=tell)
-        with self.changed:  # explorers that join it begin with this version
-            self._record(made.endpoint, 0, newest.version, newest.step)
-        self._publisher, self._schema = made, schema
-        if before is not None:
-            _log.warning("the trainer has other weights than the one before; explorers connect again")
-            before.close()
-
     def _weights(self) -> Any:
-        assert self._newest is not None
-        return self._newest.weights
+        """Return the weights that the trainer has sent last."""
+        if self._subscriber is None:
+            raise LinkClosedError("the synchronizer has no link to the trainer")
+        return self._subscriber.scheme.weights
 
-    def _send(self, ids: Iterable[int], spread: bool) -> tuple[int, SendHandle]:
-        """Send the newest version to the explorers ``ids``, or to all that joined, and do not wait."""
-        newest, publisher = self._newest, self._publisher
-        if newest is None or publisher is None:
-            raise LinkClosedError("the synchronizer holds no weights")
-        observed = newest.version if self.observers.functions else None
-        transfer = publisher.send(ids, newest.weights, spread=spread, observe=observed)
-        with self.changed:
-            self._record(publisher.endpoint, transfer.version, newest.version, newest.step)
-            self.machine.published(newest.version, newest.step)
-        return newest.version, transfer
+    def _make_publisher(self) -> Publisher:
+        tell = self.observers.tell
+        return Publisher(self._weights, self.address, self._strategy, self._timeout, tell=tell)
+
+    # -- to explorers ------------------------------------------------------------------------------
 
     def explorer_needs(self, session: str, step: int, held: Held) -> Reply:
-        while self._being_recorded(held):  # the send that brought this update is about to record its version
-            if self._delivering.acquire(timeout=_LOOK_SECONDS):
-                self._delivering.release()
-                break  # it failed, unless it has recorded the version
-        return super().explorer_needs(session, step, held)
+        with self.changed:
+            self.wait_for(lambda: not self._being_recorded(held), None)
+            return super().explorer_needs(session, step, held)
 
     def _being_recorded(self, held: Held) -> bool:
-        """Return whether an explorer has an update of the present publisher without a recorded version."""
-        with self.changed:
-            publisher = self._publisher
-            if held is None or held[1] is None:
-                return False
-            if publisher is None or held[0] != key_of(publisher.endpoint):
-                return False
-            return self._version_of(*held) is None
+        """Return whether an explorer has an update that is still being sent; its version is recorded then."""
+        if not self._sending or self._newest is None or held is None or held[1] is None:
+            return False
+        return held[0] == key_of(self._newest.publisher.endpoint) and self._version_of(*held) is None
 
     def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
         deadline = deadline_of(timeout)
@@ -191,49 +184,60 @@ class MemoryService(Service):
                 if not self._await_turn(explorer, deadline, timeout, lambda: self._may_take(explorer)):
                     self._transfers.pop(explorer, None)
                     return outcome_of(explorer)
-                publisher = self._publisher
-                if publisher is not None and found.linked != key_of(publisher.endpoint):
-                    return {"join": publisher.endpoint}
-            self._deliver(explorer)
-
-    def _may_take(self, explorer: ExplorerState) -> bool:
-        """Return whether weights are there for a waiting explorer, or on their way to it."""
-        return explorer in self._transfers or self.machine.may_fetch(explorer.id) is not None
-
-    def _deliver(self, explorer: ExplorerState) -> None:
-        """Send to all explorers that wait, once; then wait for this explorer alone."""
-        with self._delivering:
-            if explorer not in self._transfers:
+                newest, sent = self._newest, self._transfers.pop(explorer, None)
+                if sent is None and newest and found.linked != key_of(newest.publisher.endpoint):
+                    return {"join": newest.publisher.endpoint}
+            if sent is None:
                 self._send_to_waiting()
-        version, transfer = self._transfers.pop(explorer, (0, None))
-        if transfer is not None:
+                continue
+            version, transfer = sent
             failures = settle(transfer, [explorer.id])
             with self.changed:
                 if not has_ended(explorer):
                     self._end_transfer([explorer.id], version, failures)
 
+    def _may_take(self, explorer: ExplorerState) -> bool:
+        """Return whether weights are there for a waiting explorer, or on their way to it."""
+        return explorer in self._transfers or self.machine.may_fetch(explorer.id) is not None
+
     def _send_to_waiting(self, *, spread: bool = False) -> None:
         """Send to all explorers that wait; with ``spread`` also to the others, which fetch what they miss."""
-        assert self._publisher is not None
         with self.changed:
-            linked = self.table.linked(key_of(self._publisher.endpoint))
+            self.wait_for(lambda: not self._sending, None)
+            newest = self._newest
+            if newest is None:  # the service was closed
+                return
+            linked = self.table.linked(key_of(newest.publisher.endpoint))
             going = [one for one in linked if self.machine.may_fetch(one.id) is not None]
+            if not going and not spread:  # the call before has sent to them
+                return
             self.machine.begin([one.id for one in going])
-        ids = [one.id for one in going]
-        if not ids and not spread:
-            return
+            self._sending = True
         try:
-            sent = self._send(ids, spread)
-        except WeightSyncError as error:
+            self._send(newest, going, spread)
+        finally:
+            with self.changed:
+                self._sending = False
+                self.changed.notify_all()
+
+    def _send(self, newest: _HeldVersion, going: list[ExplorerState], spread: bool) -> None:
+        """Send a version, and record what is on its way to whom; or note why it was not sent."""
+        ids, publisher = [one.id for one in going], newest.publisher
+        observed = newest.version if self.observers.functions else None
+        try:
+            transfer = publisher.send(ids, newest.weights, spread=spread, observe=observed)
+        except Exception as error:
             if spread:
-                _log.warning("version %s was not sent in the background: %s", self.machine.newest, error)
+                _log.warning("version %s was not sent in the background: %s", newest.version, error)
             with self.changed:
                 for id in ids:
                     self.machine.failed(id, str(error))
-            return
-        with self.changed:
-            self._transfers.update(dict.fromkeys(going, sent))
-            self.changed.notify_all()
+            if not isinstance(error, WeightSyncError):
+                raise
+        else:
+            with self.changed:
+                self._record(publisher.endpoint, transfer.version, newest.version, newest.step)
+                self._transfers.update(dict.fromkeys(going, (newest.version, transfer)))
 
 
 def _passing_on(strategy: WeightStrategy) -> WeightStrategy:

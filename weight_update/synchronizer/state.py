@@ -70,7 +70,7 @@ class ExplorerState(MemberState):
     Attributes:
         version: version in force; None before the first.
         wanted: FIXED, in REQUIRE_SYNC: trainer step whose weights it needs; else 0.
-        asked: while it waits: newest version when it began to wait.
+        asked: EXPLORER_DRIVEN, in REQUIRE_SYNC: newest version when it began to wait; else None.
         had: while it waits: version in force when it began to wait.
         busy: whether weights are on their way to it, so that it cannot give up.
         failure: reason for which it last gave up; None if it synchronized since.
@@ -180,26 +180,21 @@ class State:
             return None
         if newest is None or self.lost or newest == explorer.version:
             return None
-        if self._trainer_stopped():
-            return newest
-        if self.plan.style is SyncStyle.EXPLORER_DRIVEN:
-            return newest if self._answers(explorer, newest) else None
-        return newest if self.newest_step >= explorer.wanted else None
+        enough = self._answers(explorer, newest) and self.newest_step >= explorer.wanted
+        return newest if enough or self._trainer_stopped() else None
 
     def _is_satisfied(self, explorer: ExplorerState) -> bool:
         """Return whether a waiting explorer has what it waits for."""
         if explorer.version is None:
             return False
-        if self.plan.style is SyncStyle.FULLY_ASYNC:
-            return self._behind(explorer) <= self.plan.max_staleness
         newest, new = self.plan.direct or explorer.version == self.newest, explorer.version != explorer.had
         if newest and new and self._trainer_stopped() and not self.plan.direct:
             return True
-        if self.plan.style is SyncStyle.EXPLORER_DRIVEN:
-            return newest and new and self._answers(explorer, explorer.version)
-        if self.plan.style is SyncStyle.TRAINER_DRIVEN:
-            return newest and new
-        return newest and self._steps.get(explorer.version, -1) >= explorer.wanted
+        if self.plan.style is SyncStyle.FULLY_ASYNC:
+            return self._behind(explorer) <= self.plan.max_staleness
+        if self.plan.style is SyncStyle.FIXED:
+            return newest and self._steps.get(explorer.version, -1) >= explorer.wanted
+        return newest and new and self._answers(explorer, explorer.version)
 
     def _answers(self, explorer: ExplorerState, version: int) -> bool:
         """Return whether ``version`` came after an explorer asked, or is what the trainer still has."""

@@ -107,7 +107,8 @@ class StateMachine(State):
         explorer = self.explorers[id]
         if explorer.status is not REQUIRE_SYNC:
             explorer.status, explorer.outcome = REQUIRE_SYNC, None
-            explorer.asked, explorer.had = self.newest, explorer.version
+            explorer.asked = self.newest if self.plan.style is SyncStyle.EXPLORER_DRIVEN else None
+            explorer.had = explorer.version
         if not explorer.waits:
             explorer.waits, explorer.wanted = waits, self.plan.wanted(explorer.step)
         self._settle()
