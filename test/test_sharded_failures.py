@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from shard_parts import Body, FailingConverter, Ranks, running, set_failing, whole_kinds
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
-from weight_update import BucketEncoding, ConversionError
+from weight_update import BucketEncoding, ConversionError, SyncFailedError
+from weight_update.sharded import batch, gathering
 
 ROWS = {"first": 2, "second": 2, "third": 2, "fourth": 1 << 14}
 """Number of rows of each weight; the last is much larger than the buffers of a socket."""
@@ -35,18 +37,33 @@ def set_refilling(body: Body, refills: bool) -> None:
     RefillingConverter.refills = refills
 
 
-def make_large(body: Body) -> None:
-    mesh = DeviceMesh.from_group(body.groups[0, 1], "cpu", mesh=[0, 1])
+def make_large(body: Body, size: int) -> None:
+    members = list(range(size))
+    mesh = DeviceMesh.from_group(body.groups[tuple(members)], "cpu", mesh=members)
     body.net = {
         name: distribute_tensor(torch.arange(rows * COLUMNS).view(rows, COLUMNS).float(), mesh, [Shard(0)])
         for name, rows in ROWS.items()
     }
 
 
+def set_memory(body: Body, is_short: bool) -> None:
+    """Have the second rank lack memory for large parts."""
+
+    def short(shapes: Any) -> Any:
+        memory, views = batch.flat(shapes)
+        if memory.numel() > 1 << 20:
+            raise MemoryError("short of memory")
+        return memory, views
+
+    if dist.get_rank() == 1:
+        gathering.flat = short if is_short else batch.flat
+
+
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
         ranks.all("group", [0, 1])
+        ranks.all("group", [0, 1, 2])
         yield ranks
 
 
@@ -56,26 +73,40 @@ IN_BATCHES = {"shards": {"batch_bytes": 8 * COLUMNS}}
 
 
 @pytest.mark.parametrize("options", [IN_FLIGHT, {}], ids=["in flight", "whole"])
-def test_a_converter_that_fails_while_a_batch_is_on_its_way(two: Ranks, options: dict[str, Any]) -> None:
-    two.all("run", make_large)
+def test_a_converter_that_fails_while_a_batch_is_on_its_way(three: Ranks, options: dict[str, Any]) -> None:
+    three.all("run", make_large, 2, of=2)
     options = {**options, **IN_BATCHES, "convert": FailingConverter()}
-    with running(two, "shared_mem", size=2, workers=1, model=MODEL, **options) as (worker,):
-        two.all("run", set_failing, True)
-        leader, follower = two.each("call", "send")
+    with running(three, "shared_mem", size=2, workers=1, model=MODEL, **options) as (worker,):
+        three.all("run", set_failing, True, of=2)
+        leader, follower = three.each("call", "send", of=2)
         assert isinstance(leader, ValueError)
         assert str(follower) == "rank 0 of the trainer failed: ValueError: no such format"
-        two.all("run", set_failing, False)
-        two.all("call", "send")
-        assert worker.call("fingerprint") == two.all("run", whole_kinds)[0]
+        three.all("run", set_failing, False, of=2)
+        three.all("call", "send", of=2)
+        assert worker.call("fingerprint") == three.all("run", whole_kinds, of=2)[0]
 
 
-def test_a_converter_that_refills_its_memory_leaves_all_ranks_in_step(two: Ranks) -> None:
-    two.all("run", make_large)
+def test_a_converter_that_refills_its_memory_leaves_all_ranks_in_step(three: Ranks) -> None:
+    three.all("run", make_large, 2, of=2)
     options = {**IN_BATCHES, "convert": RefillingConverter()}
-    with running(two, "shared_mem", size=2, workers=1, model=MODEL, **options) as (worker,):
-        two.all("run", set_refilling, True)
-        errors = two.each("call", "send")
+    with running(three, "shared_mem", size=2, workers=1, model=MODEL, **options) as (worker,):
+        three.all("run", set_refilling, True, of=2)
+        errors = three.each("call", "send", of=2)
         assert [type(error) for error in errors] == [ConversionError] * 2, errors
-        two.all("run", set_refilling, False)
-        two.all("call", "send")
-        assert worker.call("fingerprint") == two.all("run", whole_kinds)[0]
+        three.all("run", set_refilling, False, of=2)
+        three.all("call", "send", of=2)
+        assert worker.call("fingerprint") == three.all("run", whole_kinds, of=2)[0]
+
+
+def test_a_rank_that_fails_while_another_gives_its_parts(three: Ranks) -> None:
+    three.all("run", make_large, 3)
+    with running(three, "shared_mem", size=3, workers=1, model=MODEL, **IN_BATCHES) as (worker,):
+        three.all("run", set_memory, True)
+        leader, second, third = three.each("call", "send")
+        assert isinstance(second, MemoryError)
+        assert isinstance(leader, SyncFailedError)
+        assert str(leader) == "rank 1 of the trainer failed: MemoryError: short of memory"
+        assert "rank 1 of the trainer failed: MemoryError: short of memory" in str(third)
+        three.all("run", set_memory, False)
+        three.all("call", "send")
+        assert worker.call("fingerprint") == three.all("run", whole_kinds)[0]
