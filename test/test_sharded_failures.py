@@ -110,3 +110,15 @@ def test_a_rank_that_fails_while_another_gives_its_parts(three: Ranks) -> None:
         three.all("run", set_memory, False)
         three.all("call", "send")
         assert worker.call("fingerprint") == three.all("run", whole_kinds)[0]
+
+
+def test_without_workers_the_ranks_stay_in_step(three: Ranks) -> None:
+    """The leader then takes no more weights after the first chunk."""
+    three.all("run", make_large, 2, of=2)
+    options = {"encoding": BucketEncoding(bucket_size=3 * 8 * COLUMNS), "max_in_flight": 2, **IN_BATCHES}
+    with running(three, size=2, workers=1, model=MODEL, **options) as (worker,):
+        worker.runner.kill()
+        worker.runner.join()
+        for _ in range(3):
+            errors = three.each("call", "send", of=2)
+            assert [list(error.failures) for error in errors] == [[0], [0]], errors
