@@ -49,7 +49,7 @@ from weight_update.testing.chunks import hello
 from weight_update.testing.models import Zoo, fingerprint
 from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import start_workers
-from weight_update.transports.object_store import publisher
+from weight_update.transports.object_store import publisher, stored_frames
 from weight_update.transports.object_store.manifest import StoreManifest
 from weight_update.transports.object_store.store import ObjectStore
 from weight_update.wire.frames import Kind, WeightChunk
@@ -198,6 +198,30 @@ def test_a_reader_that_was_away_gets_the_newest_version(ends: Ends) -> None:
             nudge(source)
             sender.send()
     arrives(reader, 11)
+    assert fingerprint(model) == fingerprint(source)
+
+
+def test_a_reader_that_was_away_and_has_no_memory_for_all_weights_reads_them_later(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, model = mlp(1), mlp(2)
+    sender = ends.sender(source, strategy=WeightStrategy(encoding="patch"), most_changes=2)
+    reader = ends.reader(model)
+    refused = threading.Event()
+
+    def refuse(nbytes: int) -> torch.Tensor:
+        refused.set()
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        with reader.hold():
+            for _ in range(5):
+                nudge(source)
+                sender.send()
+            patch.setattr(stored_frames, "fresh_bytes", refuse)
+        assert refused.wait(10.0)
+        time.sleep(0.1)
+    arrives(reader, 5)
     assert fingerprint(model) == fingerprint(source)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from weight_update.encodings import decoder_for, read_delta
 from weight_update.encodings.dense import DenseEncoding, copy_tensors
-from weight_update.errors import FormatError
+from weight_update.errors import FormatError, NotEnoughMemoryError
 from weight_update.transports.base import Allocate
 from weight_update.transports.object_store.manifest import StoredFrame, StoredVersion
 from weight_update.transports.object_store.store import ObjectStore
@@ -57,18 +57,32 @@ def read_frame(
 def read_merged(
     store: ObjectStore, chain: Sequence[StoredVersion], schema: WeightSchema, deadline: float | None
 ) -> WeightChunk:
-    """Return the newest version of a chain as one dense update; raise as :func:`read_frame`."""
-    whole = [read_frame(store, frame, deadline) for frame in chain[0].frames]
+    """Return the newest version of a chain as one dense update.
+
+    Raises:
+        FormatError, TransportError, SyncTimeoutError: as :func:`read_frame`.
+        NotEnoughMemoryError: there is no memory for all weights.
+    """
+
+    def memory(nbytes: int) -> torch.Tensor:
+        try:
+            return fresh_bytes(nbytes)
+        except (RuntimeError, MemoryError) as error:
+            short = NotEnoughMemoryError(f"no memory for all weights of the store: {error}")
+            short.version = chain[-1].version
+            raise short from None
+
+    whole = [read_frame(store, frame, deadline, memory) for frame in chain[0].frames]
     decoder, payloads = decoder_for(whole[0].header["encoding"], schema), payloads_of(whole)
     if decoder.is_flat:
         (flat,) = payloads
     else:
-        fed = [decoder.feed(index, one, fresh_bytes) for index, one in enumerate(payloads)]
-        flat = fresh_bytes(schema.nbytes)
+        fed = [decoder.feed(index, one, memory) for index, one in enumerate(payloads)]
+        flat = memory(schema.nbytes)
         copy_tensors(schema.views(flat), decoder.decode(fed), "reading weights", serial=True)
     newest = whole[0]
     for frame in (frame for one in chain[1:] for frame in one.frames):
-        change = read_frame(store, frame, deadline)
+        change = read_frame(store, frame, deadline, memory)
         newest = change if change.header["index"] == 0 else newest
         (payload,) = payloads_of([change])
         read_delta(change.header["encoding"], payload, schema).write(flat)
