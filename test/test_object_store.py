@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -48,7 +49,7 @@ from weight_update.testing.chunks import hello
 from weight_update.testing.models import Zoo, fingerprint
 from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import start_workers
-from weight_update.transports.object_store import publisher
+from weight_update.transports.object_store import publisher, stored_frames
 from weight_update.transports.object_store.manifest import StoreManifest
 from weight_update.transports.object_store.store import ObjectStore
 from weight_update.wire.frames import Kind, WeightChunk
@@ -208,6 +209,30 @@ def test_a_reader_that_failed_to_apply_an_update_gets_all_weights(ends: Ends) ->
         next(model.parameters()).add_(1)  # the changes are for other weights
     nudge(source)
     sender.send()
+    arrives(reader, 1)
+    assert fingerprint(model) == fingerprint(source)
+
+
+def test_a_reader_without_memory_for_all_weights_reads_them_later(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, model = mlp(1), mlp(2)
+    sender = ends.sender(source, strategy=WeightStrategy(encoding="patch"))
+    reader = ends.reader(model)
+    refused = threading.Event()
+
+    def refuse(nbytes: int) -> torch.Tensor:
+        refused.set()
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stored_frames, "fresh_bytes", refuse)
+        with torch.no_grad():
+            next(model.parameters()).add_(1)  # the changes are for other weights
+        nudge(source)
+        sender.send()
+        assert refused.wait(10.0)
+        time.sleep(0.1)
     arrives(reader, 1)
     assert fingerprint(model) == fingerprint(source)
 
@@ -518,7 +543,7 @@ def test_a_server_that_ignores_ranges_of_bytes(
     whole = LocalFileSystem.cat_file
     monkeypatch.setattr(FaultyFileSystem, "cat_file", lambda self, path, **_: whole(self, path))
     ends.reader(mlp(2))
-    monkeypatch.setattr("weight_update.transports.object_store.reader._PIECE", 64)
+    monkeypatch.setattr("weight_update.transports.object_store.stored_frames._PIECE", 64)
     with pytest.raises(SyncTimeoutError, match=r"the server ignores ranges of bytes, so .*frame cannot be"):
         ends.reader(mlp(3), connect_timeout=0.5)
 
@@ -568,6 +593,20 @@ def test_a_signed_manifest_is_checked_too(ends: Ends, url: str, fields: dict[str
     (Path(url) / "latest.json").write_bytes(broken.encode(TOKEN))
     with pytest.raises(SyncTimeoutError, match="not a manifest"):
         ends.reader(mlp(2), connect_timeout=0.5)
+
+
+def test_a_frame_that_is_shorter_than_its_head(ends: Ends, url: str) -> None:
+    """As of another sender with the same token."""
+    ends.sender(mlp(1)).shutdown()
+    manifest = StoreManifest.decode((Path(url) / "latest.json").read_bytes(), TOKEN)
+    frame = Path(url) / manifest.welcome.name
+    frame.write_bytes(frame.read_bytes()[:20])
+    broken = replace(manifest, welcome=replace(manifest.welcome, nbytes=20))
+    (Path(url) / "latest.json").write_bytes(broken.encode(TOKEN))
+    with pytest.raises(
+        SyncTimeoutError, match=r"nothing could be read in time: .* another size than its frame"
+    ):
+        ends.reader(mlp(2), connect_timeout=1.0)
 
 
 def test_a_manifest_of_another_format(ends: Ends, url: str) -> None:
@@ -951,6 +990,33 @@ def test_connecting_to_a_store_that_does_not_answer(ends: Ends, url: str, faults
         sender.connect(timeout=0.5)
     assert time.monotonic() - start < 20.0
     awake.set()
+
+
+def test_a_version_that_an_engine_got_a_part_of_is_not_read_all_the_time(
+    ends: Ends, url: str, faults: Faults
+) -> None:
+    ends.url = f"faulty://{url}"
+    source, engine = mlp(1), Notebook(in_chunks=True)
+    encoding = BucketEncoding(bucket_size=256)
+    sender = ends.sender(source, strategy=WeightStrategy("state_dict", encoding=encoding))
+    reader = ends.reader(engine, strategy="state_dict")
+    there: set[str] = set()
+
+    def refuse(verb: str, path: str) -> None:
+        if verb == "read" and "/000000000001-" in path and path not in there:
+            if there:
+                raise ConnectionResetError("away")
+            there.add(path)
+
+    faults(refuse)
+    scramble(source, 3)
+    sender.send()
+    wait_until(lambda: ("begin", 1) in engine.calls)
+    time.sleep(0.5)
+    assert engine.calls.count(("begin", 1)) < 10
+    faults(lambda verb, path: None)
+    arrives(reader, 1)
+    assert all(torch.equal(engine.loaded[name], value) for name, value in source.state_dict().items())
 
 
 def test_a_reader_outlives_a_store_that_is_away(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,20 +15,22 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class PendingBatch:
-    """A batch on its way to the leader."""
+    """A batch on its way to the leader.
+
+    Attributes:
+        is_local: whether the leader holds all of it itself.
+        parts: for each rank that pushes, the memory for what it pushes, and a view of it for each tensor.
+    """
 
     def __init__(self, batch: Batch, tensors: Tensors) -> None:
         self._batch, self._whole = batch, dict[str, torch.Tensor]()
-        # Whether the leader holds all of it itself.
         self.is_local = all(item.boxes is not None and not any(item.boxes) for item in batch)
         shapes: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
         for item in batch:
             for rank, (_, shape) in (item.boxes or {}).items():
                 if rank:
                     shapes.setdefault(rank, []).append((shape, tensors[item.names[0]].dtype))
-        self.parts = {rank: flat(one) for rank, one in shapes.items()}  # what each rank pushes
-        self.pulls: list[tuple[int, Any]] = []  # rank and work object of each pending receive
-        self.tag = -1
+        self.parts = {rank: flat(one) for rank, one in shapes.items()}
 
     def gather_whole(self, tensors: Tensors) -> None:
         """Gather the tensors that only ``full_tensor()`` on all ranks can gather."""

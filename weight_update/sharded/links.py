@@ -63,6 +63,7 @@ class RankLinks:
         self._gone: set[int] = set()
         self._told = 0  # number of the leader's last message; a report answers one of them
         self._reports: list[Any] = []
+        self._pulls: dict[int, Any] = {}  # what the leader receives, by the place of the sender
         self._store: Any = None
         self.tags = itertools.count(_DATA)
         self._group: Any = None if self.size == 1 else self._rendezvous(rendezvous_timeout)
@@ -77,6 +78,10 @@ class RankLinks:
         """Positions in ``members`` of all ranks but the leader."""
         return range(1, self.size)
 
+    def name(self, place: int) -> str:
+        """Return the name of a rank for messages."""
+        return f"rank {self.members[place]} of the trainer"
+
     def close(self) -> None:
         """Close the connections: ranks that wait for this one get an error."""
         group, self._group = self._group, None
@@ -84,16 +89,15 @@ class RankLinks:
         self.broken = self.broken or LifecycleError("this scheme was shut down")
         disown(group)
 
-    def cut(self) -> None:
-        """Close the connections to ranks that are left, on the leader; their calls raise the reason.
+    def finish(self, place: int, work: Any, deadline: float | None = None) -> None:
+        """Wait until a transfer that was begun is complete; without a deadline, wait ``patience`` seconds."""
+        left = self.patience if deadline is None else max(deadline - time.monotonic(), _MOMENT)
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            raise self._lost(place, error) from None
 
-        Gloo's ``abort()`` closes none of them. A wait of gloo that reaches its timeout closes all.
-        """
-        left = [place for place in self.others if place not in self._gone]
-        if self._group is not None and left:
-            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-            with contextlib.suppress(RuntimeError):
-                self._group.recv([nothing], left[0], next(self.tags)).wait(timedelta(seconds=_MOMENT))
+    # -- on the leader -----------------------------------------------------------------------------
 
     def tell(self, message: Message) -> None:
         """Send a message to all others, on the leader."""
@@ -121,9 +125,16 @@ class RankLinks:
             raise kept_error(problems[0])
 
     def hear(self) -> list[Message]:
-        """Return the report of each of the others, on the leader; raise as :meth:`Ranks.step`."""
+        """Return the report of each of the others, on the leader, once it has the bytes that they pushed.
+
+        Raises as :meth:`Ranks.step`. A rank whose report is an error pushes nothing.
+        """
         deadline = time.monotonic() + self.patience
+        pulls, self._pulls = self._pulls, {}
         heard = [self._hear(place, deadline) for place in self.others]
+        for place, message in zip(self.others, heard, strict=True):
+            if place in pulls and "error" not in message:
+                self.finish(place, pulls[place])
         for place, message in zip(self.others, heard, strict=True):
             if "error" in message:
                 raise error_from_wire(message["error"], self.name(place), foreign=True)
@@ -135,32 +146,46 @@ class RankLinks:
             if message["to"] == self._told:  # older reports are to messages that the leader failed after
                 return message
 
+    def pull(self, place: int, into: torch.Tensor, tag: int) -> None:
+        """Begin to receive bytes, on the leader; they are complete after the next :meth:`hear`."""
+        self._pulls[place] = self._begin_to_receive(place, into, tag)
+
+    def drain(self) -> None:
+        """Complete what was begun by :meth:`pull`, also after an error: gloo cannot take it back."""
+        if self._pulls and self.broken is None:
+            with contextlib.suppress(WeightSyncError):  # the error before is raised
+                self.hear()
+        self._pulls = {}
+
+    def cut(self) -> None:
+        """Close the connections to ranks that are left, on the leader; their calls raise the reason.
+
+        Gloo's ``abort()`` closes none of them. A wait of gloo that reaches its timeout closes all.
+        """
+        left = [place for place in self.others if place not in self._gone]
+        if self._group is not None and left:
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([nothing], left[0], next(self.tags)).wait(timedelta(seconds=_MOMENT))
+
+    # -- on the other ranks ------------------------------------------------------------------------
+
     def listen(self) -> Message:
         """Return the next message of the leader, on the other ranks."""
         message = self._receive(0)
         self._told = message["number"]
         return message
 
-    def report(self, message: Message | None = None) -> None:
+    def report(self, message: Message) -> None:
         """Answer the leader, without waiting: it may never receive the answer."""
         self._reports = [work for work in self._reports if not work.is_completed()]
-        self._reports += self._send(0, {**(message or {}), "to": self._told})
+        self._reports += self._send(0, {**message, "to": self._told})
 
     def push(self, data: torch.Tensor, tag: int, to: int = 0) -> Any:
-        """Begin to send bytes to the leader; do not change them before :meth:`finish`."""
+        """Begin to send bytes; do not change them before :meth:`finish`."""
         return self._begin(to, lambda: self._group.send([data], to, tag))
 
-    def pull(self, place: int, into: torch.Tensor, tag: int) -> Any:
-        """Begin to receive bytes, on the leader; they are complete after :meth:`finish`."""
-        return self._begin(place, lambda: self._group.recv([into], place, tag))
-
-    def finish(self, place: int, work: Any, deadline: float | None = None) -> None:
-        """Wait until a transfer that was begun is complete; without a deadline, wait ``patience`` seconds."""
-        left = self.patience if deadline is None else max(deadline - time.monotonic(), _MOMENT)
-        try:
-            work.wait(timedelta(seconds=left))
-        except RuntimeError as error:
-            raise self._lost(place, error) from None
+    # -- on all ranks ------------------------------------------------------------------------------
 
     def _send(self, to: int, message: Message) -> list[Any]:
         body = json.dumps(message, separators=(",", ":")).encode()
@@ -182,8 +207,11 @@ class RankLinks:
 
     def _take(self, place: int, nbytes: int, tag: int, deadline: float | None) -> bytes:
         into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self.finish(place, self.pull(place, into, tag), deadline)
+        self.finish(place, self._begin_to_receive(place, into, tag), deadline)
         return into.numpy().tobytes()
+
+    def _begin_to_receive(self, place: int, into: torch.Tensor, tag: int) -> Any:
+        return self._begin(place, lambda: self._group.recv([into], place, tag))
 
     def _begin(self, place: int, begin: Callable[[], Any]) -> Any:
         if self._group is None:
@@ -218,10 +246,6 @@ class RankLinks:
             self._store.wait(["why"], _LAST_WORDS)
             return json.loads(self._store.get("why"))  # type: ignore[no-any-return]
         return None
-
-    def name(self, place: int) -> str:
-        """Return the name of a rank for messages."""
-        return f"rank {self.members[place]} of the trainer"
 
     def _rendezvous(self, timeout: float) -> Any:
         number = next(_numbers.setdefault(tuple(self.members), itertools.count()))

@@ -25,19 +25,24 @@ _CALLS = {
 class Ranks(RankLinks):
     """Steps that all ranks take together; the arguments are those of :class:`RankLinks`.
 
-    A step begins when the leader says so and every other rank has answered. Then the others handle the
-    leader's messages until it tells them the result. An error on any rank is raised on all of them.
+    A step takes these messages; ``<-`` is the answer of each other rank, or its error::
+
+        -> {"step": name of the call, "workers": indices of workers, or null}
+        <- {}
+        ...                                  passes of the gather, if the call has some
+        -> {"end": error or null, "step": name of the call, ...}      with the result of the call
+
+    An error on any rank is raised on all of them.
 
     Attributes:
         result: message that the leader sends to the others at the end of a step.
-        handle: handles a message of the leader, on the other ranks; an error that it raises reaches all
-            ranks.
+        take_part: called on the other ranks with the messages of the leader until the end of a step.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.result: Message = {}
-        self.handle: Callable[[Message], None] | None = None
+        self.take_part: Callable[[Iterator[Message]], None] | None = None
         self._working = threading.RLock()
 
     @contextlib.contextmanager
@@ -87,33 +92,35 @@ class Ranks(RankLinks):
         self.patience, self.result = patience, {}
         message = self.listen()
         self._require_no_error(message)
-        with self._reporting_errors():
+        with self.answering():
             if message["step"] != call:
                 raise LifecycleError(
                     f"this rank called {_named(call)} where rank {self.members[0]} called "
                     f"{_named(message['step'])}"
                 )
-            value = read(message["workers"])
-        self.report()
-        return value
+            return read(message["workers"])
 
     def follow(self) -> Message:
-        """Handle the leader's messages until the end of the step; return the last one."""
-        assert self.handle is not None
-        while True:
-            message = self.listen()
-            if "end" in message:
-                self.result = message
-                self._require_no_error(message)
-                return message
-            with self._reporting_errors():
-                self.handle(message)
+        """Take part until the end of the step; return the last message of the leader."""
+        assert self.take_part is not None
+        self.take_part(self._until_end())
+        self._require_no_error(self.result)
+        return self.result
+
+    def _until_end(self) -> Iterator[Message]:
+        while "end" not in (message := self.listen()):
+            yield message
+        self.result = message
 
     @contextlib.contextmanager
-    def _reporting_errors(self) -> Iterator[None]:
-        """Return a context that tells the leader of an error, and waits until it has told all others."""
+    def answering(self) -> Iterator[Message]:
+        """Return a context with an answer to the leader, which is reported at the end.
+
+        An error is reported instead, and raised here when the leader has told it to all others.
+        """
+        answer: Message = {}
         try:
-            yield
+            yield answer
         except BaseException as error:
             if self.broken is None:
                 with contextlib.suppress(WeightSyncError):  # this error is raised
@@ -121,6 +128,7 @@ class Ranks(RankLinks):
                     while "end" not in self.listen():
                         pass
             raise
+        self.report(answer)
 
     def _require_no_error(self, message: Message) -> None:
         if message.get("end") is not None:

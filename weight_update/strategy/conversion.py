@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
@@ -66,22 +67,23 @@ def convert_checked(
         raise
 
 
-def collect(items: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return converted weights by name.
+def collect(items: Generator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return converted weights by name; close ``items`` also after an error.
 
     Raises:
         ConversionError: a buffer was refilled for another weight, by writes that PyTorch counts.
     """
     tensors: dict[str, torch.Tensor] = {}
     given: dict[tuple[torch.device, int], tuple[str, int]] = {}  # by address: first name and number of writes
-    for name, tensor in items:
-        tensors[name] = tensor
-        if tensor.is_inference() or not tensor.numel() or not has_memory(tensor):
-            continue
-        first, writes = given.setdefault((tensor.device, tensor.data_ptr()), (name, tensor._version))
-        if writes != tensor._version:
-            raise ConversionError(
-                f"convert gave the memory of {first!r} again as {name!r}, with other values: it must make a "
-                "new tensor for each weight"
-            )
+    with contextlib.closing(items):
+        for name, tensor in items:
+            tensors[name] = tensor
+            if tensor.is_inference() or not tensor.numel() or not has_memory(tensor):
+                continue
+            first, writes = given.setdefault((tensor.device, tensor.data_ptr()), (name, tensor._version))
+            if writes != tensor._version:
+                raise ConversionError(
+                    f"convert gave the memory of {first!r} again as {name!r}, with other values: it must "
+                    "make a new tensor for each weight"
+                )
     return tensors

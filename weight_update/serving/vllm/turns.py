@@ -41,12 +41,15 @@ class Turns:
     def __init__(self) -> None:
         self.version: int | None = None
         self._changed = threading.Condition()
-        self._owner: int | None = None  # the thread that serves now
+        self._closed = False
+        # set by the thread that serves
+        self._owner: int | None = None  # that thread, during a call
         self._target: int | None = None  # the version it takes; None is the next one
-        self._waiting: int | None = None  # the version in admit()
+        # set by the receiver's thread
         self._work: tuple[Callable[[], Any], Future[Any]] | None = None
         self._error: BaseException | None = None
-        self._reached = self._closed = False
+        self._reached = False
+        self._waiting: int | None = None  # the version in admit()
 
     @property
     def is_inline(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import threading
@@ -24,9 +23,9 @@ from weight_update.transports.object_store.manifest import (
     read_manifest,
 )
 from weight_update.transports.object_store.store import ObjectStore
+from weight_update.transports.object_store.stored_frames import write_frame
 from weight_update.transports.socket_stream import deadline_of, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
-from weight_update.wire.memory import byte_view
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # seconds after which a store that failed is tried again
 _log = logging.getLogger(__name__)
@@ -50,6 +49,7 @@ class ObjectStorePublisher(TransportBackend):
 
     def __init__(self, store: ObjectStore, token: str, most_changes: int) -> None:
         self._store, self._token, self._most_changes = store, token, most_changes
+        # of the thread that sends
         self._run, self._written = uuid.uuid4().hex, 0  # number of manifests
         self._earlier: StoreManifest | None = None  # the manifest that the first of this run replaces
         self._description: WeightChunk | None = None  # of the weights
@@ -61,8 +61,9 @@ class ObjectStorePublisher(TransportBackend):
         self._begun = 0.0  # when its first frame came
         self._is_whole = False
         self._declined: int | None = None  # a version that is to come again, with all weights
-        self._answers: deque[WeightChunk] = deque()
+        # shared with the thread that receives
         self._changed = threading.Condition()
+        self._answers: deque[WeightChunk] = deque()
         self._absent, self._pause, self._back_at = True, 0.0, 0.0
 
     # -- the link ----------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ class ObjectStorePublisher(TransportBackend):
             self._former, self._chain = self._chain, ()
         # A reader sees the number of the version that it is going to get.
         self._description = replace(welcome, header={**welcome.header, "version": None})
-        self._welcome = self._put(self._description, self._name_of("welcome"), deadline)
+        self._welcome = write_frame(self._store, self._description, self._name_of("welcome"), deadline)
 
     def _take(self, update: WeightChunk, deadline: float | None) -> None:
         header = update.header
@@ -163,7 +164,8 @@ class ObjectStorePublisher(TransportBackend):
             return
         # Each reader applies it at once: models that are sent together are published one after the other.
         alone = replace(update, header={**header, "commit": True, "group": None})
-        self._frames.append(self._put(alone, self._name_of(f"{version:012d}"), deadline))
+        name = self._name_of(f"{version:012d}")
+        self._frames.append(write_frame(self._store, alone, name, deadline))
         if len(self._frames) < header["count"]:
             self._answer(Kind.TAKEN, version=version, index=index)
         elif not self._check_manifest(deadline) and not self._is_whole:
@@ -227,17 +229,6 @@ class ObjectStorePublisher(TransportBackend):
             )
         return present.serial == self._written
 
-    def _put(self, chunk: WeightChunk, name: str, deadline: float | None) -> StoredFrame:
-        """Write a frame into an object of its own."""
-        parts: list[bytes | memoryview] = [chunk.encode_head(checksum=False)]
-        if chunk.payload is not None:
-            parts.append(byte_view(chunk.payload))
-        digest = hashlib.sha256()
-        for part in parts:
-            digest.update(part)
-        self._store.write(name, parts, seconds_left(deadline))
-        return StoredFrame(name, sum(map(len, parts)), digest.hexdigest())
-
     def _name_of(self, stem: str) -> str:
         return f"{self._run}/{stem}-{uuid.uuid4().hex[:8]}.frame"
 
@@ -254,7 +245,7 @@ class ObjectStorePublisher(TransportBackend):
             found = self._found(own=True)
             unused = [*self._left, *(name for name in found if name not in needed)]
             if self._welcome.name not in found:  # perhaps a rule of the bucket removes old objects
-                self._put(self._description, self._welcome.name, None)
+                write_frame(self._store, self._description, self._welcome.name, None)
             if unused:
                 self._store.remove(unused)
             self._left = []

@@ -1,0 +1,124 @@
+"""Sharded trainers: after a call that failed, the ranks are in step for the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shard_parts import Body, FailingConverter, Ranks, running, set_failing, whole_kinds
+from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+from weight_update import BucketEncoding, ConversionError, SyncFailedError
+from weight_update.sharded import batch, gathering
+
+ROWS = {"first": 2, "second": 2, "third": 2, "fourth": 1 << 14}
+"""Number of rows of each weight; the last is much larger than the buffers of a socket."""
+COLUMNS = 1 << 9
+
+
+class RefillingConverter:
+    """A converter that gives the same memory for all weights in the ranks in which ``refills`` is set."""
+
+    refills = False
+
+    def __call__(self, items: Iterator[Any]) -> Iterator[Any]:
+        memory = torch.empty(max(ROWS.values()) * COLUMNS)
+        for name, tensor in items:
+            if RefillingConverter.refills:
+                yield name, memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
+            else:
+                yield name, tensor
+
+
+def set_refilling(body: Body, refills: bool) -> None:
+    RefillingConverter.refills = refills
+
+
+def make_large(body: Body, size: int) -> None:
+    members = list(range(size))
+    mesh = DeviceMesh.from_group(body.groups[tuple(members)], "cpu", mesh=members)
+    body.net = {
+        name: distribute_tensor(torch.arange(rows * COLUMNS).view(rows, COLUMNS).float(), mesh, [Shard(0)])
+        for name, rows in ROWS.items()
+    }
+
+
+def set_memory(body: Body, is_short: bool) -> None:
+    """Have the second rank lack memory for large parts."""
+
+    def short(shapes: Any) -> Any:
+        memory, views = batch.flat(shapes)
+        if memory.numel() > 1 << 20:
+            raise MemoryError("short of memory")
+        return memory, views
+
+    if dist.get_rank() == 1:
+        gathering.flat = short if is_short else batch.flat
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        ranks.all("group", [0, 1])
+        ranks.all("group", [0, 1, 2])
+        yield ranks
+
+
+MODEL = {name: torch.zeros(rows, COLUMNS) for name, rows in ROWS.items()}
+IN_FLIGHT = {"encoding": BucketEncoding(bucket_size=4 << 20), "max_in_flight": 2}
+IN_BATCHES = {"shards": {"batch_bytes": 8 * COLUMNS}}
+
+
+@pytest.mark.parametrize("options", [IN_FLIGHT, {}], ids=["in flight", "whole"])
+def test_a_converter_that_fails_while_a_batch_is_on_its_way(three: Ranks, options: dict[str, Any]) -> None:
+    three.all("run", make_large, 2, of=2)
+    options = {**options, **IN_BATCHES, "convert": FailingConverter()}
+    with running(three, "shared_mem", size=2, workers=1, model=MODEL, **options) as (worker,):
+        three.all("run", set_failing, True, of=2)
+        leader, follower = three.each("call", "send", of=2)
+        assert isinstance(leader, ValueError)
+        assert str(follower) == "rank 0 of the trainer failed: ValueError: no such format"
+        three.all("run", set_failing, False, of=2)
+        three.all("call", "send", of=2)
+        assert worker.call("fingerprint") == three.all("run", whole_kinds, of=2)[0]
+
+
+def test_a_converter_that_refills_its_memory_leaves_all_ranks_in_step(three: Ranks) -> None:
+    three.all("run", make_large, 2, of=2)
+    options = {**IN_BATCHES, "convert": RefillingConverter()}
+    with running(three, "shared_mem", size=2, workers=1, model=MODEL, **options) as (worker,):
+        three.all("run", set_refilling, True, of=2)
+        errors = three.each("call", "send", of=2)
+        assert [type(error) for error in errors] == [ConversionError] * 2, errors
+        three.all("run", set_refilling, False, of=2)
+        three.all("call", "send", of=2)
+        assert worker.call("fingerprint") == three.all("run", whole_kinds, of=2)[0]
+
+
+def test_a_rank_that_fails_while_another_gives_its_parts(three: Ranks) -> None:
+    three.all("run", make_large, 3)
+    with running(three, "shared_mem", size=3, workers=1, model=MODEL, **IN_BATCHES) as (worker,):
+        three.all("run", set_memory, True)
+        leader, second, third = three.each("call", "send")
+        assert isinstance(second, MemoryError)
+        assert isinstance(leader, SyncFailedError)
+        assert str(leader) == "rank 1 of the trainer failed: MemoryError: short of memory"
+        assert "rank 1 of the trainer failed: MemoryError: short of memory" in str(third)
+        three.all("run", set_memory, False)
+        three.all("call", "send")
+        assert worker.call("fingerprint") == three.all("run", whole_kinds)[0]
+
+
+def test_without_workers_the_ranks_stay_in_step(three: Ranks) -> None:
+    """The leader then takes no more weights after the first chunk."""
+    three.all("run", make_large, 2, of=2)
+    options = {"encoding": BucketEncoding(bucket_size=3 * 8 * COLUMNS), "max_in_flight": 2, **IN_BATCHES}
+    with running(three, size=2, workers=1, model=MODEL, **options) as (worker,):
+        worker.runner.kill()
+        worker.runner.join()
+        for _ in range(3):
+            errors = three.each("call", "send", of=2)
+            assert [list(error.failures) for error in errors] == [[0], [0]], errors

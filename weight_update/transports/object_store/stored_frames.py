@@ -1,0 +1,127 @@
+"""Frames in an object store: writing them, and reading them with all checks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from weight_update.encodings import decoder_for, read_delta
+from weight_update.encodings.dense import DenseEncoding, copy_tensors
+from weight_update.errors import FormatError, NotEnoughMemoryError
+from weight_update.transports.base import Allocate
+from weight_update.transports.object_store.manifest import StoredFrame, StoredVersion
+from weight_update.transports.object_store.store import ObjectStore
+from weight_update.transports.socket_stream import seconds_left
+from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk, fresh_bytes, payloads_of
+from weight_update.wire.memory import byte_view
+from weight_update.wire.schema import WeightSchema
+
+_PIECE = 64 << 20  # bytes of an object that one request reads
+
+
+def write_frame(store: ObjectStore, chunk: WeightChunk, name: str, deadline: float | None) -> StoredFrame:
+    """Write a frame into an object of its own; raise as :meth:`ObjectStore.write`."""
+    parts: list[bytes | memoryview] = [chunk.encode_head(checksum=False)]
+    if chunk.payload is not None:
+        parts.append(byte_view(chunk.payload))
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    store.write(name, parts, seconds_left(deadline))
+    return StoredFrame(name, sum(map(len, parts)), digest.hexdigest())
+
+
+def read_frame(
+    store: ObjectStore, frame: StoredFrame, deadline: float | None, allocate: Allocate = fresh_bytes
+) -> WeightChunk:
+    """Read a frame; raise FormatError if the sender did not write it so, or as :meth:`ObjectStore.read`."""
+    source = _Pieces(store, frame, deadline)
+    prelude = Prelude.decode(source.take(PRELUDE_BYTES))
+    header = bytes(source.take(prelude.header_bytes))
+    if PRELUDE_BYTES + prelude.header_bytes + prelude.payload_bytes != frame.nbytes:
+        raise FormatError(f"{frame.name} has another size than its frame")
+
+    def filled(nbytes: int) -> torch.Tensor:
+        payload = allocate(nbytes)
+        source.fill(byte_view(payload))
+        return payload
+
+    chunk = prelude.complete(header, filled)
+    if source.digest.hexdigest() != frame.sha256:
+        raise FormatError(f"the digest of {frame.name} is wrong")
+    return chunk
+
+
+def read_merged(
+    store: ObjectStore, chain: Sequence[StoredVersion], schema: WeightSchema, deadline: float | None
+) -> WeightChunk:
+    """Return the newest version of a chain as one dense update.
+
+    Raises:
+        FormatError, TransportError, SyncTimeoutError: as :func:`read_frame`.
+        NotEnoughMemoryError: there is no memory for all weights.
+    """
+
+    def memory(nbytes: int) -> torch.Tensor:
+        try:
+            return fresh_bytes(nbytes)
+        except (RuntimeError, MemoryError) as error:
+            short = NotEnoughMemoryError(f"no memory for all weights of the store: {error}")
+            short.version = chain[-1].version
+            raise short from None
+
+    whole = [read_frame(store, frame, deadline, memory) for frame in chain[0].frames]
+    decoder, payloads = decoder_for(whole[0].header["encoding"], schema), payloads_of(whole)
+    if decoder.is_flat:
+        (flat,) = payloads
+    else:
+        fed = [decoder.feed(index, one, memory) for index, one in enumerate(payloads)]
+        flat = memory(schema.nbytes)
+        copy_tensors(schema.views(flat), decoder.decode(fed), "reading weights", serial=True)
+    newest = whole[0]
+    for frame in (frame for one in chain[1:] for frame in one.frames):
+        change = read_frame(store, frame, deadline, memory)
+        newest = change if change.header["index"] == 0 else newest
+        (payload,) = payloads_of([change])
+        read_delta(change.header["encoding"], payload, schema).write(flat)
+    header = {**newest.header, "base": None, "encoding": DenseEncoding.name, "index": 0, "count": 1}
+    return WeightChunk(Kind.UPDATE, header, flat)
+
+
+class _Pieces:
+    """The bytes of an object in order, read in pieces of bounded size."""
+
+    def __init__(self, store: ObjectStore, frame: StoredFrame, deadline: float | None) -> None:
+        self._store, self._frame, self._deadline = store, frame, deadline
+        self.digest = hashlib.sha256()  # of what was read
+        self._piece, self._read = memoryview(b""), 0
+
+    def take(self, nbytes: int) -> bytes:
+        """Return the next bytes; raise FormatError if the object has fewer."""
+        taken = bytearray(nbytes)
+        self.fill(memoryview(taken))
+        return bytes(taken)
+
+    def fill(self, target: memoryview) -> None:
+        """Fill ``target`` with the next bytes; raise FormatError if the object has fewer."""
+        while len(target):
+            if not len(self._piece):
+                self._next_piece()
+            part, self._piece = self._piece[: len(target)], self._piece[len(target) :]
+            target[: len(part)] = part
+            target = target[len(part) :]
+
+    def _next_piece(self) -> None:
+        frame, start = self._frame, self._read
+        if start == frame.nbytes:
+            raise FormatError(f"{frame.name} has another size than its frame")
+        stop = min(start + _PIECE, frame.nbytes)
+        found = self._store.read(frame.name, start, stop, seconds_left(self._deadline))
+        if len(found) < stop - start:
+            raise FormatError(f"{frame.name} has fewer than its {frame.nbytes} bytes")
+        if len(found) > stop - start:
+            raise FormatError(f"the server ignores ranges of bytes, so {frame.name} cannot be read")
+        self.digest.update(found)
+        self._piece, self._read = memoryview(found), stop
