@@ -5,24 +5,23 @@ The other public names that TorchRL has in a module of this name are here, too.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
-from torch import distributed as dist
 from torchrl.collectors.distributed import DEFAULT_SLURM_CONF, RayEvalWorker, submitit_delayed_launcher
 
-from collectors.batch_request import Make
-from collectors.launched import Intervals, endless
-from collectors.node_programs import STOP, run_ahead, run_on_demand
-from collectors.process_group import ProcessGroupCollector
+from collectors.launched import Launched, own_address
+from collectors.node_programs import run_ahead, run_on_demand
+from collectors.process_group import AheadWorkers, OnDemandWorkers, example_of, program_arguments
 from collectors.ray import RayCollector
+from collectors.remote import Remote
 from collectors.rpc import RPCCollector
 from collectors.weight_update import DistributedWeightUpdater, RPCWeightUpdater
+from weight_update import DistributedWeightSyncScheme
 
 __all__ = [
     "DEFAULT_SLURM_CONF",
@@ -37,7 +36,7 @@ __all__ = [
 ]
 
 
-class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed.DistributedCollector):
+class DistributedCollector(Launched, torchrl_distributed.DistributedCollector):
     """TorchRL's ``DistributedCollector``, whose workers run our collectors.
 
     Workers are numbered from 0 everywhere, in ``worker_ids`` as well, though their ranks in the process group
@@ -63,41 +62,31 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
         LifecycleError: torch.distributed is initialized in this process.
     """
 
+    _scheme_class = DistributedWeightSyncScheme
+    _workers_class = OnDemandWorkers
+    _workers: OnDemandWorkers
     _program = staticmethod(run_on_demand)
 
-    def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        by_value, arguments = super()._arguments_of(idx)
-        return by_value, {**arguments, "verbose": self._VERBOSE}
+    def _init_workers(self) -> None:
+        self._initialize(self._updates.schemes)
+        self._announce("localhost" if self.launcher == "mp" else own_address())
+        arguments = program_arguments(self, self._frames_per_batch_corrected, verbose=self._VERBOSE)
+        self.jobs = self._workers.launch(self.launcher, self.slurm_kwargs, self._program, arguments)
+        delayed = self.launcher == "submitit_delayed"
+        form = partial(self._init_master_dist, self.num_workers + 1, self.backend)
+        self._workers.form(self._init_worker_dist_submitit_delayed if delayed else form)
+        self._workers.store = self._store
 
-    def _request(self, idx: int) -> Make:
-        store, receive = self._store, super()._request(idx)
-
-        def make(put: Callable[[Any], None]) -> None:
-            store.set(f"NODE_{idx + 1}_in", b"continue")
-            receive(put)
-
-        return make
+    def _make_container(self) -> None:
+        self._workers.expect(example_of(self, self._frames_per_batch_corrected))
 
     def _update_between(self, batches: int, workers: list[int]) -> None:
         if self.update_interval is not None and batches % self.update_interval == 0:
             self._update_workers(None if self._sync else workers)
-        super()._update_between(batches, workers)
-
-    def _end_workers(self, seconds: float) -> None:
-        super()._end_workers(seconds)
-        if self._in_group and self.launcher == "submitit_delayed":  # these jobs were started elsewhere
-            self._ask_to_end()
-            with contextlib.suppress(RuntimeError):  # a job is late or gone
-                ends = [f"NODE_{idx + 1}_out" for idx in range(self.num_workers)]
-                self._store.wait(ends, timedelta(seconds=seconds))
-
-    def _ask_to_end(self) -> None:
-        self._store.set("TRAINER_status", b"shutdown")
-        for idx in range(self.num_workers):
-            self._store.set(f"NODE_{idx + 1}_in", b"shutdown")
+        self._update_stale()
 
 
-class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.DistributedSyncCollector):
+class DistributedSyncCollector(Launched, torchrl_distributed.DistributedSyncCollector):
     """TorchRL's ``DistributedSyncCollector``, whose workers run our collectors.
 
     Each batch has frames of every worker. Workers collect the next batch while the trainer uses this one, so
@@ -112,21 +101,24 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
             ``update_policy_weights_`` may be called as well.
     """
 
+    _scheme_class = DistributedWeightSyncScheme
+    _workers_class = AheadWorkers
+    _workers: AheadWorkers
     _program = staticmethod(run_ahead)
+    total_frames_per_collector: int
 
-    def _begin(self, create_env_fn: Any, policy: Any, *, policy_factory: Any = None, **options: Any) -> None:
-        self._given = policy, policy_factory
+    def _begin_torchrl(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
+        """Call TorchRL's ``__init__``, which would make a scheme of its own for a policy that it sees."""
+        self._given = SimpleNamespace(
+            policy=policy,
+            factories=options.pop("policy_factory"),
+            inner_options=options.pop("collector_kwargs"),  # TorchRL's takes no list
+            total_frames=options.pop("total_frames"),
+            updater=options.pop("weight_updater"),
+        )
         options.pop("weight_sync_schemes")
-        self._updater = options.pop("weight_updater")
-        self._total = endless(options.get("total_frames", -1))
-        if self._total == math.inf:
-            options["total_frames"] = 0
-        # TorchRL makes a scheme of its own for a policy that it sees.
-        super()._begin(create_env_fn, None, policy_factory=_unseen, **options)
-
-    def _passed_on(self, collector_kwargs: Any) -> Any:
-        self._inner_options = collector_kwargs
-        return {}  # TorchRL's takes no list
+        finite = 0 if self._given.total_frames == math.inf else self._given.total_frames
+        Remote._begin(self, create_env_fn, None, policy_factory=_unseen, total_frames=finite, **options)
 
     def _init_workers(self) -> None:
         if self.launcher == "submitit_delayed":
@@ -134,42 +126,34 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
                 "DistributedSyncCollector cannot use launcher='submitit_delayed'; use DistributedCollector "
                 "with sync=True"
             )
-        policy, factory = self._given
-        many = isinstance(factory, (list, tuple))
-        self.policy, self.policy_factory = policy, list(factory) if many else [factory] * self.num_workers
-        self._policy_to_send = None if any(self.policy_factory) else policy
-        inner = self._inner_options
-        given = [inner] * self.num_workers if isinstance(inner, dict) else inner
-        completed: Any = vars(self)["collector_kwargs"]
-        self.collector_kwargs = [one | more for one, more in zip(given, completed, strict=True)]
-        self.total_frames = self._total
-        if self._total == math.inf:
+        self._set_given()
+        self._initialize(self._updates.schemes)
+        self._announce(own_address())
+        frames = self.total_frames_per_collector
+        arguments = program_arguments(self, self._frames_per_batch_corrected, total_frames=frames)
+        self.jobs = self._workers.launch(self.launcher, self.slurm_kwargs, self._program, arguments)
+        self._workers.form(partial(self._init_master_dist, self.num_workers + 1, self.backend))
+
+    def _set_given(self) -> None:
+        """Set what TorchRL's ``__init__`` has not seen."""
+        given, number = self._given, self.num_workers
+        many = isinstance(given.factories, (list, tuple))
+        self.policy, self.weight_updater = given.policy, given.updater
+        self.policy_factory = list(given.factories) if many else [given.factories] * number
+        inner = given.inner_options
+        each = [inner] * number if isinstance(inner, dict) else inner
+        self.collector_kwargs = [one | more for one, more in zip(each, self.collector_kwargs, strict=True)]
+        self.total_frames = given.total_frames
+        if given.total_frames == math.inf:
             self.total_frames_per_collector = -1
-        self.weight_updater = self._updater
-        super()._init_workers()
 
-    def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        by_value, arguments = super()._arguments_of(idx)
-        return by_value, {**arguments, "total_frames": self.total_frames_per_collector}
+    def _make_container(self) -> None:
+        self._workers.expect(example_of(self, self._frames_per_batch_corrected))
 
-    def iterator(self) -> Iterator[TensorDictBase]:
-        """Yield batches until ``total_frames`` frames were collected."""
-        collected = batches = 0
-        while collected < self.total_frames:
-            if batches % self.update_interval == 0:
-                self._send_all()
-            data = self._gather()
-            collected, batches = collected + data.numel(), batches + 1
-            yield self._processed(data)
-
-    def _ask_to_end(self) -> None:
-        dist.distributed_c10d._get_default_store().set(STOP, "1")
-        # A worker that is about to send a batch must be able to send it. Batches that have come are dropped.
-        for idx in self._answers():
-            self._asked.pop(idx, None)
-        for idx in range(len(self._batches)):
-            if self._nodes.alive(idx):
-                self._ask(idx)
+    def _collect(self, batches: int) -> tuple[TensorDictBase, list[int]]:
+        if batches % self.update_interval == 0:
+            self._send_all()
+        return self._workers.gather(), list(range(self.num_workers))
 
 
 def _unseen() -> None:

@@ -9,7 +9,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from collectors.closing import ENDED
 from collectors.exits import await_all, await_any, describe_exit, error_in, read_error
@@ -18,17 +19,38 @@ from collectors.waiting import WaitingTimes
 from weight_update import LifecycleError, SyncTimeoutError, WorkerError
 
 _EXIT_SECONDS, _GONE_SECONDS, _READ_SECONDS = 5.0, 1.0, 1.0
-_COLLECT = ("continue", "continue_random")
-"""Orders of TorchRL after which a worker collects a batch."""
-_DELIVER = (*_COLLECT, "pause")
-"""Orders that a worker answers in the queue of batches."""
-_END_PAUSE = ("close", "restart")
-"""Orders after which a worker is not paused any more."""
-_AT_ANY_TIME = (*_END_PAUSE, "pause", "run_free")
-"""Orders that do not make a worker drop the batch that it collects."""
-_WHILE_PAUSED = (*_END_PAUSE, "cascade_execute", "get_distant_attr")
-"""Orders that a paused worker carries out; any other one would end it."""
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """An order of TorchRL to a worker.
+
+    Attributes:
+        answer: what the worker answers: a batch or a note in the queue of batches, or something in its pipe.
+        after: what is read before. A worker drops the batch that it collects when it gets a call, and it can
+            do nothing while an earlier answer, if large, fills its pipe.
+        in_pause: whether a paused worker obeys, or ends its pause. Any order that it does not know ends it
+            with an error, and is refused.
+    """
+
+    answer: Literal["batch", "note", "in pipe", "none"]
+    after: Literal["batch, answers", "answers", "nothing"]
+    in_pause: Literal["refused", "obeyed", "ends it"]
+
+
+_CALL = _Order("in pipe", "batch, answers", "refused")
+_ORDERS = {
+    "continue": _Order("batch", "answers", "refused"),
+    "continue_random": _Order("batch", "answers", "refused"),
+    "run_free": _Order("none", "nothing", "refused"),
+    "pause": _Order("note", "nothing", "refused"),
+    "restart": _Order("none", "nothing", "ends it"),
+    "close": _Order("none", "nothing", "ends it"),  # its answer comes after the last order
+    "cascade_execute": _Order("in pipe", "batch, answers", "obeyed"),
+    "get_distant_attr": _Order("in pipe", "batch, answers", "obeyed"),
+}
+"""The orders by name; all others, such as ``state_dict``, are calls."""
 
 
 class WorkersLateError(Exception):
@@ -290,7 +312,7 @@ class ControlPipe(Substitute):
         self.paused = False
         self._answers = 0  # answers of the worker that were not read, usually because of Ctrl-C
 
-    def send(self, order: tuple[Any, str]) -> None:
+    def send(self, message: tuple[Any, str]) -> None:
         """Send an order, after dropping the answers to earlier ones.
 
         Raises:
@@ -298,34 +320,34 @@ class ControlPipe(Substitute):
             SyncTimeoutError: the worker does not answer an earlier order.
             LifecycleError: the worker is paused, and would end with an error.
         """
-        _, what = order
-        self._note_pause(what)
-        answered = what not in (*_COLLECT, *_AT_ANY_TIME)
-        if answered and not self._original.closed:
+        _, name = message
+        order = _ORDERS.get(name, _CALL)
+        self._note_pause(name, order)
+        if order.after == "batch, answers" and not self._original.closed:
             self._batches.settle(self._worker)
-        if what not in _AT_ANY_TIME:  # a worker cannot do it until its earlier answer, if large, is read
+        if order.after != "nothing":
             self._drop_answers()
         try:
-            if what in _DELIVER:
+            if order.answer in ("batch", "note"):
                 self._batches.ask(self._worker)
-            self._original.send(order)
-            self._answers += answered
+            self._original.send(message)
+            self._answers += order.answer == "in pipe"
         except KeyboardInterrupt:
-            if what in _COLLECT:  # a worker that gets it twice at once makes one batch
+            if order.answer == "batch":  # a worker that gets the order twice at once makes one batch
                 with contextlib.suppress(OSError):  # Ctrl-C may have ended the worker as well
-                    self._original.send(order)
+                    self._original.send(message)
             raise
         except OSError as error:
-            if not self._drops and what not in _END_PAUSE:
+            if not self._drops and order.in_pause != "ends it":
                 raise self._error() from error
 
-    def _note_pause(self, what: str) -> None:
+    def _note_pause(self, name: str, order: _Order) -> None:
         """Note whether a worker is paused after an order, and end its pause before it is closed."""
-        if self.paused and what not in _WHILE_PAUSED:
-            raise LifecycleError(f"workers are paused and cannot do {what!r}; call it after the pause")
-        if self.paused and what == "close":
+        if self.paused and order.in_pause == "refused":
+            raise LifecycleError(f"workers are paused and cannot do {name!r}; call it after the pause")
+        if self.paused and name == "close":
             self.send((None, "restart"))  # a paused worker would take it for an error
-        self.paused = what == "pause" or (self.paused and what not in _END_PAUSE)
+        self.paused = name == "pause" or (self.paused and order.in_pause != "ends it")
 
     def poll(self, timeout: float | None = 0.0) -> bool:
         """Return whether there is an answer; raise WorkerError if the worker is gone without one."""

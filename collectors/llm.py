@@ -200,7 +200,7 @@ class RayLLMCollector(RayCollector):
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Yield the batches of the actor as they are; None if they went into the replay buffer."""
-        self._require_open()
+        self._updates.require_open()
         pending: dict[Any, int] = {}
         while self._goes_on():
             _, (turns, batch) = self._next_of(pending or {self._ask(0): 0})

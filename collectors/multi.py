@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,9 +20,11 @@ from collectors.exits import read_error, run_worker
 from collectors.frames import BatchQueue, ControlPipe, WorkerProcess, WorkersLateError
 from collectors.locks import WithProcessLock
 from collectors.requests import Request, find_model, real, require_one_each, require_workers
+from collectors.signatures import signature_of
 from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta, main_of_worker, multi_base
-from collectors.updating import Updating, WithWorkers
+from collectors.updates import Updates
+from collectors.updating import Updating
 from collectors.versions import (
     KEY,
     FrameVersion,
@@ -48,13 +51,18 @@ from weight_update import (
 class _Choice(MultiCollectorMeta):
     """The metaclass of :class:`MultiCollector`, which creates one of its subclasses by ``sync=``."""
 
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The parameters of the class, followed by those of TorchRL's class that it passes on."""
+        return signature_of(cls)
+
     def __call__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:
         if cls is MultiCollector and sync is not None:
             return (MultiSyncCollector if sync else MultiAsyncCollector)(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
 
-class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_Choice):
+class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Choice):
     """TorchRL's ``MultiCollector``, whose workers are our :class:`~collectors.Collector`.
 
     Args:
@@ -101,6 +109,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         on_worker_lost: Literal["raise", "continue"] = "raise",
         **options: Any,
     ) -> None:
+        self._updates = Updates()
         self._frames_timeout = require_seconds(frames_timeout)
         self._may_lose = self._goes_on(on_worker_lost)
         factory, number = options.get("policy_factory"), options.get("num_workers")
@@ -114,7 +123,6 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()}
         schemes = weight_sync_schemes or {}
         self._adopt(schemes)
-        self._weight_sync_schemes = weight_sync_schemes
         self._versions = VersionSource(policy_scheme(schemes))
         tracks = _tracking_of(collector_class, track_policy_version)
         weights: bytes | None = None
@@ -161,7 +169,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         A collector that only has a ``policy_factory`` receives updates into a policy of its own, from which
         its workers get them.
         """
-        passed_on = model_id in self._receivers and model_id in (self._weight_sync_schemes or {})
+        passed_on = model_id in self._updates.receivers and model_id in self._updates.schemes
         factory = next(filter(None, self.policy_factory), None)
         if model_id == "policy" and self.policy is None and passed_on and factory is not None:
             if self._relayed is None:
@@ -174,7 +182,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         super().load_state_dict(state_dict)
         version = state_dict.get(KEY)
         if isinstance(self.policy_version_tracker, FrameVersion) and version is not None:
-            for scheme in real(self._weight_sync_schemes or {}).values():
+            for scheme in real(self._updates.schemes).values():
                 scheme.continue_from(int(version))
             self._versions.restore(int(version))
 
@@ -192,11 +200,12 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         return fake
 
     def _run_processes(self) -> None:
-        self._watch((self._weight_sync_schemes or {}).values())
         multi_base._main_async_collector = run_worker
         try:
             with ExitStack() as stack:
-                for scheme in real(self._receivers).values():  # what comes meanwhile would miss the workers
+                for scheme in real(
+                    self._updates.receivers
+                ).values():  # what comes meanwhile would miss the workers
                     stack.enter_context(scheme.hold())
                 with _unhidden():
                     super()._run_processes()
@@ -235,7 +244,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
 
     def _drop_batches(self) -> list[int]:
         """Wait for what workers were asked to deliver, and drop it; return the workers."""
-        self._require_open()
+        self._updates.require_open()
         for idx in range(self.num_workers):
             self.queue_out.settle(idx)
         return [self._get_from_queue(0.0)[0] for _ in range(self.queue_out.kept)]  # it keeps their buffers
@@ -258,19 +267,17 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             self._running_free = False
             yield
         finally:
-            if not self._has_ended:
+            if not self._updates.ended:
                 self._running_free = True
                 for pipe in self.pipes:
                     if pipe.paused:
                         pipe.send((None, "restart"))
 
-    def _send(
-        self, schemes: Mapping[str, WeightSyncScheme], request: Request
-    ) -> SyncReport | dict[str, SyncReport]:
+    def _send(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         if self._may_lose:
-            return self._send_to_rest(schemes, request)
+            return self._send_to_rest(request)
         try:
-            return super()._send(schemes, request)
+            return super()._send(request)
         except SyncFailedError as error:
             cut = [idx for idx, one in error.failures.items() if isinstance(one, TransportError)]
             if sys.version_info >= (3, 11):
@@ -278,20 +285,19 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
                     error.add_note(reason)
             raise
 
-    def _send_to_rest(
-        self, schemes: Mapping[str, WeightSyncScheme], request: Request
-    ) -> SyncReport | dict[str, SyncReport]:
+    def _send_to_rest(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         """Send to the workers that are not lost; losing more of them meanwhile is no error."""
         to_all = request.several and request.worker_ids is None
         left = [idx for idx in range(self.num_workers) if idx not in self.queue_out.lost]
         try:
-            return super()._send(schemes, replace(request, worker_ids=left) if to_all else request)
+            return super()._send(replace(request, worker_ids=left) if to_all else request)
         except SyncFailedError as error:
             if not self.queue_out.lost_all(error.failures):
                 raise
             if to_all:  # a worker that was lost meanwhile has kept the step from all others
-                return self._send_to_rest(schemes, request)
-            report = schemes[next(iter(request.weights))].last_report  # with sync=False, the error's is older
+                return self._send_to_rest(request)
+            scheme = self._updates.schemes[next(iter(request.weights))]
+            report = scheme.last_report  # with sync=False, the error's is older
             if report is None or request.several:
                 raise
             return report
@@ -322,7 +328,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """Shut down as in TorchRL, and end the schemes of this collector."""
-        self._mark_ended()
+        self._updates.begin_end()
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         close_all(end, self._end_schemes)
 

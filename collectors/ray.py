@@ -6,6 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -148,8 +149,10 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
 
         if self._weight_sync_initialized:
             return
-        calls = [actor.__ray_call__.remote(_connect) for actor in self.remote_collectors if self._schemes]
-        self._connect_schemes()
+        calls = [
+            actor.__ray_call__.remote(_connect) for actor in self.remote_collectors if self._updates.schemes
+        ]
+        self._updates.connect()
         ray.get(calls)
         self._weight_sync_initialized = True
 
@@ -168,7 +171,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             return self._learner
         if self._learner is None and self._weight_sync_initialized:
             raise LifecycleError("this collector sends its policy itself; give the trainer a new collector")
-        scheme = self._schemes.get("policy")
+        scheme = self._updates.schemes.get("policy")
         if not isinstance(scheme, RayWeightSyncScheme):
             raise TypeError(
                 f"the scheme of the policy is {scheme!r:.60}; learners in Ray actors need a "
@@ -181,7 +184,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     # -- data --------------------------------------------------------------------------------------
 
     def _sync_iterator(self) -> Iterator[TensorDictBase | None]:
-        self._require_open()
+        self._updates.require_open()
         while self._goes_on():
             self._update_after(None)
             pending = {self._ask(idx): idx for idx in range(len(self.remote_collectors))}
@@ -194,7 +197,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             self.shutdown(shutdown_ray=False)
 
     def _async_iterator(self) -> Iterator[TensorDictBase | None]:
-        self._require_open()
+        self._updates.require_open()
         pending = {self._ask(idx): idx for idx in range(len(self.remote_collectors))}
         while self._goes_on():
             idx, batch = self._next_of(pending)
@@ -213,9 +216,9 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         try:
             super()._run_collection_loop()
         except Exception as error:  # noqa: BLE001 - it is raised in the thread of the program
-            if not self._has_ended:
-                self._ended_because = error
-                self._mark_ended()
+            if not self._updates.ended:
+                self._updates.ended_because = error
+                self._updates.begin_end()
 
     def _goes_on(self) -> bool:
         unfinished = self.total_frames < 0 or self.collected_frames < self.total_frames
@@ -236,7 +239,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         if idx in self._ended:
             options = self._joining(idx)
         call = self.remote_collectors[idx].__ray_call__.options(max_task_retries=-1)
-        return call.remote(self._collect, bool(self._schemes), **options)
+        return call.remote(self._collect, bool(self._updates.schemes), **options)
 
     @staticmethod
     def _collect(
@@ -277,7 +280,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         _log.warning(
             "worker %d has lost its link (has Ray restarted it?); it joins again before it collects", idx
         )
-        return {"receivers": self._schemes, "connect": self._weight_sync_initialized}
+        return {"receivers": self._updates.schemes, "connect": self._weight_sync_initialized}
 
     def _finished(self, pending: dict[Any, int]) -> tuple[int, Any]:
         """Remove the first finished call from ``pending``; return its worker and reference."""
@@ -307,7 +310,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     def remote_collectors(self) -> list[Any]:
         """The actors; raises LifecycleError after the shutdown."""
         if not self._remote_collectors:
-            self._require_open()
+            self._updates.require_open()
         return self._remote_collectors
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -315,15 +318,20 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         super().load_state_dict(state_dict)
         states = [state_dict] if isinstance(state_dict, Mapping) else state_dict
         versions = [version for state in states if isinstance(version := state.get(KEY), int)]
-        for scheme in real(self._schemes).values() if versions else ():
+        for scheme in real(self._updates.schemes).values() if versions else ():
             if scheme.initialized_on_sender:  # otherwise a learner sends
                 scheme.continue_from(max(versions))
 
     # -- end ---------------------------------------------------------------------------------------
 
+    def shutdown(self, timeout: float | None = None, **options: Any) -> None:
+        """Shut down as in TorchRL, and end the schemes of this collector. It may be called twice."""
+        self._updates.begin_end()
+        close_all(partial(super().shutdown, timeout=timeout, **options), self._end_schemes)
+
     async def async_shutdown(self, shutdown_ray: bool = False) -> None:
         """Shut down as in TorchRL, and end the schemes."""
-        self._mark_ended()
+        self._updates.begin_end()
         try:
             await super().async_shutdown(shutdown_ray=shutdown_ray)
         finally:

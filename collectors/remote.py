@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torchrl.collectors
 from torch import nn
 
-from collectors.closing import close_all
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from collectors.requests import Request, change_each, require_one_each, require_ours, send
+from collectors.requests import change_each, require_one_each, require_ours
+from collectors.signatures import signature_of
 from collectors.single import Collector
-from collectors.updating import WithWorkers
+from collectors.updates import Updates
+from collectors.updating import Updating
 from collectors.versions import policy_scheme
 from collectors.waiting import FRAMES_TIMEOUT, WaitingTimes, require_seconds
-from collectors.weight_update import SchemeUpdater, make_updater
+from collectors.weight_update import make_updater
 from weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
 
 
-class Remote(WithWorkers, torchrl.collectors.BaseCollector):
-    """A mixin for TorchRL's distributed, RPC and Ray collectors, placed before them.
+class Remote(Updating, torchrl.collectors.BaseCollector):
+    """The base of the distributed, RPC and Ray collectors, placed before TorchRL's classes.
 
     Call sequence:
 
@@ -31,9 +32,10 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
        returns, workers run and the schemes are initialized, and connected where TorchRL connects them there.
        If it raises, :meth:`_give_up` is called.
     3. ``weight_recv_schemes`` are registered last, so that received weights reach connected workers.
-    4. :meth:`shutdown` is TorchRL's, and ends all schemes afterwards. It is also called at exit.
+    4. ``shutdown`` ends the workers, then all schemes. It is also called at exit.
 
-    A subclass implements :meth:`_default_scheme`, and :meth:`_worker_alive` and :meth:`_give_up` if it can.
+    A subclass implements :meth:`_default_scheme` and ``shutdown``, and :meth:`_worker_alive` and
+    :meth:`_give_up` if it can.
 
     Args:
         create_env_fn: as in TorchRL: a list, one for each worker.
@@ -47,11 +49,13 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
         frames_timeout: seconds that the collector waits for batches while a worker delivers none;
             ``math.inf`` for no limit. A :class:`~weight_update.SyncTimeoutError` then names the worker.
         options: all other options of TorchRL's collector.
-
-    Attributes:
-        _schemes: schemes of ``weight_sync_schemes``, kept after TorchRL has dropped them.
-        _receivers: schemes of ``weight_recv_schemes``.
     """
+
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__signature__ = signature_of(cls)  # for help(), where **options hide it
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
         frames_timeout: float = FRAMES_TIMEOUT,
         **options: Any,
     ) -> None:
+        self._updates = Updates()
         kind = inner_class(collector_class, num_workers_per_collector)
         require_one_each("policy_factory", policy_factory, create_env_fn, options.get("num_collectors"))
         self.worker_idx = worker_idx
@@ -79,9 +84,7 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
             weight_sync_schemes = {"policy": self._default_scheme(**options)} if has_weights else {}
         require_ours(weight_sync_schemes or {})
         require_ours(weight_recv_schemes or {})
-        self._schemes = dict(weight_sync_schemes or {})
-        self._adopt(self._schemes)
-        self._watch(self._schemes.values())
+        self._adopt(weight_sync_schemes or {})
         try:
             self._begin(
                 create_env_fn,
@@ -115,36 +118,17 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
         """Release everything after an error at any point of ``__init__``."""
         self._end_schemes()
 
-    def _connect_schemes(self) -> None:
-        """Connect the schemes, unless they are connected."""
-        for scheme in self._schemes.values():
-            if not scheme.synchronized_on_sender:
-                scheme.connect()
-
-    def _send_all(self, worker_ids: Any = None) -> None:
-        """Send the weights of all models in one step."""
-        if isinstance(self.weight_updater, SchemeUpdater):
-            self.update_policy_weights_(worker_ids=worker_ids)
-        elif self._schemes:
-            send(self._schemes, Request(dict.fromkeys(self._schemes), worker_ids, several=True))
+    def _end_schemes(self) -> None:
+        self._disown()
+        super()._end_schemes()
 
     # -- for users ---------------------------------------------------------------------------------
 
     @property
     def policy_version(self) -> int | None:
         """The last version that a worker applied; None without a scheme for the policy."""
-        scheme = policy_scheme(self._schemes)
+        scheme = policy_scheme(self._updates.schemes)
         return None if scheme is None else scheme.version
-
-    def shutdown(self, timeout: float | None = None, **options: Any) -> None:
-        """Shut down as in TorchRL, and end the schemes of this collector. It may be called twice."""
-        self._mark_ended()
-        close_all(partial(super().shutdown, timeout=timeout, **options), self._end_schemes)
-
-    def _end_schemes(self) -> None:
-        self._disown()
-        self._weight_sync_schemes = self._schemes or None  # TorchRL drops them, but they can report errors
-        super()._end_schemes()
 
 
 def inner_class(collector_class: Any, num_workers_per_collector: int) -> Any:

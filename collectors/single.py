@@ -20,6 +20,7 @@ from collectors.closing import close_all
 from collectors.in_process import apply_all, receive_here
 from collectors.policy_call import PolicyCall
 from collectors.requests import Request, find_model, group_once, own, real, require_ours, require_unowned
+from collectors.updates import Updates
 from collectors.updating import Updating
 from collectors.versions import (
     KEY,
@@ -79,14 +80,13 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         weight_updater: Any = None,
         **options: Any,
     ) -> None:
+        self._updates = Updates()
         adapter, updater = make_updater(weight_updater, weight_sync_schemes, policy)
         if adapter is not None and (isinstance(policy, nn.Module) or options.get("policy_factory")):
             weight_sync_schemes = {"policy": MemoryWeightSyncScheme()}
         require_unowned(weight_sync_schemes or {})
         self._gate = Gate()
         self._versions = VersionSource()
-        self._receivers: dict[str, WeightSyncScheme] = {}
-        self._weight_sync_schemes = None
         self._here = {
             model_id: scheme
             for model_id, scheme in (weight_sync_schemes or {}).items()
@@ -144,7 +144,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             super().load_state_dict(state_dict, **kwargs)
         version = state_dict.get(KEY)
         if self._stamps and version is not None:
-            for scheme in real(self._weight_sync_schemes or {}).values():
+            for scheme in real(self._updates.schemes).values():
                 if scheme.synchronized_on_sender:
                     scheme.continue_from(int(version))
             self._versions.restore(int(version))
@@ -152,7 +152,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
     @contextmanager
     def _no_update(self) -> Iterator[None]:
         """Keep all updates out; raise LifecycleError if this collector was shut down."""
-        self._require_open()
+        self._updates.require_open()
         with ExitStack() as stack:
             for scheme in self._connected().values():
                 stack.enter_context(scheme.hold())
@@ -222,7 +222,9 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
 
     def _connected(self) -> dict[str, WeightSyncScheme]:
         """Return the receivers that get updates."""
-        return {key: one for key, one in real(self._receivers).items() if one.synchronized_on_receiver}
+        return {
+            key: one for key, one in real(self._updates.receivers).items() if one.synchronized_on_receiver
+        }
 
     def _install_policy_call(self) -> None:
         """Have the policy called with the receivers that are connected now, if these have changed."""
@@ -261,12 +263,12 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         self._add_receivers(weight_recv_schemes)
 
     def _add_receivers(self, receivers: Mapping[str, WeightSyncScheme]) -> None:
-        self._receivers.update(receivers)
-        self._versions.scheme = policy_scheme(self._receivers)
+        self._updates.receivers.update(receivers)
+        self._versions.scheme = policy_scheme(self._updates.receivers)
 
     def receive_weights(self, policy_or_weights: Any = None, **named: Any) -> None:
         """Receive weights as in TorchRL; given weights are checked, and applied completely or not at all."""
-        if self._receivers or (policy_or_weights is None and not named):
+        if self._updates.receivers or (policy_or_weights is None and not named):
             super().receive_weights(policy_or_weights, **named)
         else:
             self.update_policy_weights_(policy_or_weights, **named)
@@ -290,11 +292,12 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
                 given: Any = SimpleNamespace(policy=self._source)
                 source = torchrl.collectors.Collector.get_model(given, model_id)
             self._add_receivers({model_id: receive_here(scheme, model_id, source, model)})
+        self._updates.schemes = dict(weight_sync_schemes or {})
         super()._setup_weight_sync(weight_updater, weight_sync_schemes)
 
     def _update_by_legacy(self, request: Request) -> SyncReport | None:
         report = super()._update_by_legacy(request)
-        if report is None and not self._weight_sync_schemes:  # nothing else counts this update
+        if report is None and not self._updates.schemes:  # nothing else counts this update
             self.increment_version()
         return report
 
@@ -322,7 +325,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
 
         if moving:
             with ExitStack() as stack:
-                for scheme in real(self._receivers).values():
+                for scheme in real(self._updates.receivers).values():
                     stack.enter_context(scheme.hold())
                 self._gate.run(apply)
         else:  # the collector runs the given module itself, which its owner has changed
@@ -348,7 +351,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """Shut down as in TorchRL, and end the schemes of this collector."""
-        self._mark_ended()
+        self._updates.begin_end()
         unstamp_outcomes(vars(self).get("env"))
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         close_all(end, self._end_schemes)

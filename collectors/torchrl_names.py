@@ -36,11 +36,8 @@ SUPPORTED = ">=0.14.1,<0.15"
 _PROCESS_GROUP_HOOKS = (
     "_frames_per_batch_corrected",
     "_init_master_dist",
-    "_init_worker_dist_mp",
-    "_init_worker_dist_submitit",
     "_init_workers",
     "_make_container",
-    "_policy_to_send",
 )
 
 HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
@@ -59,7 +56,6 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "_setup_policy_version_tracking",
         "_setup_weight_sync",
         "_should_use_random_frames",
-        "_weight_sync_schemes",
         "_wrapped_policy_maybe_compiled",
         "_wrapped_policy_uncompiled",
         "register_scheme_receiver",
@@ -86,7 +82,6 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "_running_free",
         "_setup_multi_policy_version_tracking",
         "_traj_pool",
-        "_weight_sync_schemes",
         "pipes",
         "policy_version_tracker",
         "procs",
@@ -106,6 +101,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
     ("torchrl.collectors.distributed", "DistributedCollector"): (
         *_PROCESS_GROUP_HOOKS,
         "_VERBOSE",
+        "_init_worker_dist_submitit_delayed",
         "_store",
         "_sync",
         "_weight_sync_schemes",
@@ -115,11 +111,9 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "total_frames_per_collector",
     ),
     ("torchrl.collectors.distributed", "RPCCollector"): (
+        "_frames_per_batch_corrected",
         "_init",
         "_init_master_rpc",
-        "_init_worker_rpc",
-        "_shutdown",
-        "_start_workers",
         "_sync",
         "_weight_sync_schemes",
         "tensorpipe_options",

@@ -1,26 +1,43 @@
-"""``update_policy_weights_`` for all collectors."""
+"""The base of all collectors: updates of their models, observers, iteration and the end."""
 
 from __future__ import annotations
 
 import atexit
-import inspect
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from typing import Any
 
-from collectors.closing import close_all
-from collectors.observing import Observed
-from collectors.requests import Request, group_once, own, require_ours, require_unused, send
-from collectors.signatures import signature_of
-from weight_update import LifecycleError, SyncReport, WeightSyncScheme
+from tensordict import TensorDictBase
+
+from collectors.closing import ENDED, close_all
+from collectors.requests import Request, require_ours, send
+from collectors.updates import Updates
+from collectors.versions import policy_scheme
+from weight_update import LifecycleError, Observer, SyncReport, WeightSyncScheme
 
 
-class Updating(Observed):
-    """A mixin for TorchRL's collectors, placed before them."""
+class Updating:
+    """The base of all collectors, placed before TorchRL's class.
 
+    ``__init__`` of a collector makes ``_updates`` first, and calls :meth:`_adopt`, if it has workers, before
+    TorchRL's ``__init__``. ``shutdown`` calls ``_updates.begin_end()`` first, and :meth:`_end_schemes` last.
+    """
+
+    _updates: Updates
     _legacy_weight_updater: bool
-    _receivers: dict[str, WeightSyncScheme]
+    policy_version: Any
+
+    def __bool__(self) -> bool:
+        """Return True.
+
+        Ray calls ``bool()`` after an error in an actor. Without this method, that would call ``len()``, which
+        raises for an endless collector.
+        """
+        return True
+
+    # -- updates -----------------------------------------------------------------------------------
 
     def update_policy_weights_(
         self,
@@ -69,17 +86,15 @@ class Updating(Observed):
 
     def _update(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         """Send by the schemes, or update the models of this process."""
-        self._require_open()
-        if self._weight_sync_schemes:
-            return self._send(self._weight_sync_schemes, request)
+        self._updates.require_open()
+        if self._updates.schemes:
+            return self._send(request)
         reports = self._update_without_scheme(request)
-        self._tell_observers(next(iter(reports.values())) if isinstance(reports, dict) else reports)
+        self._updates.tell(next(iter(reports.values())) if isinstance(reports, dict) else reports)
         return reports
 
-    def _send(
-        self, schemes: Mapping[str, WeightSyncScheme], request: Request
-    ) -> SyncReport | dict[str, SyncReport]:
-        return send(schemes, request)
+    def _send(self, request: Request) -> SyncReport | dict[str, SyncReport]:
+        return send(self._updates.schemes, request)
 
     def _update_by_legacy(self, request: Request) -> SyncReport | None:
         if request.several or set(request.weights) != {"policy"}:
@@ -94,13 +109,89 @@ class Updating(Observed):
         return report if isinstance(report, SyncReport) else None
 
     def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
-        raise NotImplementedError
+        raise LifecycleError(
+            "this collector has no weight_sync_schemes, so it cannot reach the policies of its workers; if "
+            'these have weights, give weight_sync_schemes={"policy": scheme}'
+        )
+
+    def register_scheme_receiver(
+        self, weight_recv_schemes: dict[str, WeightSyncScheme], *, synchronize_weights: bool = True
+    ) -> None:
+        """Register receivers as in TorchRL; a collector's own schemes pass weights on to its workers."""
+        require_ours(weight_recv_schemes)
+        self._updates.receivers.update(weight_recv_schemes)
+        torchrl_collector: Any = super()
+        torchrl_collector.register_scheme_receiver(
+            weight_recv_schemes, synchronize_weights=synchronize_weights
+        )
+
+    # -- workers -----------------------------------------------------------------------------------
+
+    def _adopt(self, schemes: Mapping[str, WeightSyncScheme]) -> None:
+        """Take over schemes that send to workers, which ask :meth:`_worker_alive`."""
+        self._updates.adopt(schemes)
+        for scheme in schemes.values():
+            scheme.worker_alive = partial(_alive, weakref.ref(self))
+        self._end_later()
+
+    def _worker_alive(self, worker_idx: int) -> bool:
+        """Return False only if the process of a worker has certainly ended."""
+        return True
+
+    # -- observers and iteration -------------------------------------------------------------------
+
+    def add_observer(self, observer: Observer) -> Callable[[], None]:
+        """Have a function called for every update, every change of a worker and every batch, from now on.
+
+        A separate thread calls the function. It gets the reports and events of each scheme of this collector
+        (see :meth:`~weight_update.WeightSyncScheme.add_observer`), and a :class:`~weight_update.PolicyLag`
+        for each batch that iterating over this collector yields. An error that the function raises is logged.
+
+        Returns:
+            a function that removes the observer.
+
+        Raises:
+            LifecycleError: this collector was shut down.
+        """
+        return self._updates.add_observer(observer)
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Yield batches; an error ends the collector, as in TorchRL.
+
+        Raises:
+            LifecycleError: this collector was shut down, perhaps by another thread meanwhile.
+        """
+        collector: Any = self
+        self._iteration_started = True
+        whole = collector.trajs_per_batch is not None or _writes_trajectories(collector)
+        ended = self._updates.ended
+        try:
+            with closing(collector._iter_by_trajectories() if whole else collector.iterator()) as batches:
+                for batch in batches:
+                    self._updates.tell_lag(batch, self._newest_version)
+                    yield batch
+                    ended = self._updates.ended
+        except Exception as error:
+            if ended or self._updates.ended_elsewhere:  # TorchRL's code may end it, too
+                raise LifecycleError(ENDED) from error
+            self._updates.ended_because = error
+            if not self._updates.ended:
+                collector.shutdown()
+            raise
+
+    def _newest_version(self) -> int | None:
+        """Return the newest version of the policy that was sent; None if the collector does not know it."""
+        scheme = policy_scheme(self._updates.schemes)
+        if scheme is None:
+            return None
+        sent = 0 if scheme.last_report is None else scheme.last_report.version
+        return max(sent, self.policy_version or 0)
+
+    # -- end ---------------------------------------------------------------------------------------
 
     def _end_schemes(self) -> None:
         """Shut down all schemes, then end the observers."""
-        self._mark_ended()
-        schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
-        close_all(*(scheme.shutdown for scheme in schemes), self._end_observers)
+        self._updates.close()
 
     def _end_later(self) -> None:
         """Have this collector shut down when the interpreter exits, if it was not before."""
@@ -109,50 +200,6 @@ class Updating(Observed):
     def _end_at_exit(self) -> None:
         collector: Any = self
         collector.shutdown()
-
-
-class WithWorkers(Updating):
-    """A mixin for collectors whose models are in other processes; it ends these at exit."""
-
-    __signature__: inspect.Signature
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls.__signature__ = signature_of(cls)  # for help(), where a metaclass or **options hide it
-
-    def _adopt(self, schemes: Mapping[str, WeightSyncScheme]) -> None:
-        """Check and group the schemes that send to the workers."""
-        self._receivers = {}
-        require_unused(schemes)
-        own(schemes.values())
-        group_once(schemes.values())
-        self._end_later()
-
-    def _watch(self, schemes: Iterable[WeightSyncScheme]) -> None:
-        """Have schemes ask :meth:`_worker_alive`."""
-        for scheme in schemes:
-            scheme.worker_alive = partial(_alive, weakref.ref(self))
-
-    def _worker_alive(self, worker_idx: int) -> bool:
-        """Return False only if the process of a worker has certainly ended."""
-        return True
-
-    def register_scheme_receiver(
-        self, weight_recv_schemes: dict[str, WeightSyncScheme], *, synchronize_weights: bool = True
-    ) -> None:
-        """Register receivers as in TorchRL; this collector's own schemes pass weights on to its workers."""
-        require_ours(weight_recv_schemes)
-        self._receivers.update(weight_recv_schemes)
-        torchrl_collector: Any = super()
-        torchrl_collector.register_scheme_receiver(
-            weight_recv_schemes, synchronize_weights=synchronize_weights
-        )
-
-    def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
-        raise LifecycleError(
-            "this collector has no weight_sync_schemes, so it cannot reach the policies of its workers; if "
-            'these have weights, give weight_sync_schemes={"policy": scheme}'
-        )
 
     def _disown(self) -> None:
         _live.discard(self)
@@ -167,7 +214,13 @@ def _end_all() -> None:
     close_all(*(collector._end_at_exit for collector in list(_live)))
 
 
-def _alive(collector: weakref.ref[WithWorkers], worker_idx: int) -> bool:
+def _alive(collector: weakref.ref[Updating], worker_idx: int) -> bool:
     """Return whether a worker may be alive, also after the collector is gone."""
     owner = collector()
     return owner is None or owner._worker_alive(worker_idx)
+
+
+def _writes_trajectories(collector: Any) -> bool:
+    """Return whether this process writes whole trajectories: ``replay_write_mode`` of TorchRL after 0.14."""
+    mode = getattr(collector, "replay_write_mode", None)
+    return mode == "trajectory" and not getattr(collector, "_trajectory_writes_in_workers", False)

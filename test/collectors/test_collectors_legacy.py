@@ -425,7 +425,7 @@ def test_an_updater_of_the_policy_itself_waits_for_forward_passes(made):
     collector = made(Collector, Env, make_policy(), weight_updater=VanillaWeightUpdater, **OPTIONS)
     collector.weight_updater = VanillaWeightUpdater.from_policy(collector.policy)
     collector.update_policy_weights_()
-    (receiver,) = collector._receivers.values()
+    (receiver,) = collector._updates.receivers.values()
     with receiver.hold():
         update = threading.Thread(target=collector.update_policy_weights_, args=(weights_of(5.0),))
         update.start()

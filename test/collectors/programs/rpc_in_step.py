@@ -33,7 +33,7 @@ def main():
         return data["action"].unique().tolist()
 
     require_exact(next(frames))
-    assert isinstance(collector._schemes["policy"], RPCWeightSyncScheme)
+    assert isinstance(collector._weight_sync_schemes["policy"], RPCWeightSyncScheme)
     require_every_call(collector, used_now, policy)
     require_refusals(collector, used_now)
     require_legacy_updater(collector, used_now)
