@@ -164,17 +164,19 @@ class ModelLoader:
         """Load a patch, each weight in place or as a whole, and return the account of it.
 
         Raises:
-            BaseLostError: vLLM has discarded or replaced the weights; nothing was loaded.
+            BaseLostError: vLLM has discarded or replaced the weights, or the trainer has others than before;
+                nothing was loaded.
         """
         assert self.placements is not None
         assert self._stored is not None
+        changes = list(changes)
         try:
             self._stored.require(self._model)
+            self.placements.require(change.name for change in changes)
         except BaseLostError:
             # The weights may be stored elsewhere now, such as experts that changed ranks.
             self.placements = None
             raise
-        changes = list(changes)
         names, modules = self.placements.reload_of([one.name for one in changes if one.values.numel()])
         in_place = [change for change in changes if change.name not in names]
         tensors = tensors_of(self._model)
