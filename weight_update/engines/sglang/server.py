@@ -38,7 +38,7 @@ class SGLangServer(InferenceEngine):
         admin_api_key: the server's ``--admin-api-key``, if it has one.
         pause: treatment of running requests. ``"retract"`` computes their prefix again with the new weights
             and continues, so one answer may come from several versions. ``"abort"`` ends them.
-        batch_bytes: bytes of shared memory, unless a single weight is larger.
+        batch_bytes: bytes of shared memory, unless the weights of one module are larger.
         loads_changes: as :attr:`~weight_update.InferenceEngine.loads_changes`.
         loads_in_chunks: as :attr:`~weight_update.InferenceEngine.loads_in_chunks`.
         timeout: seconds that one call of the server may take.
@@ -88,7 +88,7 @@ class SGLangServer(InferenceEngine):
             raise
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self._session.load(weights)
+        self._session.load(weights, in_chunks=self.loads_in_chunks)
 
     def needs_with(self, changed: Collection[str]) -> Collection[str]:
         return self._session.needs_with()
