@@ -187,7 +187,8 @@ def connect_servers(
     server's weights may be used.
 
     If a server was restarted, or is added, call this function on the connected ``scheme`` with only that
-    server, and with the ``first_worker`` of its workers.
+    server, and with the ``first_worker`` of its workers. Send nothing before it returns, because it
+    resumes the server, also in the middle of an update.
 
     Args:
         scheme: the sender, after ``init_on_sender``.
