@@ -482,6 +482,17 @@ def test_what_cannot_be_served() -> None:
         TransformersEngine(model_of(1), continuous_batching_config=batching, pause="keep")
 
 
+def test_a_model_that_keeps_a_manager() -> None:
+    """It would generate with the configurations of that manager, not with those that are given."""
+    model = model_of(1)
+    batching = transformers.ContinuousBatchingConfig(page_size=PAGE, num_blocks=256, max_batch_tokens=64)
+    model.generate_batch([PROMPT], greedy(), continuous_batching_config=batching, persistent_manager=True)
+    with pytest.raises(ValueError, match=r"call model\.destroy_cached_continuous_batching_manager\(\) first"):
+        engine_of(model)
+    model.destroy_cached_continuous_batching_manager()
+    engine_of(model).close()
+
+
 FORGETFUL = """
 import threading
 import transformers

@@ -61,6 +61,15 @@ def require_configs(generation: Any, batching: Any) -> None:
             raise TypeError(f"give a {kind.__name__} or None, not {given!r:.60}")
 
 
+def require_no_manager(model: Any) -> None:
+    """Raise ValueError if ``model`` keeps a manager, which transformers would use with its configurations."""
+    if getattr(model, "_cached_continuous_batching_manager", None) is not None:
+        raise ValueError(
+            "generate_batch(persistent_manager=True) has left a manager with its own configurations in this "
+            "model; call model.destroy_cached_continuous_batching_manager() first"
+        )
+
+
 def require_supported(manager: Any, pause: str) -> None:
     """Check a manager.
 

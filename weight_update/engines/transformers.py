@@ -20,6 +20,7 @@ from weight_update.engines.continuous_batching import (
     ended,
     forget_prefixes,
     require_configs,
+    require_no_manager,
     require_supported,
     tokens_of,
 )
@@ -100,7 +101,7 @@ class TransformersEngine(InferenceEngine):
         TypeError: ``model`` is not a ``PreTrainedModel``, or a configuration is of another type.
         UnsupportedSourceError: weights of the model are on the meta device.
         ValueError: ``pause`` is none of the three, or the configurations cannot be combined with it; or
-            ``timeout`` is not a time to wait.
+            ``timeout`` is not a time to wait; or the model keeps a manager of ``generate_batch``.
     """
 
     loads_changes = True
@@ -137,6 +138,7 @@ class TransformersEngine(InferenceEngine):
             raise UnsupportedSourceError(
                 f"on the meta device: {', '.join(hollow[:10])}; load the model, or call to_empty()"
             )
+        require_no_manager(model)
         self._manager = model.init_continuous_batching(generation_config, continuous_batching_config)
         require_supported(self._manager, pause)
         self._requests: dict[str, _Request] = {}
