@@ -232,6 +232,17 @@ def test_a_patch_writes_what_changed(connected: Any, monkeypatch: pytest.MonkeyP
     assert engine.generate([PROMPT])[0].tokens == continued((trainer, 8))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e8m0fnu])
+def test_a_patch_of_a_dtype_that_pytorch_writes_no_elements_of(connected: Any, dtype: torch.dtype) -> None:
+    trainer, mine = model_of(1), model_of(2)
+    for model in (trainer, mine):
+        model.register_buffer("scales", torch.arange(16, dtype=torch.uint8).view(dtype))
+    scheme = connected(trainer, engine_of(mine, stable_addresses=True), encoding=PatchEncoding())
+    trainer.scales.view(torch.uint8)[4] = 77
+    assert scheme.send().encoding == "patch"
+    assert torch.equal(mine.scales.view(torch.uint8), trainer.scales.view(torch.uint8))
+
+
 def test_tied_weights_are_sent_once(connected: Any) -> None:
     trainer, mine = model_of(1), model_of(2)
     report = connected(trainer, engine_of(mine)).send()

@@ -24,7 +24,7 @@ from weight_update.engines.continuous_batching import (
     require_supported,
     tokens_of,
 )
-from weight_update.engines.placement import tensors_of
+from weight_update.engines.placement import bits_of, tensors_of
 from weight_update.errors import LifecycleError, SyncTimeoutError, UnsupportedSourceError, undo_on_error
 from weight_update.text import plural
 from weight_update.threads import exiting, start
@@ -259,7 +259,8 @@ class TransformersEngine(InferenceEngine):
                 mine.copy_(change.weight)
             else:
                 device = mine.device
-                mine.view(-1)[change.positions.to(device)] = change.values.to(device)
+                # As bits: PyTorch cannot write elements of every dtype.
+                bits_of(mine).view(-1)[change.positions.to(device)] = bits_of(change.values).to(device)
 
     def finish_update(self, version: int) -> None:
         """Drop cached prefixes, and continue generation with ``version``."""

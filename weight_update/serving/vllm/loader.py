@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weight_update.engines.base import WeightChange
-from weight_update.engines.placement import Block, Tensors, tensors_of
+from weight_update.engines.placement import Block, Tensors, bits_of, tensors_of
 from weight_update.engines.samples import BaseLostError, StoredSamples, random_positions
 from weight_update.serving.vllm.placement import (
     Placements,
@@ -90,7 +90,7 @@ class ModelLoader:
             if weight.numel():
                 positions = random_positions(weight.numel(), self._generator)
                 index = torch.unravel_index(positions, weight.shape)
-                self._samples[name] = positions, weight[index].clone()
+                self._samples[name] = positions, bits_of(weight)[index].clone().view(weight.dtype)
 
     def _load_into_model(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
