@@ -448,6 +448,26 @@ def test_small_weights_travel_together() -> None:
     assert found == ["ab", "c", "d", "ef"]
 
 
+@pytest.mark.parametrize("stand_in", ["server"], indirect=True)
+def test_an_answer_that_is_lost_when_an_update_begins(stand_in: Any, connected: Any) -> None:
+    """The server generates with an open session no more than with half an update."""
+    engine = adapter(stand_in)
+    scheme = connected(Source(), engine, PatchEncoding())
+    begin = engine._calls.begin
+
+    def lose_the_answer() -> None:
+        begin()
+        raise TransportError("the connection was cut")
+
+    engine._calls.begin = lose_the_answer
+    with pytest.raises(SyncFailedError, match="the connection was cut"):
+        scheme.send()
+    assert not stand_in.session
+    assert not stand_in.paused
+    engine._calls.begin = begin
+    scheme.send()
+
+
 @both
 def test_a_load_that_fails(stand_in: Any, connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     source, engine = Source(), adapter(stand_in)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import weakref
@@ -16,7 +17,7 @@ from weight_update.engines.exclusive import Weight, batches, by_module
 from weight_update.engines.samples import BaseLostError
 from weight_update.engines.sglang.loader import pack
 from weight_update.engines.sglang.memory import SharedBatch
-from weight_update.errors import UnreachableMemoryError
+from weight_update.errors import UnreachableMemoryError, WeightSyncError, undo_on_error
 from weight_update.text import plural
 
 LOADER = "weight_update.engines.sglang.load"
@@ -88,13 +89,18 @@ class Session:
     def open(self) -> None:
         """Open a session; end one that a receiver before this one has left."""
         self._loaded, self._held = False, []
-        try:
-            self._calls.begin()
-        except RuntimeError as error:
-            if "already open" not in str(error):
-                raise
-            self._calls.end()
-            self._calls.begin()
+        with undo_on_error(self._abort_quietly):  # it may be open, and only the answer was lost
+            try:
+                self._calls.begin()
+            except RuntimeError as error:
+                if "already open" not in str(error):
+                    raise
+                self._calls.end()
+                self._calls.begin()
+
+    def _abort_quietly(self) -> None:
+        with contextlib.suppress(RuntimeError, WeightSyncError):
+            self.abort()
 
     def load(self, weights: Iterable[Weight], *, in_chunks: bool) -> None:
         """Load whole weights; raise RuntimeError with SGLang's traceback if that failed.
