@@ -18,6 +18,7 @@ from pairs import connect_pair
 
 from weight_update import (
     BucketEncoding,
+    FormatError,
     InferenceEngine,
     LifecycleError,
     MemoryWeightSyncScheme,
@@ -343,17 +344,18 @@ def test_an_engine_that_does_not_begin_keeps_its_version(hire: Any, way: str) ->
 
 
 @pytest.mark.parametrize("place", ["begin", 3, "finish"])
+@pytest.mark.parametrize("kind", [TransportError, FormatError])
 @pytest.mark.parametrize("way", WAYS)
-def test_an_engine_whose_server_is_gone(hire: Any, way: str, place: int | str) -> None:
+def test_an_engine_whose_server_is_gone(hire: Any, way: str, place: int | str, kind: type[Exception]) -> None:
     """An engine's TransportError is an error of the update, and not of the link to the sender."""
     in_chunks, encoding, limit = WAYS[way]
     source = mlp(1)
     procs = hire(source, Notebook(in_chunks), kind="memory", strategy=strategy(encoding, limit))
     procs.workers[0].call("run", set_in_engine, "fails", place)
-    procs.workers[0].call("run", set_in_engine, "error", TransportError)
+    procs.workers[0].call("run", set_in_engine, "error", kind)
     with torch.no_grad():
         source[0].weight[0, :2] += 1.0
-    with pytest.raises(SyncFailedError, match=f"TransportError: the engine broke at {place}"):
+    with pytest.raises(SyncFailedError, match=f"{kind.__name__}: the engine broke at {place}"):
         procs.scheme.send()
     assert procs.ask("version") == [0 if place == "begin" else None]
     procs.scheme.send()

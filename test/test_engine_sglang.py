@@ -102,6 +102,37 @@ class Deriving(Computing):
         self.compute()
 
 
+class Latent(nn.Module):
+    """Makes one parameter of two weights that come with one call, as SGLang's models of DeepSeek do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Parameter(torch.zeros(6, 4))
+        self.norm = nn.Parameter(torch.zeros(5))
+        self.loads: list[str] = []
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        waiting = {}
+        for name, weight in weights:
+            self.loads.append(name)
+            if "norm" in name:
+                self.norm.data.copy_(weight)
+            elif "attention" in name:
+                waiting[name] = weight
+        if len(waiting) == 2:
+            self.fused.data.copy_(torch.cat([*waiting.values()]))
+
+    def post_load_weights(self) -> None:
+        """Compute nothing."""
+
+
+def latent_source() -> nn.Module:
+    """Return weights for ``Latent``, of which ``kv`` never changes."""
+    parts = {"q": nn.Linear(4, 4, bias=False), "norm": nn.LayerNorm(5, bias=False)}
+    layer = nn.ModuleDict({**parts, "kv": nn.Linear(4, 2, bias=False)})
+    return nn.ModuleDict({"attention": layer, "head": nn.Linear(8, 8, bias=False)})
+
+
 class Source(nn.Module):
     """The trainer's weights, each by itself."""
 
@@ -413,8 +444,28 @@ def test_the_calls_of_an_update(stand_in: Any, connected: Any, in_chunks: bool) 
 def test_small_weights_travel_together() -> None:
     sizes = {"a": 40, "b": 60, "c": 1, "d": 200, "e": 0, "f": 100}
     weights = [(name, torch.empty(size, dtype=torch.uint8)) for name, size in sizes.items()]
-    found = ["".join(name for name, _ in batch) for batch in batches(weights, 100)]
+    found = ["".join(name for name, _ in batch) for batch in batches(([weight] for weight in weights), 100)]
     assert found == ["ab", "c", "d", "ef"]
+
+
+@pytest.mark.parametrize("stand_in", ["server"], indirect=True)
+def test_an_answer_that_is_lost_when_an_update_begins(stand_in: Any, connected: Any) -> None:
+    """The server generates with an open session no more than with half an update."""
+    engine = adapter(stand_in)
+    scheme = connected(Source(), engine, PatchEncoding())
+    begin = engine._calls.begin
+
+    def lose_the_answer() -> None:
+        begin()
+        raise TransportError("the connection was cut")
+
+    engine._calls.begin = lose_the_answer
+    with pytest.raises(SyncFailedError, match="the connection was cut"):
+        scheme.send()
+    assert not stand_in.session
+    assert not stand_in.paused
+    engine._calls.begin = begin
+    scheme.send()
 
 
 @both
@@ -549,6 +600,29 @@ def test_models_that_compute_from_their_weights(stand_in: Any, connected: Any, k
     assert scheme.send().encoding == "patch"
     assert torch.equal(stand_in.model.derived, source.layers[0]["out"] * 2)
     assert not any(engine.last_patch.values())
+
+
+@both
+@pytest.mark.parametrize("batch_bytes", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("encoding", "in_chunks"), [(PatchEncoding(), False), (BucketEncoding(bucket_size=64), True)]
+)
+def test_weights_that_are_fused_if_they_come_together(
+    stand_in: Any, connected: Any, batch_bytes: int, encoding: Any, in_chunks: bool
+) -> None:
+    stand_in.model, source = Latent(), latent_source()
+    attention: Any = source["attention"]
+    scheme = connected(
+        source, adapter(stand_in, batch_bytes=batch_bytes, loads_in_chunks=in_chunks), encoding
+    )
+    for _ in range(4):
+        assert torch.equal(stand_in.model.fused, torch.cat([attention["q"].weight, attention["kv"].weight]))
+        assert torch.equal(stand_in.model.norm, attention["norm"].weight)
+        with torch.no_grad():
+            attention["q"].weight[1, 1] += 1.0
+            attention["norm"].weight[2] += 1.0
+        scheme.send()
+    assert torch.equal(stand_in.model.fused, torch.cat([attention["q"].weight, attention["kv"].weight]))
 
 
 @both

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -229,6 +230,17 @@ def test_a_patch_writes_what_changed(connected: Any, monkeypatch: pytest.MonkeyP
     assert set(written) <= {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert all(torch.equal(mine.state_dict()[name], value) for name, value in trainer.state_dict().items())
     assert engine.generate([PROMPT])[0].tokens == continued((trainer, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e8m0fnu])
+def test_a_patch_of_a_dtype_that_pytorch_writes_no_elements_of(connected: Any, dtype: torch.dtype) -> None:
+    trainer, mine = model_of(1), model_of(2)
+    for model in (trainer, mine):
+        model.register_buffer("scales", torch.arange(16, dtype=torch.uint8).view(dtype))
+    scheme = connected(trainer, engine_of(mine, stable_addresses=True), encoding=PatchEncoding())
+    trainer.scales.view(torch.uint8)[4] = 77
+    assert scheme.send().encoding == "patch"
+    assert torch.equal(mine.scales.view(torch.uint8), trainer.scales.view(torch.uint8))
 
 
 def test_tied_weights_are_sent_once(connected: Any) -> None:
@@ -481,6 +493,17 @@ def test_what_cannot_be_served() -> None:
         TransformersEngine(model_of(1), continuous_batching_config=batching, pause="keep")
 
 
+def test_a_model_that_keeps_a_manager() -> None:
+    """It would generate with the configurations of that manager, not with those that are given."""
+    model = model_of(1)
+    batching = transformers.ContinuousBatchingConfig(page_size=PAGE, num_blocks=256, max_batch_tokens=64)
+    model.generate_batch([PROMPT], greedy(), continuous_batching_config=batching, persistent_manager=True)
+    with pytest.raises(ValueError, match=r"call model\.destroy_cached_continuous_batching_manager\(\) first"):
+        engine_of(model)
+    model.destroy_cached_continuous_batching_manager()
+    engine_of(model).close()
+
+
 FORGETFUL = """
 import threading
 import transformers
@@ -598,6 +621,64 @@ def test_two_threads_that_end_generation(connected: Any, monkeypatch: pytest.Mon
     for thread in closing:
         thread.join(WAIT)
     assert len(calls) == 1
+
+
+def test_an_interrupt_while_a_pause_begins(connected: Any) -> None:
+    """Generation goes on; the thread of the pause would hold it for ever."""
+    mine = model_of(2)
+    steps = Steps(mine, stop_at=10)
+    engine = engine_of(mine, pause="keep")
+    connected(model_of(1), engine)
+    running = engine.submit(PROMPT, max_new_tokens=LONG)
+    assert steps.reached.wait(WAIT)
+    main = threading.main_thread().ident or 0
+    interrupting = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.begin_update(1)
+    interrupting.join()
+    steps.go.set()
+    assert len(running.result(WAIT).tokens) == LONG
+
+
+def test_a_signal_handler_that_closes_an_engine_which_is_being_closed(connected: Any) -> None:
+    mine = model_of(2)
+    steps = Steps(mine, stop_at=10)
+    engine = engine_of(mine)
+    connected(model_of(1), engine)
+    engine.submit(PROMPT, max_new_tokens=LONG)
+    assert steps.reached.wait(WAIT)
+    main = threading.main_thread().ident or 0
+    timers = [
+        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGUSR1)),
+        threading.Timer(0.5, steps.go.set),
+    ]
+    former = signal.signal(signal.SIGUSR1, lambda *_: engine.close())
+    try:
+        for timer in timers:
+            timer.start()
+        engine.close()
+        for timer in timers:
+            timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert not engine._manager.is_running()
+
+
+def test_an_engine_without_threads_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter would wait for the manager's at exit, for ever."""
+    before, begin = set(threading.enumerate()), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "weight_update-answers":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match=r"can't start new thread \(weight_update-answers\): raise"):
+            engine_of(model_of(1))
+    wait_until(lambda: set(threading.enumerate()) <= before, WAIT)
 
 
 def test_arguments_of_other_types() -> None:

@@ -30,6 +30,7 @@ from weight_update import (
 )
 from weight_update.engines import SGLangServer
 from weight_update.serving.vllm import VLLMServer, connect_servers, init_info
+from weight_update.serving.vllm.control import update_in_session
 
 WAIT = 20.0
 
@@ -109,6 +110,16 @@ def test_a_server_without_the_routes(url: str) -> None:
         RuntimeError, match="/weight_info answered 404: start vLLM with VLLM_SERVER_DEV_MODE=1"
     ):
         VLLMServer(url).weight_version()
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_an_answer(url: str, status: int) -> None:
+    """Python would call the other address by GET, show it the key, and take its page for success."""
+    page = f"{url}/get_world_size"
+    answer = f"{status} Moved\r\nLocation: {page}\r\nContent-Length: 0\r\n\r\n".encode()
+    refused = pytest.raises(RuntimeError, match=rf"answered {status}: to {page}; give the URL of the server")
+    with answering(answer) as moved, refused:
+        VLLMServer(moved).pause()
 
 
 def test_a_server_that_does_not_answer_in_time() -> None:
@@ -252,6 +263,37 @@ def test_an_interrupt_while_a_server_has_its_workers_join() -> None:
             ended.set()
         server.shutdown()
         serving.join(WAIT)
+
+
+def test_a_session_that_an_earlier_trainer_left_open() -> None:
+    """The update fails, and the next one does not."""
+
+    class Client:
+        def __init__(self) -> None:
+            self.active = True
+
+        def start_weight_update(self) -> None:
+            if self.active:
+                raise RuntimeError("a weight update is already active. Call finish_weight_update first.")
+            self.active = True
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            assert update_info == {"version": 3}
+
+        def finish_weight_update(self, weight_version: str | None = None) -> None:
+            self.active = False
+
+    client = Client()
+    with pytest.raises(RuntimeError, match="already active"):
+        update_in_session(client, 3)
+    update_in_session(client, 3)
+
+
+@pytest.mark.parametrize("timeout", [0, float("nan"), float("inf"), -1.0])
+def test_a_timeout_that_is_no_time(timeout: float) -> None:
+    for make in (VLLMServer, SGLangServer):
+        with pytest.raises(ValueError, match="timeout is a positive number of seconds"):
+            make("http://127.0.0.1:1", timeout=timeout)
 
 
 @pytest.fixture

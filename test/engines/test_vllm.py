@@ -337,6 +337,23 @@ def test_calls_for_other_versions_are_errors(worker: OneWorker, policy: nn.Modul
             worker.update_weights({"version": 0})
 
 
+def test_a_trainer_that_sends_more_weights_than_the_one_before(
+    vllm_config: VllmConfig, worker: OneWorker, policy: nn.Module
+) -> None:
+    """The worker finds out how the others are stored, too, and then takes patches of all weights."""
+    few = WeightStrategy("state_dict", select=["model.layers.0."])
+    with DistributedWeightSyncScheme(strategy=few) as scheme:
+        join(scheme, worker, policy)
+    with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
+        join(scheme, worker, policy)
+        for reloaded in (False, True):
+            train(policy, 0.01)
+            send(scheme, worker)
+            assert_same(worker.model, loaded_by_vllm(vllm_config, policy))
+            assert (worker.engine.loader.last_patch is not None) is reloaded
+        assert worker.engine.loader.last_patch.in_place == len(policy.state_dict())
+
+
 def test_a_worker_that_starts_again_gets_the_newest_version(
     vllm_config: VllmConfig, worker: OneWorker, policy: nn.Module
 ) -> None:

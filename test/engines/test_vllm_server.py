@@ -37,6 +37,7 @@ from weight_update.serving.vllm import (
 )
 from weight_update.serving.vllm.joining import connect_with
 from weight_update.serving.vllm.loader import ModelLoader
+from weight_update.testing.processes import wait_until
 
 
 class EngineClient:
@@ -215,6 +216,25 @@ def test_a_server_that_does_not_begin_an_update_generates_again(
     assert_same(engine.worker.model, before)
     keeping.send()
     assert_same(engine.worker.model, loaded_by_vllm(vllm_config, policy))
+
+
+def test_an_interrupted_connection_is_restored(
+    vllm_config: VllmConfig, url: str, engine: EngineClient, policy: nn.Module
+) -> None:
+    """The trainer sends the version again that the workers have, and the server generates afterwards."""
+    with DistributedWeightSyncScheme(strategy=PATCH, timeout=20.0) as scheme:
+        scheme.init_on_sender(model=policy, num_workers=1)
+        connect_servers(scheme, VLLMServer(url))
+        engine.calls.clear()
+        engine.worker.engine.scheme._receiver.link.disconnect()
+        wait_until(lambda: "resume" in engine.calls, 20.0)
+        assert engine.calls == ["pause wait", *UPDATE, "resume"]
+        assert engine.worker.engine.version == 0
+        assert_same(engine.worker.model, loaded_by_vllm(vllm_config, policy))
+        train(policy, 0.01)
+        scheme.send()
+        assert engine.calls[-1] == "resume"
+        assert_same(engine.worker.model, loaded_by_vllm(vllm_config, policy))
 
 
 def test_a_server_that_is_gone_is_named(worker: OneWorker, policy: nn.Module) -> None:

@@ -105,6 +105,23 @@ def test_a_block_tells_other_values_apart() -> None:
     assert not block.has(tensors_of(model), WEIGHTS["cut"].shape, everything, WEIGHTS["cut"].view(-1))
 
 
+def test_a_weight_without_dimensions() -> None:
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.tensor(3.0))
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, weight in weights:
+            model.scale.data.copy_(weight)
+
+    found = find_placements(model, load, {"scale": (torch.Size(), torch.float32)}, {"scale": {""}})
+    (block,) = found.blocks["scale"]
+    tensors, positions = tensors_of(model), torch.zeros(256, dtype=torch.int64)
+    assert block.has(tensors, torch.Size(), positions, torch.tensor(3.0))
+    assert not block.has(tensors, torch.Size(), positions, torch.tensor(4.0))
+    block.write(tensors, torch.Size(), positions[:1], torch.tensor([4.0]))
+    assert block.has(tensors, torch.Size(), positions, torch.tensor(4.0))
+
+
 def test_a_loader_that_computes_spoils_its_own_weight_only() -> None:
     model = Rank1()
 

@@ -10,7 +10,7 @@ import torch
 from engine_parts import Notebook
 from sync_parts import Waiting, connected, exchange, model_at, set_to, synchronizer, wait_until
 
-from weight_update import ExplorerClient, SyncMethod, SyncStyle, UnsupportedSourceError
+from weight_update import ExplorerClient, SyncMethod, SyncStyle, TrainerClient, UnsupportedSourceError
 from weight_update.testing import fingerprint
 
 
@@ -112,3 +112,29 @@ def test_an_explorer_has_no_version_after_its_engine_failed(
         version = exchange(trainer, explorer)
         assert explorer.version == version
         assert fingerprint(engine.loaded) == fingerprint(source)
+
+
+class Chatty(ZeroDivisionError):
+    """An error with a message of more than a megabyte, such as one that lists all weights."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} {'again ' * 400_000}"
+
+
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_an_engine_with_a_long_message(method: SyncMethod, tmp_path: Path) -> None:
+    source, engine = model_at(0), Notebook()
+    with synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where:
+        server = where.serve()
+        with TrainerClient(server, source) as trainer, ExplorerClient(server, engine) as explorer:
+            exchange(trainer, explorer)
+            engine.fails, engine.error = "begin", Chatty
+            waiting = Waiting(explorer)
+            wait_until(trainer.blocking.need_sync)
+            published = trainer.blocking.sync_weight()
+            assert waiting.result()["reason"].startswith("Chatty: the engine broke at begin again")
+            if method is SyncMethod.NCCL:
+                assert published["reason"].startswith("explorer 0: Chatty: the engine broke at begin again")
+            set_to(source, 1)
+            explorer.step = trainer.step = 1
+            exchange(trainer, explorer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,29 @@ from weight_update.synchronizer.state import ExplorerState
 from weight_update.synchronizer.transfer import Publisher, Subscriber, settle
 
 REQUIRE_SYNC = RunningStatus.REQUIRE_SYNC
+
+
+def test_an_explorer_that_a_signal_handler_closes_while_it_reads_a_file(tmp_path: Path) -> None:
+    """The handler runs in the thread that reads, and does not wait for itself."""
+    source, model = model_at(0), model_at(-1)
+    options = {"transfer_timeout": 8.0}
+    clients = connected(SyncMethod.CHECKPOINT, SyncStyle.EXPLORER_DRIVEN, tmp_path, source, model, **options)
+    with clients as (_, trainer, explorer):
+        trainer.blocking.sync_weight()
+        store, seconds = explorer.blocking._method._store, list[float]()
+        latest = store.latest
+
+        def interrupted() -> Any:
+            began = time.monotonic()
+            explorer.close()
+            seconds.append(time.monotonic() - began)
+            return latest()
+
+        store.latest = interrupted
+        with contextlib.suppress(LifecycleError, TransportError):
+            explorer.blocking.sync_weight()
+        assert max(seconds) < 4.0
+        assert step_of(model) == -1
 
 
 def test_directly_a_version_that_its_only_explorer_did_not_live_to_take_is_not_published(

@@ -96,8 +96,8 @@ def as_expected(
 
 @contextlib.contextmanager
 def engine_errors() -> Iterator[None]:
-    """Return a context manager for an engine's calls: a TransportError of its own is not one of our link."""
+    """Return a context manager for an engine's calls: an error of its own is not one of our link."""
     try:
         yield
-    except TransportError as error:
+    except (TransportError, FormatError) as error:
         raise WorkerError(f"{type(error).__name__}: {error}") from error

@@ -38,6 +38,8 @@ class InferenceEngine(ABC):
     The calls for one version come one after the other, without gradients, from any thread. The tensors have
     the names, shapes and dtypes of the sender after ``convert``, and are on the CPU. They may be views into
     memory that is used again: copy tensors that you keep, as loaders do. Extra state of modules is not sent.
+
+    An engine has one receiver at a time: shut the scheme down before another one gets the engine.
     """
 
     loads_in_chunks: bool = False

@@ -12,34 +12,39 @@ from weight_update.errors import LifecycleError, SyncTimeoutError
 
 
 class Pause:
-    """A pause of a manager's generation, held by a thread of its own; ``pause()`` itself waits without limit.
+    """A pause of a manager's generation.
 
-    Raises:
-        SyncTimeoutError: the pause did not begin in ``timeout`` seconds.
-        LifecycleError: generation has ended.
+    A thread of its own holds it, because ``pause()`` of the manager waits without limit.
     """
 
-    def __init__(self, manager: Any, timeout: float) -> None:
+    def __init__(self, manager: Any) -> None:
         self._begun, self._over = threading.Event(), threading.Event()
         self._error: RuntimeError | None = None
-        self._thread = threading.Thread(
-            target=self._hold, args=(manager,), name="weight_update-pause", daemon=True
-        )
+        self._manager = manager
+        self._thread = threading.Thread(target=self._hold, name="weight_update-pause", daemon=True)
+
+    def begin(self, timeout: float) -> None:
+        """Pause generation. Whatever this raises, call :meth:`release`.
+
+        Raises:
+            SyncTimeoutError: the pause did not begin in ``timeout`` seconds.
+            LifecycleError: generation has ended.
+        """
         self._thread.start()
         if not self._begun.wait(timeout):
-            self._over.set()
             raise SyncTimeoutError("a decoding step did not end in time (raise timeout= of the engine)")
         if self._error is not None:
-            raise ended(manager) from self._error
+            raise ended(self._manager) from self._error
 
     def release(self) -> None:
-        """End the pause."""
+        """End the pause, also one that is still to begin."""
         self._over.set()
-        self._thread.join()
+        if self._begun.is_set():
+            self._thread.join()
 
-    def _hold(self, manager: Any) -> None:
+    def _hold(self) -> None:
         try:
-            with manager.pause():
+            with self._manager.pause():
                 self._begun.set()
                 self._over.wait()
         except RuntimeError as error:  # there is no generation to pause
@@ -54,6 +59,15 @@ def require_configs(generation: Any, batching: Any) -> None:
     for given, kind in ((generation, GenerationConfig), (batching, ContinuousBatchingConfig)):
         if given is not None and not isinstance(given, kind):
             raise TypeError(f"give a {kind.__name__} or None, not {given!r:.60}")
+
+
+def require_no_manager(model: Any) -> None:
+    """Raise ValueError if ``model`` keeps a manager, which transformers would use with its configurations."""
+    if getattr(model, "_cached_continuous_batching_manager", None) is not None:
+        raise ValueError(
+            "generate_batch(persistent_manager=True) has left a manager with its own configurations in this "
+            "model; call model.destroy_cached_continuous_batching_manager() first"
+        )
 
 
 def require_supported(manager: Any, pause: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterable, Iterator
 
@@ -11,6 +12,8 @@ import torch
 from weight_update.arguments import require_seconds
 from weight_update.engines.base import InferenceEngine
 from weight_update.errors import LifecycleError, SyncTimeoutError
+
+Weight = tuple[str, torch.Tensor]
 
 
 class ExclusiveEngine(InferenceEngine):
@@ -95,17 +98,26 @@ class ExclusiveEngine(InferenceEngine):
             self._turn.notify_all()
 
 
-def batches(
-    weights: Iterable[tuple[str, torch.Tensor]], limit: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield lists of weights that have at most ``limit`` bytes each; a larger weight is a list by itself."""
-    batch: list[tuple[str, torch.Tensor]] = []
+def by_module(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
+    """Yield lists of weights that follow one another and belong to children of one module.
+
+    An example are the projections of an attention layer. Some loaders make one parameter of several of them,
+    and forget those that come with another call.
+    """
+    for _, group in itertools.groupby(weights, lambda weight: weight[0].rsplit(".", 2)[0]):
+        yield list(group)
+
+
+def batches(groups: Iterable[list[Weight]], limit: int) -> Iterator[list[Weight]]:
+    """Yield lists of groups that have at most ``limit`` bytes each; a larger group is a list by itself."""
+    batch: list[Weight] = []
     size = 0
-    for name, tensor in weights:
-        if batch and size + tensor.nbytes > limit:
+    for group in groups:
+        nbytes = sum(tensor.nbytes for _, tensor in group)
+        if batch and size + nbytes > limit:
             yield batch
             batch, size = [], 0
-        batch.append((name, tensor))
-        size += tensor.nbytes
+        batch += group
+        size += nbytes
     if batch:
         yield batch

@@ -15,7 +15,16 @@ from weight_update.errors import SyncTimeoutError, TransportError
 from weight_update.threads import call_in_thread
 
 _T = TypeVar("_T")
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers of this job, not the web
+
+
+class _Direct(urllib.request.HTTPRedirectHandler):
+    """Answers that redirect are errors: urllib would turn a POST into a GET, and pass the key on."""
+
+    def redirect_request(self, *args: Any) -> None:
+        """Follow no redirect."""
+
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Direct)  # servers of this job
 
 
 def call(
@@ -57,7 +66,9 @@ def call(
             text = _in_time(deadline, _read, error, deadline).decode(errors="replace")
         except (OSError, http.client.HTTPException):  # the status says more than this
             text = "(the rest of the answer is missing)"
-        raise RuntimeError(f"{url} answered {error.code}: {remedy(error.code)}{text}") from error
+        elsewhere = f"to {error.headers['Location']}; give the URL of the server itself; "
+        cure = elsewhere if 300 <= error.code < 400 else remedy(error.code)
+        raise RuntimeError(f"{url} answered {error.code}: {cure}{text}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of the URL
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):

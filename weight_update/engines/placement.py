@@ -64,7 +64,8 @@ class Block(NamedTuple):
         """Return whether the elements at ``positions`` that lie in the block are stored as ``values``."""
         stored = self.stored(tensors)
         index, inside = self._index(shape, positions.to(stored.device))
-        return torch.equal(bits_of(stored)[index], bits_of(values.to(stored)[inside]))
+        expected = bits_of(values.to(stored)).expand(positions.shape)[inside]  # it may have no dimensions
+        return torch.equal(bits_of(stored)[index].expand_as(expected), expected)
 
     def _index(
         self, shape: torch.Size, positions: torch.Tensor

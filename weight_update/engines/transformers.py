@@ -20,12 +20,14 @@ from weight_update.engines.continuous_batching import (
     ended,
     forget_prefixes,
     require_configs,
+    require_no_manager,
     require_supported,
     tokens_of,
 )
-from weight_update.engines.placement import tensors_of
-from weight_update.errors import LifecycleError, SyncTimeoutError, UnsupportedSourceError
+from weight_update.engines.placement import bits_of, tensors_of
+from weight_update.errors import LifecycleError, SyncTimeoutError, UnsupportedSourceError, undo_on_error
 from weight_update.text import plural
+from weight_update.threads import exiting, start
 
 _SECONDS_TO_NOTICE_THE_END = 0.1
 _UPDATES_REMEMBERED = 1024
@@ -99,7 +101,7 @@ class TransformersEngine(InferenceEngine):
         TypeError: ``model`` is not a ``PreTrainedModel``, or a configuration is of another type.
         UnsupportedSourceError: weights of the model are on the meta device.
         ValueError: ``pause`` is none of the three, or the configurations cannot be combined with it; or
-            ``timeout`` is not a time to wait.
+            ``timeout`` is not a time to wait; or the model keeps a manager of ``generate_batch``.
     """
 
     loads_changes = True
@@ -136,24 +138,25 @@ class TransformersEngine(InferenceEngine):
             raise UnsupportedSourceError(
                 f"on the meta device: {', '.join(hollow[:10])}; load the model, or call to_empty()"
             )
+        require_no_manager(model)
         self._manager = model.init_continuous_batching(generation_config, continuous_batching_config)
         require_supported(self._manager, pause)
         self._requests: dict[str, _Request] = {}
         self._switches: deque[tuple[float, int]] = deque(maxlen=_UPDATES_REMEMBERED)
         self._changed = threading.Condition()
-        self._stopping = threading.Lock()
         self._updating = self._closed = False
         self._held: Pause | None = None
         self._weights: Mapping[str, torch.Tensor] = {}
         self._written: set[tuple[int, int]] = set()
-        self._manager.start()
         # Not a daemon, so that the interpreter waits for it at exit; it may be freeing tensors then.
         self._deliverer = threading.Thread(target=self._deliver, name="weight_update-answers")
         # Another thread: callbacks of futures may submit requests, which wait for the end of an update.
         self._results: SimpleQueue[tuple[Future[Answer], Answer | RuntimeError] | None] = SimpleQueue()
         self._setter = threading.Thread(target=self._set_results, name="weight_update-results")
-        self._deliverer.start()
-        self._setter.start()
+        with undo_on_error(self._abandon):
+            self._manager.start()
+            start(self._setter)
+            start(self._deliverer)  # last: it ends the two others
 
     # -- generation --------------------------------------------------------------------------------
 
@@ -195,9 +198,7 @@ class TransformersEngine(InferenceEngine):
 
     def close(self) -> None:
         """End generation; requests without an answer raise LifecycleError. May be called twice."""
-        with self._changed:
-            self._closed = True
-        self._stop()
+        self._end_requests()  # the deliverer then ends generation
         for thread in (self._deliverer, self._setter):
             if thread is not threading.current_thread():  # else a callback of a future closes the engine
                 thread.join(self.timeout)
@@ -228,7 +229,8 @@ class TransformersEngine(InferenceEngine):
         try:
             if self.pause == "wait":
                 self._wait_for_answers(deadline)
-            self._held = Pause(self._manager, max(deadline - time.monotonic(), 0.0))
+            held = self._held = Pause(self._manager)
+            held.begin(max(deadline - time.monotonic(), 0.0))
             self._weights = tensors_of(self._model) if self.keeps_tensors else self.expected_weights()
             self._written.clear()
             if self.pause == "abort":
@@ -257,7 +259,8 @@ class TransformersEngine(InferenceEngine):
                 mine.copy_(change.weight)
             else:
                 device = mine.device
-                mine.view(-1)[change.positions.to(device)] = change.values.to(device)
+                # As bits: PyTorch cannot write elements of every dtype.
+                bits_of(mine).view(-1)[change.positions.to(device)] = bits_of(change.values).to(device)
 
     def finish_update(self, version: int) -> None:
         """Drop cached prefixes, and continue generation with ``version``."""
@@ -348,7 +351,8 @@ class TransformersEngine(InferenceEngine):
                 future.set_result(result)
 
     def _hand_out_answers(self) -> None:
-        """Hand out answers until generation ends, or the main thread."""
+        """Hand out answers until generation ends; end it with the engine, or with the main thread."""
+        stopped = False
         while True:
             running = self._manager.is_running()
             output = self._manager.get_result(timeout=_SECONDS_TO_NOTICE_THE_END)
@@ -356,15 +360,27 @@ class TransformersEngine(InferenceEngine):
                 break
             if output is not None and output.is_finished():
                 self._settle(output)
-            if running and not threading.main_thread().is_alive():
-                self._stop()  # the interpreter waits for the manager's thread
+            if running and not stopped and (self._closed or exiting()):
+                stopped = True
+                self._stop()  # the interpreter waits for the thread of the manager
 
     def _stop(self) -> None:
+        """End generation. Only one thread may: of two in ``stop()`` of the manager, one raises."""
+        self._end_requests()
+        if self._manager.is_running():
+            self._manager.stop(timeout=self.timeout, hard_stop=True)
+
+    def _end_requests(self) -> None:
+        """Fail all requests, also those that come later."""
+        with self._changed:
+            self._closed = True
         self._fail(ended(self._manager))
         self._resume()
-        with self._stopping:  # of two threads in stop(), one may raise AttributeError
-            if self._manager.is_running():
-                self._manager.stop(timeout=self.timeout, hard_stop=True)
+
+    def _abandon(self) -> None:
+        """End what the constructor has started."""
+        self._stop()
+        self._results.put(None)
 
     def _answer(self, output: Any, request: _Request) -> Answer:
         times = output.timestamps

@@ -70,7 +70,7 @@ class CheckpointExplorer(ExplorerMethod):
             )
         self._model, self._strategy, self._store = model, client.strategy, CheckpointStore(directory)
         self._id, self._timeout = client.id, client.transfer_timeout
-        self._reading = threading.Lock()
+        self._reading = threading.RLock()  # a signal handler may call close() while it is held
         self._reader: threading.Thread | None = None
         self._unfit = -1
         self._step = 0
@@ -146,6 +146,8 @@ class CheckpointExplorer(ExplorerMethod):
             with self._store.reading(version) as found:
                 if self._store.manifest(version) != manifest:  # it was replaced meanwhile
                     return self._apply(version, client)
+                if client.closed.is_set():  # by a signal handler, in this thread
+                    return None
                 weights = from_items(iter(found.items()))
                 self.gate.run(lambda: put(weights), self._timeout, client.closed.is_set)
         except (CorruptCheckpointError, FileNotFoundError) as error:

@@ -21,7 +21,7 @@ from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
 from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.state import ExplorerState, remember
-from weight_update.synchronizer.transfer import Endpoint, Publisher, is_loopback, key_of, settle
+from weight_update.synchronizer.transfer import Endpoint, Publisher, is_loopback, key_of, settle, shortened
 from weight_update.text import format_seconds
 from weight_update.transports.socket_stream import deadline_of
 
@@ -67,7 +67,7 @@ class DirectTrainer(TrainerMethod):
             transfer = self.publisher.send(ids, spread=spread, observe=observed)
             failures = settle(transfer, ids) if ids else {}
         except OUTAGES as error:
-            outage, failures = error, dict.fromkeys(ids, str(error))
+            outage, failures = error, shortened(dict.fromkeys(ids, str(error)))
         finally:
             if transfer is not None:
                 numbers, nbytes = [transfer.version], transfer.report.wire_bytes

@@ -102,7 +102,7 @@ class RayChannel(Channel):
                 while not wait([coming], timeout=timeout / 2)[0] and time.monotonic() < last:
                     get(call(self._actor.ready), timeout=timeout / 2)  # raises if the actor died
                 reply: Reply = get(coming, timeout=0)
-        except (errors.RayActorError, errors.GetTimeoutError, ValueError) as error:
+        except (errors.RayError, ValueError) as error:
             self._actor = None
             raise LinkClosedError(f"no synchronizer answers in the actor {self._name!r} ({error})") from None
         return reply

@@ -9,7 +9,7 @@ import re
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,8 @@ Endpoint = dict[str, Any]
 
 _log = logging.getLogger(__name__)
 _TRACEBACK = re.compile(r"\n\n(?:Traceback|  \+ Exception Group Traceback) \(most recent call last\):")
+_LONGEST = 80_000
+"""Characters that the reasons of one transfer have together: they go through messages of at most 1 MiB."""
 
 
 class Publisher:
@@ -172,12 +174,18 @@ def settle(update: SendHandle, ids: Iterable[int]) -> dict[int, str]:
     except SyncFailedError as error:
         failures.update({idx: _without_traceback(why) for idx, why in error.failures.items()})
     left = {id for id in wanted - set(failures) if id not in update.report.apply_seconds}
-    return failures | dict.fromkeys(left, "it left before it had applied it")
+    return shortened(failures | dict.fromkeys(left, "it left before it had applied it"))
 
 
 def _without_traceback(why: Exception) -> str:
     """Return the message of an error, without the traceback that a worker's error has."""
     return _TRACEBACK.split(str(why), maxsplit=1)[0]
+
+
+def shortened(failures: Mapping[int, str]) -> dict[int, str]:
+    """Return failures, with reasons cut off so that all of them fit into a message to the synchronizer."""
+    most = _LONGEST // max(len(failures), 1)
+    return {id: why if len(why) <= most else f"{why[:most]} ..." for id, why in failures.items()}
 
 
 def is_loopback(address: str | None) -> bool:

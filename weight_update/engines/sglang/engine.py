@@ -33,7 +33,7 @@ class SGLangEngine(ExclusiveEngine):
 
     Args:
         engine: the ``sglang.Engine``.
-        batch_bytes: bytes of shared memory, unless a single weight is larger.
+        batch_bytes: bytes of shared memory, unless the weights of one module are larger.
         loads_changes: as :attr:`~weight_update.InferenceEngine.loads_changes`.
         loads_in_chunks: as :attr:`~weight_update.InferenceEngine.loads_in_chunks`.
         timeout: as for :class:`~weight_update.engines.ExclusiveEngine`.
@@ -76,7 +76,7 @@ class SGLangEngine(ExclusiveEngine):
             raise
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self._session.load(weights)
+        self._session.load(weights, in_chunks=self.loads_in_chunks)
 
     def needs_with(self, changed: Collection[str]) -> Collection[str]:
         return self._session.needs_with()

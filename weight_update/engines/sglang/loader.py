@@ -184,7 +184,8 @@ def _remember(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> dict[str
 def _compare(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> dict[str, bool]:
     """Find the modules that SGLang has transformed; return, as False, the weights to load in each update.
 
-    If there are such modules, these are all weights that take no elements: they may belong to the modules.
+    If there are such modules, these are all weights that take no elements: they may belong to the modules. If
+    the model computes from weights, these are all weights: it may need several for one computation.
 
     Raises:
         BaseLostError: SGLang has discarded or replaced the weights.
@@ -200,7 +201,7 @@ def _compare(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> dict[str,
         state.digests, state.transformed = {}, {key.rpartition(".")[0] for key in changed}
         if changed:
             _log.info("SGLang transforms these after loading, so patches load them: %s", sorted(changed))
-    if not state.transformed:
+    if not state.transformed and not _derives(model):
         return {}
     return {name: False for name in state.placements if state.blocks(name) is None}
 

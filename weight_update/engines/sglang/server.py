@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from weight_update.arguments import require_seconds
 from weight_update.engines.base import InferenceEngine, WeightChange
 from weight_update.engines.http import call, not_a_server
 from weight_update.engines.sglang.session import LOADER, Session, SGLangCalls
@@ -37,7 +38,7 @@ class SGLangServer(InferenceEngine):
         admin_api_key: the server's ``--admin-api-key``, if it has one.
         pause: treatment of running requests. ``"retract"`` computes their prefix again with the new weights
             and continues, so one answer may come from several versions. ``"abort"`` ends them.
-        batch_bytes: bytes of shared memory, unless a single weight is larger.
+        batch_bytes: bytes of shared memory, unless the weights of one module are larger.
         loads_changes: as :attr:`~weight_update.InferenceEngine.loads_changes`.
         loads_in_chunks: as :attr:`~weight_update.InferenceEngine.loads_in_chunks`.
         timeout: seconds that one call of the server may take.
@@ -50,7 +51,8 @@ class SGLangServer(InferenceEngine):
         RuntimeError: the server was not started with our loader, refuses the key, or is not SGLang.
         TransportError: no server answers at ``url``.
         SyncTimeoutError: the server takes longer than ``timeout``.
-        ValueError: ``pause`` is neither of the two, or a key has characters that no HTTP header may have.
+        ValueError: ``pause`` is neither of the two, a key has characters that no HTTP header may have, or
+            ``timeout`` is not a time to wait.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class SGLangServer(InferenceEngine):
         self.loads_in_chunks: bool = loads_in_chunks
         self.version: int | None = None
         self.last_patch: dict[str, bool] = {}
-        self._calls = _ServerCalls(url, api_key, admin_api_key, pause, timeout)
+        self._calls = _ServerCalls(url, api_key, admin_api_key, pause, require_seconds("timeout", timeout))
         self._session = Session(self._calls, batch_bytes)
 
     def begin_update(self, version: int) -> None:
@@ -86,7 +88,7 @@ class SGLangServer(InferenceEngine):
             raise
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self._session.load(weights)
+        self._session.load(weights, in_chunks=self.loads_in_chunks)
 
     def needs_with(self, changed: Collection[str]) -> Collection[str]:
         return self._session.needs_with()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import weakref
 from abc import ABC, abstractmethod
@@ -11,11 +13,11 @@ from typing import Any
 import torch
 
 from weight_update.engines.base import WeightChange
-from weight_update.engines.exclusive import batches
+from weight_update.engines.exclusive import Weight, batches, by_module
 from weight_update.engines.samples import BaseLostError
 from weight_update.engines.sglang.loader import pack
 from weight_update.engines.sglang.memory import SharedBatch
-from weight_update.errors import UnreachableMemoryError
+from weight_update.errors import UnreachableMemoryError, WeightSyncError, undo_on_error
 from weight_update.text import plural
 
 LOADER = "weight_update.engines.sglang.load"
@@ -58,7 +60,7 @@ class Session:
 
     Args:
         calls: how SGLang is called.
-        batch_bytes: bytes of shared memory, unless a single weight is larger.
+        batch_bytes: bytes of shared memory, unless the weights of one module are larger.
 
     Raises:
         RuntimeError: SGLang was not started with our loader.
@@ -76,6 +78,7 @@ class Session:
         self._ranks = stages * int(info["tp_size"])
         self._answer_seconds = _STAGE_SECONDS if stages > 1 else 0.0
         self._loaded = False  # whole weights, in this update
+        self._held: list[Weight] = []  # whole weights of a module of which more may come
         self._names: set[str] = set()  # of the weights of the last whole version
         self._used: set[str] = set()  # those of them that SGLang uses
         self._unused: set[str] = set()  # those of which a warning was logged
@@ -85,20 +88,40 @@ class Session:
 
     def open(self) -> None:
         """Open a session; end one that a receiver before this one has left."""
-        self._loaded = False
-        try:
-            self._calls.begin()
-        except RuntimeError as error:
-            if "already open" not in str(error):
-                raise
-            self._calls.end()
-            self._calls.begin()
+        self._loaded, self._held = False, []
+        with undo_on_error(self._abort_quietly):  # it may be open, and only the answer was lost
+            try:
+                self._calls.begin()
+            except RuntimeError as error:
+                if "already open" not in str(error):
+                    raise
+                self._calls.end()
+                self._calls.begin()
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load whole weights; raise RuntimeError with SGLang's traceback if that failed."""
+    def _abort_quietly(self) -> None:
+        with contextlib.suppress(RuntimeError, WeightSyncError):
+            self.abort()
+
+    def load(self, weights: Iterable[Weight], *, in_chunks: bool) -> None:
+        """Load whole weights; raise RuntimeError with SGLang's traceback if that failed.
+
+        If they come ``in_chunks``, those of the last module wait for the next call, or for :meth:`close`.
+        """
         if not self._loaded:
             self._names, self._used = set(), set()
-        for batch in batches(weights, self._batch_bytes):
+        modules = by_module(itertools.chain(self._held, weights))
+        self._load_modules(self._all_but_last(modules) if in_chunks else modules)
+
+    def _all_but_last(self, modules: Iterable[list[Weight]]) -> Iterator[list[Weight]]:
+        last: list[Weight] = []
+        for module in modules:
+            if last:
+                yield last
+            last = module
+        self._held = [(name, weight.clone()) for name, weight in last]
+
+    def _load_modules(self, modules: Iterable[list[Weight]]) -> None:
+        for batch in batches(modules, self._batch_bytes):
             self._used.update(self._order("weights", batch))
             self._names.update(name for name, _ in batch)
         self._loaded, self._reloaded = True, None
@@ -129,7 +152,7 @@ class Session:
                 in_place[change.name] = change.positions is not None and change.name not in reloaded
                 yield change.name, pack(change)
 
-        for batch in batches(elements(), self._batch_bytes):
+        for batch in batches(([one] for one in elements()), self._batch_bytes):
             written = self._order("elements", batch)
             for name, _ in batch:
                 in_place[name] = in_place[name] and written.get(name, False)  # missing: no process has it
@@ -138,7 +161,7 @@ class Session:
                 f"SGLang transforms these weights, and needs them: {', '.join(sorted(missing))}"
             )
         left = [(name, whole[name]) for name, good in in_place.items() if not good]
-        for batch in batches(left, self._batch_bytes):
+        for batch in batches(by_module(left), self._batch_bytes):
             self._order("weights", batch)
         if left:
             self._order("remember", [])
@@ -147,6 +170,8 @@ class Session:
 
     def close(self, version: int) -> None:
         """End the session, drop cached prefixes, which belong to other weights, and set the version."""
+        if self._held:
+            self._load_modules([self._held])
         if self._loaded:
             self._order("remember", [])
             self._warn_of_unused()

@@ -8,6 +8,7 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from weight_update.arguments import require_seconds
 from weight_update.engines.http import call, not_a_server
 from weight_update.errors import undo_on_error
 from weight_update.schemes.base import WeightSyncScheme
@@ -28,13 +29,14 @@ class VLLMServer:
         timeout: seconds that each call may take.
 
     Raises:
+        ValueError: ``timeout`` is not a time to wait.
         RuntimeError: from all methods: the server answered with an error.
         TransportError: from all methods: no server answers.
         SyncTimeoutError: from all methods: the server took longer than ``timeout``.
     """
 
     def __init__(self, url: str, timeout: float = 300.0) -> None:
-        self.url, self.timeout = url.rstrip("/"), timeout
+        self.url, self.timeout = url.rstrip("/"), require_seconds("timeout", timeout)
 
     def world_size(self) -> int:
         """Return the number of the server's workers, over all of its replicas (data parallel)."""
@@ -146,11 +148,12 @@ class LocalLLM:
 def update_in_session(client: Any, version: int | None, timeout: float | None = None) -> None:
     """Call a client's ``start_weight_update``, ``update_weights`` and ``finish_weight_update``.
 
-    If loading fails, ``finish_weight_update`` is called, too: vLLM would else refuse the next update.
+    If one of the first two fails, the third is called, too: vLLM would else refuse the next update. This also
+    ends a session that an earlier trainer left open.
     """
     info = {"version": version, "timeout": timeout}
-    client.start_weight_update()
     with undo_on_error(lambda: end_session(client)):
+        client.start_weight_update()
         client.update_weights({key: value for key, value in info.items() if value is not None})
     client.finish_weight_update(None if version is None else str(version))
 
@@ -184,7 +187,8 @@ def connect_servers(
     server's weights may be used.
 
     If a server was restarted, or is added, call this function on the connected ``scheme`` with only that
-    server, and with the ``first_worker`` of its workers.
+    server, and with the ``first_worker`` of its workers. Send nothing before it returns, because it
+    resumes the server, also in the middle of an update.
 
     Args:
         scheme: the sender, after ``init_on_sender``.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weight_update.engines.base import WeightChange
-from weight_update.engines.placement import Block, Tensors, tensors_of
+from weight_update.engines.placement import Block, Tensors, bits_of, tensors_of
 from weight_update.engines.samples import BaseLostError, StoredSamples, random_positions
 from weight_update.serving.vllm.placement import (
     Placements,
@@ -90,7 +90,7 @@ class ModelLoader:
             if weight.numel():
                 positions = random_positions(weight.numel(), self._generator)
                 index = torch.unravel_index(positions, weight.shape)
-                self._samples[name] = positions, weight[index].clone()
+                self._samples[name] = positions, bits_of(weight)[index].clone().view(weight.dtype)
 
     def _load_into_model(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
@@ -164,17 +164,19 @@ class ModelLoader:
         """Load a patch, each weight in place or as a whole, and return the account of it.
 
         Raises:
-            BaseLostError: vLLM has discarded or replaced the weights; nothing was loaded.
+            BaseLostError: vLLM has discarded or replaced the weights, or the trainer has others than before;
+                nothing was loaded.
         """
         assert self.placements is not None
         assert self._stored is not None
+        changes = list(changes)
         try:
             self._stored.require(self._model)
+            self.placements.require(change.name for change in changes)
         except BaseLostError:
             # The weights may be stored elsewhere now, such as experts that changed ranks.
             self.placements = None
             raise
-        changes = list(changes)
         names, modules = self.placements.reload_of([one.name for one in changes if one.values.numel()])
         in_place = [change for change in changes if change.name not in names]
         tensors = tensors_of(self._model)

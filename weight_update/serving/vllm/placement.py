@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from weight_update.engines.placement import (
     find_blocks,
     tensors_of,
 )
+from weight_update.engines.samples import BaseLostError
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -47,6 +48,11 @@ class Placements:
         self.others |= names
         for one in names:
             del self.blocks[one]
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise BaseLostError if ``names`` has a weight of which it was not found out how it is stored."""
+        if new := set(names) - self.blocks.keys() - self.others:
+            raise BaseLostError(f"the trainer has weights that it did not have before, such as {min(new)}")
 
     @property
     def takes_patches(self) -> bool:

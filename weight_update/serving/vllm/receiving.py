@@ -44,9 +44,13 @@ class LeadingCalls:
         self._update = call_in_thread("weight_update-vllm-calls", self._server.update_weights, update)
 
     def check(self) -> None:
-        """Raise the error of the server's answer, if there is one."""
+        """Raise an error if the server has answered, although this worker is yet to load the version."""
         if self._update is not None and self._update.done():
             self._update.result()
+            raise RuntimeError(
+                f"{self._server.url} updated other workers than this one; connect_servers() needs a URL that "
+                "leads to this server from its own host, not through a load balancer"
+            )
 
     def finish(self, version: int) -> None:
         """Wait until all workers have loaded ``version``; then state it, and generate again."""
@@ -103,6 +107,8 @@ class VLLMReceiver(InferenceEngine):
             LifecycleError: vLLM shut its weight transfer down.
         """
         self._error, self._version = None, version
+        if version == self._turns.version:  # sent again after the connection was lost
+            self._turns.settle(None)  # or vLLM's call would return at once
         self._leading = leading = None if self._turns.is_inline else self._calls
         with undo_on_error(self._stop_leading):
             if leading is not None:
