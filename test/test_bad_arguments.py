@@ -180,6 +180,17 @@ def test_a_timeout_that_nobody_can_wait(timeout: Any) -> None:
         assert handle.wait(10.0).version == 1
 
 
+@pytest.mark.parametrize(
+    "kind", [MemoryWeightSyncScheme, SharedMemWeightSyncScheme, DistributedWeightSyncScheme]
+)
+def test_a_timeout_of_years(kind: type[WeightSyncScheme]) -> None:
+    sender, years = kind(timeout=1e9, connect_timeout=1e9), 1e9
+    with sender, connect_pair(sender, nn.Linear(2, 2), nn.Linear(2, 2)) as receiver:
+        assert sender.send().version == 1
+        assert sender.send_async().wait(years).version == 2
+        assert receiver.receive(years) is not None
+
+
 @pytest.mark.parametrize("option", ["lease", "transfer_timeout"])
 @pytest.mark.parametrize("seconds", [0, -5, None])
 def test_a_synchronizer_that_cannot_wait(option: str, seconds: Any) -> None:
