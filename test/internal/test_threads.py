@@ -115,14 +115,14 @@ def test_a_patch_is_applied_where_no_thread_starts(monkeypatch: pytest.MonkeyPat
     source = nn.Linear(1024, 1024)
     target = copy.deepcopy(source)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    with MemoryWeightSyncScheme(WeightStrategy(encoding="patch")) as sender:
-        with connect_pair(sender, source, target), monkeypatch.context() as context:
-            context.setattr(threading.Thread, "start", refuse)
-            for _ in range(2):
-                with torch.no_grad():
-                    source.weight.view(-1)[::3] += 1
-                assert sender.send().encoding == "patch"
-                assert same(source, target)
+    sender = MemoryWeightSyncScheme(WeightStrategy(encoding="patch"))
+    with sender, connect_pair(sender, source, target), monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with torch.no_grad():
+                source.weight.view(-1)[::3] += 1
+            assert sender.send().encoding == "patch"
+            assert same(source, target)
 
 
 def refuse(self: threading.Thread) -> None:
