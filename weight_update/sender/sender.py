@@ -252,7 +252,7 @@ class Sender(Outcomes):
 
     def tell_observers(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""
-        self.table.tell(ObservedUpdate(self, report, workers).settle)
+        self.table.tell(ObservedUpdate(self, report, workers))
 
     def continue_from(self, version: int) -> None:
         """Give the next update a number above ``version``, or the first weights the number ``version``."""
