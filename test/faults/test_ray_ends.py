@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from weight_update import LinkClosedError, RayWeightSyncScheme, SyncFailedError
+from weight_update.schemes.ray_transform import _error_of
 from weight_update.testing import mlp
 from weight_update.testing.processes import wait_until
 from weight_update.transports.ray import rendezvous
@@ -81,6 +82,9 @@ def test_a_call_just_after_the_shutdown_starts_no_new_ray(monkeypatch: pytest.Mo
         is_done(reference, 10.0)
     with pytest.raises(LinkClosedError, match="Ray was shut down in this process"):
         ask(reference, 10.0)
+    monkeypatch.setattr(rendezvous, "ray_runs", iter([True, True]).__next__)
+    with pytest.raises(LinkClosedError, match="Ray was shut down in this process"):
+        _error_of(reference)
     assert not ray.is_initialized()
 
 
