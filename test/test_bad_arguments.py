@@ -60,6 +60,7 @@ from weight_update.observers import ChromeTraceObserver, CsvObserver, LogObserve
 from weight_update.receiver.gate import Gate
 from weight_update.schemes.base import End
 from weight_update.synchronizer import CheckpointStore
+from weight_update.testing.models import Brittle
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, "2"])
@@ -189,6 +190,18 @@ def test_a_timeout_of_years(kind: type[WeightSyncScheme]) -> None:
         assert sender.send().version == 1
         assert sender.send_async().wait(years).version == 2
         assert receiver.receive(years) is not None
+
+
+def test_extra_state_that_fits_into_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_update.wire.frames.MAX_HEADER_BYTES", 1 << 16)
+    source, target, sender = Brittle(1), Brittle(2), SharedMemWeightSyncScheme(timeout=10.0)
+    with sender, connect_pair(sender, source, target):
+        source.note = "x" * (1 << 16)
+        with pytest.raises(UnsupportedSourceError, match="0.1 MB of extra state do not fit into the header"):
+            sender.send()
+        source.note = "short"
+        sender.send()
+        assert target.note == "short"
 
 
 @pytest.mark.parametrize("option", ["lease", "transfer_timeout"])
