@@ -105,8 +105,12 @@ class DeltaGroup(SendGroup):
 
     def _updated(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the remembered weights in schema order, with ``tensors`` in their places."""
-        known = zip(self.schema.names, self._tracker.weights(), strict=True)
-        return [tensors.get(name, kept) for name, kept in known]
+        names, weights = self.schema.names, self._tracker.weights()
+        updated = [tensors.get(name, kept) for name, kept in zip(names, weights, strict=True)]
+        for first, other in self.schema.ties:  # updates may carry only one of the names
+            if names[first] not in tensors and names[other] in tensors:
+                updated[first] = updated[other]
+        return updated
 
     def _changes(self, encode: Callable[..., _T], *args: Any) -> tuple[_T, list[SlotUse]]:
         """Return the payload ``encode(*args, lend)`` and its uses of slots, of sizes that serve again."""
