@@ -435,6 +435,36 @@ def test_exiting_in_the_middle_of_an_update_is_an_error_of_that_update(
     assert torch.equal(target.weight, source.weight)
 
 
+class Moments(nn.Module):
+    """A module that changes its extra state in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums, self.total = {"count": 0}, torch.zeros(2)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"sums": self.sums, "total": self.total}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.sums.update(state["sums"])
+        self.total.copy_(state["total"])
+
+
+@pytest.mark.parametrize("encoding", ["dense", "patch"])
+def test_extra_state_that_changes_in_place_is_kept_with_the_version(join: Join, encoding: str) -> None:
+    source, target = (nn.Sequential(Moments(), Exits()) for _ in range(2))
+    sender, _ = join(source, target, encoding)
+    source[0].sums["count"] = 7
+    source[0].total += 7
+    source[1].note = 1
+    with pytest.raises(SyncFailedError, match="SystemExit"):
+        sender.send()
+    assert (target[0].sums, target[0].total.tolist()) == ({"count": 0}, [0.0, 0.0])
+    source[1].note = 2
+    sender.send()
+    assert (target[0].sums, target[0].total.tolist()) == ({"count": 7}, [7.0, 7.0])
+
+
 # -- tensors of odd kinds ------------------------------------------------------------------------------
 
 
