@@ -286,14 +286,15 @@ def _apply(members: list[tuple[UpdateHandler, StagedUpdate]]) -> None:
         for handler, update in members:
             handler.staging.begin(update)
             begun.append(update)
+        # An engine may still refuse, so engines come first.
+        for handler, update in sorted(members, key=lambda one: not one[0].staging.target.takes_over):
+            handler.staging.switch(update)
+            update.undo = lambda: None
+            handler._in_force()
     except BaseException:
         for update in begun:
             update.undo()
         raise
-    # An engine may still refuse, so engines come first.
-    for handler, update in sorted(members, key=lambda member: not member[0].staging.target.takes_over):
-        handler.staging.switch(update)
-        handler._in_force()
 
 
 def _is_of_the_update(reason: BaseException) -> bool:
