@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -55,8 +55,16 @@ class DeltaGroup(SendGroup):
         self._mostly_new = 0  # updates in a row that changed most elements, as far as they are counted
         self._step = Step(-1)
         self._past: deque[_Change] = deque()
-        self._first: int | None = None
+        self._first: VersionId | None = None  # of the version that had all weights
         self._digests: list[str | None] | None = None
+
+    @property
+    def needs_all(self) -> bool:
+        return self._tracked is not None and self._first is None
+
+    @property
+    def origin(self) -> Hashable:
+        return None if self._tracked is None else self._first
 
     def welcome(self) -> dict[str, Any]:
         """Return the fields for WELCOME; the digests are of weights that the worker must have already."""
@@ -147,7 +155,7 @@ class DeltaGroup(SendGroup):
                     self._past.append(_Change(self.version_id, done.payload, done.uses))
                     self._forget_past(_REMEMBERED)
                 self._step, self.version_id = done.step.committed(), done.version_id
-                self._first = self.version if self._first is None else self._first
+                self._first = self._first or self.version_id
 
     def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
         past, staged = self._changes_since(has), self._staged_for(has)
@@ -204,7 +212,7 @@ class DeltaGroup(SendGroup):
 
     def _digests_to_tell(self) -> list[str | None] | None:
         """Return digests of the first weights if the encoding trusts workers to have them; None later."""
-        if self.version is None or self.version != self._first:
+        if self._first is None or self.version_id is not self._first:
             return None
         sent = set(self._encoding.bootstraps(self.schema))
         if len(sent) == len(self.schema.tensors):
