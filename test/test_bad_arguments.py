@@ -197,7 +197,7 @@ def test_extra_state_that_fits_into_no_header(monkeypatch: pytest.MonkeyPatch) -
     source, target, sender = Brittle(1), Brittle(2), SharedMemWeightSyncScheme(timeout=10.0)
     with sender, connect_pair(sender, source, target):
         source.note = "x" * (1 << 16)
-        with pytest.raises(UnsupportedSourceError, match=r"0\.1 MB of extra state do not fit"):
+        with pytest.raises(UnsupportedSourceError, match=r"65\.6 kB of extra state do not fit"):
             sender.send()
         source.note = "short"
         sender.send()

@@ -23,6 +23,7 @@ from weight_update.errors import (
     UnreachableMemoryError,
     UnsupportedSourceError,
 )
+from weight_update.text import format_size
 from weight_update.wire.extra_state import decode_extra, encode_all
 from weight_update.wire.memory import byte_view
 from weight_update.wire.schema import MAX_PAYLOAD_BYTES, WeightSchema, compact_json
@@ -290,8 +291,8 @@ class Step:
         encoded = encode_all(extra) if extra else {}
         if encoded and (nbytes := len(compact_json(encoded))) > MAX_HEADER_BYTES - _OTHER_FIELDS:
             raise UnsupportedSourceError(
-                f"{nbytes / 1e6:.0f} MB of extra state do not fit into the header of an update "
-                f"({MAX_HEADER_BYTES / 1e6:.0f} MB); keep large tensors in parameters or buffers instead"
+                f"{format_size(nbytes)} of extra state do not fit into the header of an update "
+                f"({format_size(MAX_HEADER_BYTES)}); keep large tensors in parameters or buffers instead"
             )
         return cls(version, encoded, group_commit)
 
