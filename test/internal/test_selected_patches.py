@@ -120,3 +120,21 @@ def test_workers_keep_weights_of_their_own_that_updates_do_not_carry() -> None:
             add_one(common["head"])
         for receiver in receivers:
             receiver.shutdown()
+
+
+@pytest.mark.parametrize("options", [{"init_sync": False}, {"init_sync_prefixes": ["head"]}])
+def test_a_late_joiner_of_another_dtype_was_told_no_digests(options: dict[str, Any]) -> None:
+    trainer, strategy = headed(1.0), WeightStrategy("state_dict", encoding=PatchEncoding(**options))
+    first, second = copy.deepcopy(trainer).bfloat16(), copy.deepcopy(trainer)
+    sender = MemoryWeightSyncScheme(strategy, timeout=5.0)
+    with sender, connect_pair(sender, trainer, first), ThreadPoolExecutor(1) as pool:
+        late = copy.copy(sender)
+        late.init_on_receiver(model=second, worker_idx=1)
+        joining = pool.submit(late.connect)
+        wait_until(lambda: 1 in sender.worker_versions)
+        for _ in range(2):
+            add_one(trainer)
+            sender.send()
+            assert same(trainer, second)
+        joining.result()
+        late.shutdown()

@@ -57,6 +57,7 @@ class DeltaGroup(SendGroup):
         self._past: deque[_Change] = deque()
         self._first: VersionId | None = None  # of the version that had all weights
         self._digests: list[str | None] | None = None
+        self._untold = False  # whether a worker joined before there were digests to tell
 
     @property
     def needs_all(self) -> bool:
@@ -69,6 +70,7 @@ class DeltaGroup(SendGroup):
     def welcome(self) -> dict[str, Any]:
         """Return the fields for WELCOME; the digests are of weights that the worker must have already."""
         with self._remembering:
+            self._untold = self._untold or self._first is None
             return {"keep": True, "version": self.version, "digests": self._digests_to_tell()}
 
     def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateFacts:
@@ -212,7 +214,7 @@ class DeltaGroup(SendGroup):
 
     def _digests_to_tell(self) -> list[str | None] | None:
         """Return digests of the first weights if the encoding trusts workers to have them; None later."""
-        if self._first is None or self.version_id is not self._first:
+        if self._untold or self._first is None or self.version_id is not self._first:
             return None
         sent = set(self._encoding.bootstraps(self.schema))
         if len(sent) == len(self.schema.tensors):
