@@ -465,6 +465,51 @@ def test_extra_state_that_changes_in_place_is_kept_with_the_version(join: Join, 
     assert (target[0].sums, target[0].total.tolist()) == ({"count": 7}, [7.0, 7.0])
 
 
+class Statistics(nn.Linear):
+    """A module that has a buffer of several pages."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("seen", torch.zeros(4096))
+
+
+class FailingObserver:
+    """An observer of a receiver's updates, of which one call fails once."""
+
+    def __init__(self) -> None:
+        self.fails = ""
+
+    def _tell(self, call: str) -> None:
+        if self.fails == call:
+            self.fails = ""
+            raise RuntimeError("the context has failed")
+
+    def switched(self) -> None:
+        self._tell("switched")
+
+    def applied(self, weights: Callable[[], Any]) -> None:
+        self._tell("applied")
+
+
+@pytest.mark.parametrize("call", ["switched", "applied"])
+def test_writes_of_the_worker_do_not_come_back_after_an_error_of_an_observer(call: str) -> None:
+    source, target, observer = Statistics(), Statistics(), FailingObserver()
+    sender = SharedMemWeightSyncScheme(timeout=WAIT)
+    with sender, connect_pair(sender, source, target) as receiver:
+        receiver._receiver_options.observer = observer
+        for version in range(1, 8):
+            add_one(source)
+            if version == 3:
+                observer.fails = call
+                with pytest.raises(SyncFailedError, match="the context has failed"):
+                    sender.send()
+            else:
+                sender.send()
+            assert same(source, target)
+            with receiver.hold():
+                target.seen += 0.5
+
+
 # -- tensors of odd kinds ------------------------------------------------------------------------------
 
 
