@@ -60,6 +60,7 @@ from weight_update.observers import ChromeTraceObserver, CsvObserver, LogObserve
 from weight_update.receiver.gate import Gate
 from weight_update.schemes.base import End
 from weight_update.synchronizer import CheckpointStore
+from weight_update.testing.models import Brittle
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, "2"])
@@ -178,6 +179,29 @@ def test_a_timeout_that_nobody_can_wait(timeout: Any) -> None:
             with pytest.raises((TypeError, ValueError), match="timeout is a number of seconds"):
                 wait(timeout)
         assert handle.wait(10.0).version == 1
+
+
+@pytest.mark.parametrize(
+    "kind", [MemoryWeightSyncScheme, SharedMemWeightSyncScheme, DistributedWeightSyncScheme]
+)
+def test_a_timeout_of_years(kind: type[WeightSyncScheme]) -> None:
+    sender, years = kind(timeout=1e9, connect_timeout=1e9), 1e9
+    with sender, connect_pair(sender, nn.Linear(2, 2), nn.Linear(2, 2)) as receiver:
+        assert sender.send().version == 1
+        assert sender.send_async().wait(years).version == 2
+        assert receiver.receive(years) is not None
+
+
+def test_extra_state_that_fits_into_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_update.wire.frames.MAX_HEADER_BYTES", 1 << 16)
+    source, target, sender = Brittle(1), Brittle(2), SharedMemWeightSyncScheme(timeout=10.0)
+    with sender, connect_pair(sender, source, target):
+        source.note = "x" * (1 << 16)
+        with pytest.raises(UnsupportedSourceError, match=r"65\.6 kB of extra state do not fit"):
+            sender.send()
+        source.note = "short"
+        sender.send()
+        assert target.note == "short"
 
 
 @pytest.mark.parametrize("option", ["lease", "transfer_timeout"])

@@ -39,6 +39,7 @@ from weight_update.encodings.bucket import Joiner
 from weight_update.engines import ExclusiveEngine
 from weight_update.receiver import targets
 from weight_update.testing import Apart, WorkerProcesses, Zoo, fingerprint, mlp, random_bits, scramble
+from weight_update.testing.models import Brittle
 from weight_update.testing.workers import Method
 
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
@@ -244,6 +245,18 @@ def test_an_engine_that_fails_in_a_step_of_several_models(group: Any) -> None:
     send_together(dict.fromkeys(schemes))
     have = [tensors_of(model), fingerprint(engine.loaded), tensors_of(last)]
     assert have == [tensors_of(source) for source in sources]
+
+
+def test_extra_state_stays_if_the_engine_of_another_model_fails(group: Any) -> None:
+    sources, model, engine = [Brittle(1), mlp(2)], Brittle(3), Notebook()
+    schemes = group(sources, [model, engine])
+    sources[0].note = "new"
+    engine.fails = 2
+    with pytest.raises(SyncFailedError, match="the engine broke"):
+        send_together(dict.fromkeys(schemes))
+    assert model.note == "fresh"
+    send_together(dict.fromkeys(schemes))
+    assert model.note == "new"
 
 
 # -- what is agreed on before --------------------------------------------------------------------------

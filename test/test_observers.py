@@ -177,6 +177,21 @@ def test_a_worker_that_stays_busy_delays_only_the_first_news(running: Any) -> No
     assert sorted(told.reports[-1].apply_seconds) == [0, 1]
 
 
+def test_the_end_waits_for_a_busy_worker_no_longer_than_a_newer_update(running: Any) -> None:
+    scheme, told = SharedMemWeightSyncScheme(), Told()
+    procs = running(scheme, mlp(1))
+    scheme.add_observer(told)
+    procs.workers[1].call("hold")
+    scheme.send_async()
+    wait_until(lambda: told.events("applied") == [("applied", 0)])
+    began = time.monotonic()
+    scheme.shutdown()
+    assert time.monotonic() - began < 4.0
+    assert told.versions == [1]
+    assert (list(told.reports[0].apply_seconds), told.reports[0].failures) == ([0], {})
+    procs.workers[1].call("release")
+
+
 @pytest.mark.slow
 def test_a_late_worker_is_told_of_once_while_updates_go_on(running: Any) -> None:
     scheme, told = SharedMemWeightSyncScheme(timeout=2.0), Told()

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+_MOST_SECONDS = 10 * 86_400.0
+"""Seconds after which every wait ends. The system counts some in milliseconds, in 31 bits: 24 days."""
 
 
 def require_seconds(option: str, given: Any, *, zero: bool = False) -> float:
-    """Return ``given``; raise TypeError or ValueError unless it is a time that the system can wait.
+    """Return ``given``, or ten days if that is less; raise TypeError or ValueError unless it is a time.
 
     ``zero`` allows 0, which does not wait.
     """
@@ -22,7 +24,7 @@ def require_seconds(option: str, given: Any, *, zero: bool = False) -> float:
     if not (0 < given <= threading.TIMEOUT_MAX or (zero and given == 0)):
         kind = "number of seconds from 0 on" if zero else "positive number of seconds"
         raise ValueError(f"{option} is a {kind}, at most {threading.TIMEOUT_MAX:.0f}, got {given!r}")
-    return float(given)  # locks and sockets take no other kind of number
+    return min(float(given), _MOST_SECONDS)  # locks and sockets take no other kind of number
 
 
 def require_bool(option: str, given: Any) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -37,14 +39,71 @@ def exiting() -> bool:
 
 
 def in_threads(work: Callable[[_T], _R], items: Sequence[_T], threads: int) -> list[_R]:
-    """Return ``[work(item) for item in items]``, computed by ``threads`` threads.
+    """Return ``[work(item) for item in items]``, computed by ``threads`` threads, one of which is the caller.
 
-    ``work`` sets its own ``torch.no_grad``, which is local to a thread.
+    Fewer threads do all of the work if the system starts no more. After an error, no further item is begun,
+    and the error is raised when no thread works any more. ``work`` sets its own ``torch.no_grad``, which is
+    local to a thread.
     """
     if exiting() or min(threads, len(items)) < 2:
         return [work(item) for item in items]
-    with ThreadPoolExecutor(threads) as pool:  # not kept: threads do not survive a fork
-        return list(pool.map(work, items))
+    shared = _SharedWork(work, items)
+    turns = [threading.Lock() for _ in range(min(threads, len(items)) - 1)]
+    try:
+        with contextlib.suppress(RuntimeError):
+            for turn in turns:
+                start_thread("weight_update-share", shared.do_in, turn)
+        shared.do()
+        _await(turns)
+    except BaseException as error:  # noqa: BLE001 - of a signal handler
+        shared.stop(error)
+        _await(turns)
+    return shared.outcome()
+
+
+class _SharedWork(Generic[_T, _R]):
+    """Items that several threads work on; each takes the next one when it is done with one."""
+
+    def __init__(self, work: Callable[[_T], _R], items: Sequence[_T]) -> None:
+        self._work, self._items = work, items
+        self._left = iter(range(len(items)))
+        self._results: list[Any] = [None] * len(items)
+        self._errors: list[BaseException] = []
+
+    def do(self) -> None:
+        """Work until no item is left."""
+        for i in self._left:
+            try:
+                self._results[i] = self._work(self._items[i])
+            except BaseException as error:  # noqa: BLE001 - the caller of outcome() gets it
+                self.stop(error)
+
+    def do_in(self, turn: threading.Lock) -> None:
+        """Work until no item is left, and hold ``turn`` meanwhile."""
+        with turn:
+            self.do()
+
+    def stop(self, error: BaseException) -> None:
+        """Leave no item, because of ``error``."""
+        self._errors.append(error)
+        deque(self._left, maxlen=0)
+
+    def outcome(self) -> list[_R]:
+        """Return all results; raise the first error if there is one."""
+        if not self._errors:
+            return self._results
+        first, self._errors = self._errors[0], []  # the frames of an error refer to this object
+        try:
+            raise first
+        finally:
+            del first
+
+
+def _await(turns: Sequence[threading.Lock]) -> None:
+    """Wait for the threads that work; a thread that begins only now finds nothing to do."""
+    for turn in turns:
+        with turn:
+            pass
 
 
 def start(thread: threading.Thread) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from weight_update import LinkClosedError, RayWeightSyncScheme, SyncFailedError
+from weight_update.schemes.ray_transform import _error_of
 from weight_update.testing import mlp
 from weight_update.testing.processes import wait_until
 from weight_update.transports.ray import rendezvous
@@ -88,6 +89,7 @@ def put_payload(_: Any) -> None:
         lambda reference: ask(reference, 10.0),
         lambda _: named_actor("nobody", None),
         lambda _: node_id(),
+        _error_of,
         put_payload,
     ],
 )

@@ -111,6 +111,40 @@ def test_threads_that_overlap_without_pause_do_not_starve_an_update() -> None:
             gate.run(lambda: None, timeout=WAIT)
 
 
+def test_threads_that_share_a_hold_do_not_starve_an_update() -> None:
+    gate = Gate()
+    hold = gate.hold()
+
+    def compute() -> None:
+        with hold:
+            time.sleep(0.002)
+
+    with repeating(*[compute] * 4):
+        for _ in range(20):
+            gate.run(lambda: None, timeout=WAIT)
+    gate.run(lambda: None, timeout=1.0)
+
+
+def test_of_threads_that_share_a_hold_each_ends_its_own() -> None:
+    gate = Gate()
+    hold, entered, leave = gate.hold(), threading.Event(), threading.Event()
+
+    def compute() -> None:
+        with hold:
+            entered.set()
+            assert leave.wait(WAIT)
+
+    first = threading.Thread(target=compute)
+    first.start()
+    assert entered.wait(WAIT)
+    with hold:
+        leave.set()
+        first.join(WAIT)
+        with pytest.raises(LifecycleError, match="inside hold"):
+            gate.run(lambda: None, timeout=1.0)
+    gate.run(lambda: None, timeout=1.0)
+
+
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_an_update_has_the_state_of_its_caller(mode: Callable[[], Any]) -> None:
     variable = contextvars.ContextVar("variable", default=0)

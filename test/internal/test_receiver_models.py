@@ -435,6 +435,81 @@ def test_exiting_in_the_middle_of_an_update_is_an_error_of_that_update(
     assert torch.equal(target.weight, source.weight)
 
 
+class Moments(nn.Module):
+    """A module that changes its extra state in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums, self.total = {"count": 0}, torch.zeros(2)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"sums": self.sums, "total": self.total}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.sums.update(state["sums"])
+        self.total.copy_(state["total"])
+
+
+@pytest.mark.parametrize("encoding", ["dense", "patch"])
+def test_extra_state_that_changes_in_place_is_kept_with_the_version(join: Join, encoding: str) -> None:
+    source, target = (nn.Sequential(Moments(), Exits()) for _ in range(2))
+    sender, _ = join(source, target, encoding)
+    source[0].sums["count"] = 7
+    source[0].total += 7
+    source[1].note = 1
+    with pytest.raises(SyncFailedError, match="SystemExit"):
+        sender.send()
+    assert (target[0].sums, target[0].total.tolist()) == ({"count": 0}, [0.0, 0.0])
+    source[1].note = 2
+    sender.send()
+    assert (target[0].sums, target[0].total.tolist()) == ({"count": 7}, [7.0, 7.0])
+
+
+class Statistics(nn.Linear):
+    """A module that has a buffer of several pages."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("seen", torch.zeros(4096))
+
+
+class FailingObserver:
+    """An observer of a receiver's updates, of which one call fails once."""
+
+    def __init__(self) -> None:
+        self.fails = ""
+
+    def _tell(self, call: str) -> None:
+        if self.fails == call:
+            self.fails = ""
+            raise RuntimeError("the context has failed")
+
+    def switched(self) -> None:
+        self._tell("switched")
+
+    def applied(self, weights: Callable[[], Any]) -> None:
+        self._tell("applied")
+
+
+@pytest.mark.parametrize("call", ["switched", "applied"])
+def test_writes_of_the_worker_do_not_come_back_after_an_error_of_an_observer(call: str) -> None:
+    source, target, observer = Statistics(), Statistics(), FailingObserver()
+    sender = SharedMemWeightSyncScheme(timeout=WAIT)
+    with sender, connect_pair(sender, source, target) as receiver:
+        receiver._receiver_options.observer = observer
+        for version in range(1, 8):
+            add_one(source)
+            if version == 3:
+                observer.fails = call
+                with pytest.raises(SyncFailedError, match="the context has failed"):
+                    sender.send()
+            else:
+                sender.send()
+            assert same(source, target)
+            with receiver.hold():
+                target.seen += 0.5
+
+
 # -- tensors of odd kinds ------------------------------------------------------------------------------
 
 

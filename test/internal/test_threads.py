@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from pairs import add_one, connect_pair, same
 from torch import nn
 
-from weight_update import SharedMemWeightSyncScheme
-from weight_update.threads import start_thread
+from weight_update import MemoryWeightSyncScheme, SharedMemWeightSyncScheme, SyncFailedError, WeightStrategy
+from weight_update.threads import in_threads, start_thread
+
+WAIT = 10.0
 
 
 def test_the_limits_of_threads_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     monkeypatch.setattr(threading.Thread, "start", refuse)
     remedy = r"raise .*ulimit -u.*pids-limit"
     with pytest.raises(RuntimeError, match=rf"can't start new thread \(one\): {remedy}"):
@@ -25,3 +29,101 @@ def test_the_limits_of_threads_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
             RuntimeError, match=rf"can't start new thread \(weight_update-listener\): {remedy}"
         ):
             scheme.connect()
+
+
+def test_a_receiver_whose_thread_does_not_start_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target, start = nn.Linear(2, 2), nn.Linear(2, 2), threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name.startswith("weight_update-receiver"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with SharedMemWeightSyncScheme() as sender, ThreadPoolExecutor(1) as pool:
+        sender.init_on_sender(model=source, num_workers=1)
+        with copy.copy(sender) as receiver:
+            receiver.init_on_receiver(model=target, worker_idx=0)
+            with monkeypatch.context() as context:
+                context.setattr(threading.Thread, "start", refuse)
+                joining = pool.submit(receiver.connect)
+                sender.connect()
+                with pytest.raises(
+                    RuntimeError, match=r"can't start new thread \(weight_update-receiver-0\)"
+                ):
+                    joining.result()
+                with pytest.raises(SyncFailedError, match="worker 0: it left"):
+                    sender.send()
+            receiver.connect()
+            add_one(source)
+            sender.send()
+            assert same(source, target)
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_work_for_threads_that_do_not_start_is_done_by_the_others(
+    allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def start_some(self: threading.Thread) -> None:
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    assert in_threads(lambda number: number + 1, range(100), 4) == [*range(1, 101)]
+    assert len(started) == allowed
+
+
+def test_after_an_error_no_further_work_is_begun() -> None:
+    begun, failed = list[int](), threading.Event()
+
+    def work(number: int) -> None:
+        begun.append(number)
+        if number == 1:
+            failed.set()
+            raise KeyError("number 1")
+        assert failed.wait(WAIT)
+        time.sleep(0.05)  # until the others know
+
+    with pytest.raises(KeyError, match="number 1"):
+        in_threads(work, range(100), 4)
+    done = len(begun)
+    assert done <= 8
+    time.sleep(0.1)
+    assert len(begun) == done
+
+
+def test_an_interrupted_caller_waits_for_the_threads_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, working, ended = threading.current_thread(), threading.Event(), list[int]()
+
+    def work(number: int) -> None:
+        if threading.current_thread() is main:
+            assert working.wait(WAIT)
+            raise KeyboardInterrupt
+        working.set()
+        time.sleep(0.1)
+        ended.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_threads(work, range(100), 2)
+    assert len(ended) == 1
+
+
+def test_a_patch_is_applied_where_no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = nn.Linear(1024, 1024)
+    target = copy.deepcopy(source)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    sender = MemoryWeightSyncScheme(WeightStrategy(encoding="patch"))
+    with sender, connect_pair(sender, source, target), monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with torch.no_grad():
+                source.weight.view(-1)[::3] += 1
+            assert sender.send().encoding == "patch"
+            assert same(source, target)
+
+
+def refuse(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

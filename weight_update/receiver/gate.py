@@ -331,8 +331,12 @@ class Hold:
 
     def __exit__(self, *exc_info: object) -> None:
         """Let updates land."""
-        self._gate.leave(self._sections[-1])
-        del self._sections[-1]
+        mine = _innermost(_current.get(), lambda one: one in self._sections)
+        if mine is None:  # it began in another thread or coroutine
+            self._gate.leave(self._sections.pop())
+        else:  # others may use this object at the same time
+            self._gate.leave(mine)
+            self._sections.remove(mine)
 
     async def __aenter__(self) -> None:
         """Wait for an update that runs or waits; other coroutines go on."""

@@ -21,6 +21,7 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
     kept_error,
+    undo_on_error,
     without_frames,
 )
 from weight_update.receiver.keeping import keep_alive, let_go
@@ -215,9 +216,10 @@ class Receiver:
         self._returned = self.version
         keep_alive(self._model, self)
         me = weakref.ref(self)
-        self._thread = start_thread(
-            f"weight_update-receiver-{self.worker}", _receive_updates, me, self.link, self._closing
-        )
+        with undo_on_error(self.close):  # the sender must not wait for a worker without a thread
+            self._thread = start_thread(
+                f"weight_update-receiver-{self.worker}", _receive_updates, me, self.link, self._closing
+            )
 
     # -- leaving -----------------------------------------------------------------------------------
 

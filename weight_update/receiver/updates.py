@@ -236,7 +236,6 @@ class UpdateHandler:
         try:
             if (observer := self._options.observer) is not None:
                 observer.applied(update.named)
-            self.leftovers, update.used_up = update.used_up, []  # first: the sender may be gone
             seconds = {"apply_seconds": time.perf_counter() - update.arrived, "stall_seconds": update.stall}
             self._answer(Kind.APPLIED, {"version": update.version, **seconds})
             self.answering = False
@@ -286,14 +285,16 @@ def _apply(members: list[tuple[UpdateHandler, StagedUpdate]]) -> None:
         for handler, update in members:
             handler.staging.begin(update)
             begun.append(update)
+        # An engine may still refuse, so engines come first.
+        for handler, update in sorted(members, key=lambda one: not one[0].staging.target.takes_over):
+            handler.staging.switch(update)
+            update.undo = lambda: None
+            handler.leftovers, update.used_up = handler.leftovers + update.used_up, []
+            handler._in_force()  # an observer may raise
     except BaseException:
         for update in begun:
             update.undo()
         raise
-    # An engine may still refuse, so engines come first.
-    for handler, update in sorted(members, key=lambda member: not member[0].staging.target.takes_over):
-        handler.staging.switch(update)
-        handler._in_force()
 
 
 def _is_of_the_update(reason: BaseException) -> bool:

@@ -11,7 +11,13 @@ from weight_update.schemes.options import RayOptions, takes_options_of
 from weight_update.schemes.ray import RayWeightSyncScheme
 from weight_update.schemes.sender_side import SenderSide
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.transports.ray.rendezvous import require_ray
+from weight_update.transports.ray.rendezvous import (
+    is_done,
+    require_ray,
+    running_ray,
+    until_ray_ends,
+    without_start,
+)
 
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
@@ -112,11 +118,16 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
 
 def _error_of(call: Any) -> Exception | None:
-    """Return the exception of a call of an actor; None if it has raised none so far."""
-    ray = require_ray()
-    done, _ = ray.wait([call], timeout=0)
+    """Return the exception of a call of an actor; None if it has raised none so far.
+
+    Raises:
+        LinkClosedError: Ray was shut down in this process.
+    """
+    errors = running_ray().exceptions
     try:
-        ray.get(done)
-    except ray.exceptions.RayError as error:
+        if is_done(call, 0.0):
+            with until_ray_ends():
+                without_start(running_ray().get)(call)
+    except errors.RayError as error:
         return error  # type: ignore[no-any-return]
     return None

@@ -412,9 +412,9 @@ class SenderSide:
             if where is None:
                 raise ValueError(f"weights={weights!r} names a model, but there is no context to find it in")
             weights = resolve_path(where, weights)
-        if workers is None:
-            workers = self._reader.select(worker_ids, weights, self.sender.workers)
-        return self._reader.read(weights, workers)
+        chosen = self._reader.select(worker_ids, weights, self.sender.workers) if workers is None else workers
+        first = isinstance(self.sender, Sender) and self.ranks is None and self.sender.needs_all(chosen)
+        return self._reader.read(weights, chosen, first=first)
 
 
 def _schemas_of(surveyed: _Surveyed) -> tuple[dict[int, WeightSchema], dict[int, frozenset[str] | None]]:

@@ -58,6 +58,11 @@ class ObservedUpdate:
                 ]
             return self._finish(states, busy)
 
+    def wake(self) -> None:
+        """Have :meth:`settle`, if it waits in another thread, call ``stop`` now."""
+        with self._outcomes.table.lock:
+            self._outcomes.table.changed.notify_all()
+
     def _finish(self, states: Sequence[WorkerState], busy: Sequence[WorkerState]) -> list[Event]:
         """Return the report, and events of workers that are late."""
         version, timeout, seconds = self._report.version, self._outcomes.timeout, dict(self._report.seconds)

@@ -23,15 +23,18 @@ _MOST_WAITING = 10_000  # updates and events, while a function blocks
 
 
 class PendingUpdate(Protocol):
-    """Waits until there is something to tell of an update, and returns it; its report ends the calls."""
+    """An update on its way, of which there is something to tell later."""
 
-    def __call__(self, *, superseded: bool, stop: Callable[[], bool]) -> Sequence[Event] | None:
-        """Return what there is to tell.
+    def settle(self, *, superseded: bool, stop: Callable[[], bool]) -> Sequence[Event] | None:
+        """Wait until there is something to tell of the update, and return it; its report ends the calls.
 
         Args:
-            superseded: whether newer updates follow, so that it is not worth to wait long.
+            superseded: whether it is not worth to wait long, because newer updates follow, or the end.
             stop: returns whether there is something else to tell; the result is then None.
         """
+
+    def wake(self) -> None:
+        """Have :meth:`settle`, if it waits in another thread, call ``stop`` now."""
 
 
 class Observers:
@@ -53,6 +56,7 @@ class Observers:
         self._sources, self._removes = sources, ExitStack()
         self._items: queue.SimpleQueue[Event | PendingUpdate | None] = queue.SimpleQueue()
         self._starting = threading.RLock()  # a signal handler may call close() while it is held
+        self._waiting: deque[PendingUpdate] = deque()  # of the thread, in their order
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -101,20 +105,24 @@ class Observers:
             )
 
     def close(self) -> None:
-        """Deliver the remaining updates and events, and end the thread."""
+        """Deliver the remaining updates and events, and end the thread.
+
+        Workers that are busy with an update are waited for no longer than if newer updates followed.
+        """
         with self._starting:
             self._closed = True
             self._removes.close()
         self._items.put(None)
+        for update in list(self._waiting):
+            update.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_END_SECONDS)
             self.functions = ()
 
     def _run(self) -> None:
-        waiting: deque[PendingUpdate] = deque()
         closed = False
-        while waiting or not closed:
-            if waiting and self._settle(waiting):
+        while self._waiting or not closed:
+            if self._waiting and self._settle():
                 continue
             item = self._items.get()
             if item is None:
@@ -122,17 +130,18 @@ class Observers:
             elif isinstance(item, SyncReport | WorkerEvent | PolicyLag):
                 self._call(item)
             else:
-                waiting.append(item)
+                self._waiting.append(item)
             del item  # it keeps the sender alive
         self.functions = ()
 
-    def _settle(self, waiting: deque[PendingUpdate]) -> bool:
+    def _settle(self) -> bool:
         """Tell the functions of the first update; return False if there is something else to tell."""
-        events = waiting[0](superseded=len(waiting) > 1, stop=lambda: not self._items.empty())
+        superseded = self._closed or len(self._waiting) > 1
+        events = self._waiting[0].settle(superseded=superseded, stop=lambda: not self._items.empty())
         if events is None:
             return False
         if any(isinstance(event, SyncReport) for event in events):
-            del waiting[0]
+            del self._waiting[0]
         for event in events:
             self._call(event)
         return True

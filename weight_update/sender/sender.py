@@ -246,18 +246,23 @@ class Sender(Outcomes):
 
     def _add_late_joiners(self, weights: dict[int, NamedWeights]) -> None:
         """Add late joiners to ``weights``; they would keep the version before until the next update."""
-        missing = [one.idx for one in self.table if one.late and one.group and one.idx not in weights]
+        late = [one for one in self.table if one.late and one.group and not one.group.needs_all]
+        missing = [one.idx for one in late if one.idx not in weights]
         if weights:
             weights.update(dict.fromkeys(missing, next(iter(weights.values()))))
 
     def tell_observers(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""
-        self.table.tell(ObservedUpdate(self, report, workers).settle)
+        self.table.tell(ObservedUpdate(self, report, workers))
 
     def continue_from(self, version: int) -> None:
         """Give the next update a number above ``version``, or the first weights the number ``version``."""
         with self._groups.lock:
             self._next = max(self._next, version if self._number < 0 else version + 1)
+
+    def needs_all(self, workers: Iterable[int]) -> bool:
+        """Return whether a worker has to be sent all weights, not only those that updates carry."""
+        return any(one.group is not None and one.group.needs_all for one in self.table.known(workers))
 
     def _next_number(self) -> int:
         self._number, self._next = self._next, self._next + 1
@@ -270,6 +275,7 @@ class Sender(Outcomes):
     def _stage(self, weights: WorkerWeights, group_commit: str | None = None) -> SyncReport:
         """Encode a new version and, unless workers wait for COMMIT, make it the one they are to have."""
         start, commit = time.perf_counter(), group_commit is None
+        weights = {worker: named for worker, named in weights.items() if _suffice(worker, named)}
         self._require_agreed(weights)
         report = SyncReport(self._next_number(), "")
         self._delivery.count_in(report)
@@ -394,6 +400,12 @@ class Sender(Outcomes):
                 worker.applied = worker.inflight = worker.group = None
             self.table.changed.notify_all()
         self._pool.close()
+
+
+def _suffice(worker: WorkerState, named: NamedWeights) -> bool:
+    """Return whether these weights are all that the group of a worker needs in its next update."""
+    needs_all = worker.group is not None and worker.group.needs_all
+    return not needs_all or set(worker.schema.names) <= named.tensors.keys()
 
 
 def _enter(report: SyncReport, facts: list[UpdateFacts]) -> None:

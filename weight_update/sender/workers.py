@@ -399,8 +399,9 @@ class GroupAssignment:
         """
         parts: dict[tuple[Any, ...], list[WorkerState]] = {}
         for worker, named in weights.items():
-            if worker.group is not None:
-                key = id(named), worker.group.schema.digest, worker.tracked, apart and id(worker.group)
+            if (group := worker.group) is not None:
+                alike = group.schema.digest, worker.tracked, group.origin
+                key = id(named), *alike, apart and id(group)
                 parts.setdefault(key, []).append(worker)
         return list(parts.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -219,7 +220,7 @@ class Binding:
         """Give each extra state to its owner, or raise and give none; return a function that reverts it."""
         if not extra:
             return lambda: None
-        undo = functools.partial(self._set_extra, self.read().extra)
+        undo = functools.partial(self._set_extra, _copied(self.read().extra))
         with undo_on_error(undo):
             self._set_extra(extra)
         return undo
@@ -402,6 +403,14 @@ def _places(node: MutableMapping[Any, Any], prefix: str = "") -> Iterator[_Place
                     "not written"
                 )
             yield name, (node, key)
+
+
+def _copied(extra: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of extra state, which modules may change in place, unless it cannot be copied."""
+    try:
+        return copy.deepcopy(extra)
+    except Exception:  # noqa: BLE001 - objects of modules may raise anything
+        return extra
 
 
 def _set_extra_in(node: Any, name: str, value: Any) -> None:

@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weight_update.errors import FormatError, NotEnoughMemoryError, UnreachableMemoryError
+from weight_update.errors import (
+    FormatError,
+    NotEnoughMemoryError,
+    UnreachableMemoryError,
+    UnsupportedSourceError,
+)
+from weight_update.text import format_size
 from weight_update.wire.extra_state import decode_extra, encode_all
 from weight_update.wire.memory import byte_view
 from weight_update.wire.schema import MAX_PAYLOAD_BYTES, WeightSchema, compact_json
@@ -29,6 +35,7 @@ MAGIC = b"WUPD"
 _FORMAT = 1
 _HAS_CHECKSUM = 1
 MAX_HEADER_BYTES = 64 << 20
+_OTHER_FIELDS = 4 << 10  # bytes of an UPDATE's header, at most, that are not extra state
 _MAX_NUMBER = 1 << 63
 _NUMBERS = (int, float)
 _JSON_BLANKS = " \t\r\n"
@@ -276,8 +283,18 @@ class Step:
 
     @classmethod
     def of(cls, version: int, extra: Mapping[str, Any], group_commit: str | None = None) -> Step:
-        """Return a step that carries the extra state ``extra``."""
-        return cls(version, encode_all(extra) if extra else {}, group_commit)
+        """Return a step that carries the extra state ``extra``.
+
+        Raises:
+            UnsupportedSourceError: extra state is of a type that cannot be sent, or too large for a header.
+        """
+        encoded = encode_all(extra) if extra else {}
+        if encoded and (nbytes := len(compact_json(encoded))) > MAX_HEADER_BYTES - _OTHER_FIELDS:
+            raise UnsupportedSourceError(
+                f"{format_size(nbytes)} of extra state do not fit into the header of an update "
+                f"({format_size(MAX_HEADER_BYTES)}); keep large tensors in parameters or buffers instead"
+            )
+        return cls(version, encoded, group_commit)
 
     @property
     def commit(self) -> bool:

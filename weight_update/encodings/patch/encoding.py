@@ -222,7 +222,10 @@ class PatchTracker(Tracker[Scan]):
             self._write(difference.changes)
             return
         pool = ThreadPoolExecutor(1, thread_name_prefix="weight_update-snapshot")
-        self._flush = pool.submit(self._write, difference.changes)
+        try:
+            self._flush = pool.submit(self._write, difference.changes)
+        except RuntimeError:  # the system starts no more threads
+            self._write(difference.changes)
         pool.shutdown(wait=False)  # its thread ends with its only task
 
     def _write(self, changes: Changes) -> None:

@@ -86,6 +86,16 @@ class SendGroup(ABC):
         return None if self._staged is None else self._staged.step.version
 
     @property
+    def needs_all(self) -> bool:
+        """Whether the next update must have all weights, not only those that updates carry."""
+        return False
+
+    @property
+    def origin(self) -> Hashable:
+        """Key of the weights that updates do not carry; None if updates carry all."""
+        return None
+
+    @property
     def kept(self) -> tuple[EncodedUpdate | None, EncodedUpdate | None]:
         """The committed and the staged update with all weights; the caller holds the sender's lock."""
         return self.whole, None if self._staged is None else self._staged.whole

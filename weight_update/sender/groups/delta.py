@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -55,12 +55,22 @@ class DeltaGroup(SendGroup):
         self._mostly_new = 0  # updates in a row that changed most elements, as far as they are counted
         self._step = Step(-1)
         self._past: deque[_Change] = deque()
-        self._first: int | None = None
+        self._first: VersionId | None = None  # of the version that had all weights
         self._digests: list[str | None] | None = None
+        self._untold = False  # whether a worker joined before there were digests to tell
+
+    @property
+    def needs_all(self) -> bool:
+        return self._tracked is not None and self._first is None
+
+    @property
+    def origin(self) -> Hashable:
+        return None if self._tracked is None else self._first
 
     def welcome(self) -> dict[str, Any]:
         """Return the fields for WELCOME; the digests are of weights that the worker must have already."""
         with self._remembering:
+            self._untold = self._untold or self._first is None
             return {"keep": True, "version": self.version, "digests": self._digests_to_tell()}
 
     def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateFacts:
@@ -105,8 +115,12 @@ class DeltaGroup(SendGroup):
 
     def _updated(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the remembered weights in schema order, with ``tensors`` in their places."""
-        known = zip(self.schema.names, self._tracker.weights(), strict=True)
-        return [tensors.get(name, kept) for name, kept in known]
+        names, weights = self.schema.names, self._tracker.weights()
+        updated = [tensors.get(name, kept) for name, kept in zip(names, weights, strict=True)]
+        for first, other in self.schema.ties:  # updates may carry only one of the names
+            if names[first] not in tensors and names[other] in tensors:
+                updated[first] = updated[other]
+        return updated
 
     def _changes(self, encode: Callable[..., _T], *args: Any) -> tuple[_T, list[SlotUse]]:
         """Return the payload ``encode(*args, lend)`` and its uses of slots, of sizes that serve again."""
@@ -143,7 +157,7 @@ class DeltaGroup(SendGroup):
                     self._past.append(_Change(self.version_id, done.payload, done.uses))
                     self._forget_past(_REMEMBERED)
                 self._step, self.version_id = done.step.committed(), done.version_id
-                self._first = self.version if self._first is None else self._first
+                self._first = self._first or self.version_id
 
     def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
         past, staged = self._changes_since(has), self._staged_for(has)
@@ -200,7 +214,7 @@ class DeltaGroup(SendGroup):
 
     def _digests_to_tell(self) -> list[str | None] | None:
         """Return digests of the first weights if the encoding trusts workers to have them; None later."""
-        if self.version is None or self.version != self._first:
+        if self._untold or self._first is None or self.version_id is not self._first:
             return None
         sent = set(self._encoding.bootstraps(self.schema))
         if len(sent) == len(self.schema.tensors):
