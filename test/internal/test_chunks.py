@@ -406,6 +406,13 @@ def test_extra_state_without_plain_memory(make: Callable[[], torch.Tensor]) -> N
         Step.of(1, {"layer._extra_state": {"t": make()}})
 
 
+def test_extra_state_for_which_a_frame_has_no_room() -> None:
+    """Workers refuse a frame with such a header."""
+    with pytest.raises(UnsupportedSourceError, match=r"50 MB as JSON, .*keep large tensors in parameters"):
+        Step.of(1, {"layer._extra_state": "x" * 50_000_000})
+    assert Step.of(1, {"layer._extra_state": "x" * 30_000_000}).extra
+
+
 def test_digest_is_of_bits_wherever_they_lie() -> None:
     whole = torch.arange(4.0)
     assert digest(whole[1::2][:1]) == digest(torch.tensor([1.0])) == digest(torch.tensor(1.0))

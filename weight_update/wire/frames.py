@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weight_update.errors import FormatError, NotEnoughMemoryError, UnreachableMemoryError
+from weight_update.errors import (
+    FormatError,
+    NotEnoughMemoryError,
+    UnreachableMemoryError,
+    UnsupportedSourceError,
+)
 from weight_update.wire.extra_state import decode_extra, encode_all
 from weight_update.wire.memory import byte_view
 from weight_update.wire.schema import MAX_PAYLOAD_BYTES, WeightSchema, compact_json
@@ -29,6 +34,7 @@ MAGIC = b"WUPD"
 _FORMAT = 1
 _HAS_CHECKSUM = 1
 MAX_HEADER_BYTES = 64 << 20
+_MAX_EXTRA_BYTES = MAX_HEADER_BYTES // 2
 _MAX_NUMBER = 1 << 63
 _NUMBERS = (int, float)
 _JSON_BLANKS = " \t\r\n"
@@ -276,8 +282,14 @@ class Step:
 
     @classmethod
     def of(cls, version: int, extra: Mapping[str, Any], group_commit: str | None = None) -> Step:
-        """Return a step that carries the extra state ``extra``."""
-        return cls(version, encode_all(extra) if extra else {}, group_commit)
+        """Return a step that carries the extra state ``extra``; UnsupportedSourceError if it cannot."""
+        encoded = encode_all(extra) if extra else {}
+        if encoded and (nbytes := len(compact_json(encoded))) > _MAX_EXTRA_BYTES:
+            raise UnsupportedSourceError(
+                f"the extra state of all modules has {nbytes / 1e6:.0f} MB as JSON, and at most "
+                f"{_MAX_EXTRA_BYTES / 1e6:.0f} MB can be sent; keep large tensors in parameters or buffers"
+            )
+        return cls(version, encoded, group_commit)
 
     @property
     def commit(self) -> bool:
