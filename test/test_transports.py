@@ -133,6 +133,23 @@ def test_an_update_that_is_gone_takes_no_later_one_along() -> None:
         assert must_receive(receiver).header == {"version": 2}
 
 
+@pytest.mark.parametrize("directory", [None, "/dev/shm"])
+def test_an_update_that_is_gone_is_not_read_from_the_memory_of_the_next(directory: str | None) -> None:
+    queues = multiprocessing.Queue(), multiprocessing.Queue()
+    sender = MPTransport(*queues, directory=directory)
+    with contextlib.closing(MPTransport(*queues, end="receiver", directory=directory)) as receiver:
+        chunk = update_of(sender, 100_000)
+        sender.send_chunk(chunk)
+        assert chunk.payload is not None
+        slot, number_of_file = slot_of(chunk.payload), slot_of(chunk.payload).fd
+        slot.close()
+        del chunk  # which had the memory mapped
+        later = sender.allocate(100_000)
+        assert slot_of(later.tensor).fd == number_of_file
+        with pytest.raises(LinkClosedError, match="has released the slot"):
+            receiver.recv_chunk(10.0)
+
+
 @pytest.mark.parametrize(("end", "name"), [("sender", "sender"), ("receiver", "worker")])
 def test_queues_tell_which_end_disconnected(end: str, name: str) -> None:
     queues = multiprocessing.Queue(), multiprocessing.Queue()

@@ -366,7 +366,7 @@ class MPTransport(TransportBackend):
         pid, fd, key = where or (0, -1, "")
 
         def mapped(nbytes: int) -> torch.Tensor:
-            return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory))
+            return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key))
 
         chunk = Prelude.decode(head[:PRELUDE_BYTES]).complete(head[PRELUDE_BYTES:], mapped)
         if chunk.kind is Kind.HELLO:
