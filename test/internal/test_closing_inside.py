@@ -77,8 +77,8 @@ def test_while_slots_are_looked_at() -> None:
 
 
 def test_while_a_message_is_given_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "running_ray", lambda: None)
-    actor = SimpleNamespace(put=SimpleNamespace(remote=lambda *_: link.close()), finish=None)
+    monkeypatch.setattr(connection, "call", lambda method, *arguments: method(*arguments))
+    actor = SimpleNamespace(put=lambda *_: link.close(), finish=None)
     link = connection.RayConnection(actor, "name", 0)
     in_time(lambda: link.send(WeightChunk(Kind.GOODBYE, {})))
     with pytest.raises(LinkClosedError, match="closed"):
