@@ -84,7 +84,7 @@ class _Memory:
         self.slot = SharedBuffer(self.schema.nbytes)
         pin(self.slot.tensor)
         self.pageable = torch.zeros(self.schema.nbytes, dtype=torch.uint8)
-        self.mapping = HostSlotMapping(self.slot.fd)
+        self.mapping = HostSlotMapping(self.slot.key, self.slot.fd)
 
 
 def measure_dense(weights: dict[str, torch.Tensor], device: torch.device, turns: int) -> Times:

@@ -189,6 +189,13 @@ class World:
 # -- in the workers ------------------------------------------------------------------------------------
 
 
+class UnreadableError(Exception):
+    """An error whose message raises another one."""
+
+    def __str__(self) -> str:
+        raise ValueError("it cannot be read")
+
+
 class CalledObject:
     """The object that a sender calls instead of a collector."""
 
@@ -201,6 +208,8 @@ class CalledObject:
     def _receive_weights_scheme(self) -> None:
         if self.trouble == "raise":
             raise KeyError("told to raise")
+        if self.trouble == "raise what cannot be read":
+            raise UnreadableError
         if self.trouble == "sleep":
             time.sleep(60)
         got = {model_id: scheme.receive() for model_id, scheme in self.schemes.items()}

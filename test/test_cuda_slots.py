@@ -7,6 +7,7 @@ Records with handles, references, and how receivers leave are the real ones, bet
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ from torch import nn
 from weight_update import (
     BucketEncoding,
     FormatError,
+    NotEnoughMemoryError,
     SharedMemWeightSyncScheme,
     SyncFailedError,
     UnreachableMemoryError,
@@ -299,6 +301,23 @@ def test_both_ends_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     del opened
     assert memory() is None
     assert not keepers()
+
+
+def test_a_process_without_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(CudaHandle, "of", share)
+    monkeypatch.setattr(CudaHandle, "open", open_shared)
+    buffer = CudaBuffer(100, torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup", fail)
+        patch.setattr(os, "pipe2", fail)
+        with pytest.raises(NotEnoughMemoryError, match=r"slot is needed; raise .*\(ulimit -n\)"):
+            cuda_slots.CudaSlotMapping("another process's", buffer.handle, buffer.fd)
+        with pytest.raises(NotEnoughMemoryError, match=r"slot on a GPU is needed; raise .*\(ulimit -n\)"):
+            CudaBuffer(100, torch.device("cpu"))
+    buffer.close()
 
 
 def test_a_device_that_the_sender_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ from weight_update.testing.models import Zoo, fingerprint
 from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import start_workers
 from weight_update.transports.object_store import publisher, stored_frames
-from weight_update.transports.object_store.manifest import StoreManifest
+from weight_update.transports.object_store.manifest import StoreManifest, read_manifest
 from weight_update.transports.object_store.store import ObjectStore
 from weight_update.wire.frames import Kind, WeightChunk
 
@@ -840,6 +840,28 @@ def test_the_error_of_a_store_that_is_late_is_not_its_own_cause(url: str) -> Non
         link.send_chunk(WeightChunk(Kind.WELCOME, welcome))
     assert caught.value is late
     assert caught.value.__cause__ is None
+
+
+def test_changes_that_were_staged_before_the_store_joined_again_are_not_published(url: str) -> None:
+    """They would be the first version of the manifest, which has all weights."""
+    store = ObjectStore(url, {}, 10.0)
+    link = publisher.ObjectStorePublisher(store, TOKEN, 8)
+    assert link.recv_chunk(0.0) is not None  # the store joins
+    welcome = {"schema": {}, "strategy": "", "keep": True, "version": None, "digests": None}
+    header = {"schema": "", "encoding": "", "index": 0, "count": 1, "group": None, "extra": {}}
+    payload = torch.zeros(8, dtype=torch.uint8)
+    for kind, fields in (
+        (Kind.WELCOME, welcome),
+        (Kind.UPDATE, {**header, "version": 1, "base": None, "commit": True}),
+        (Kind.UPDATE, {**header, "version": 2, "base": 1, "commit": False}),
+        (Kind.WELCOME, welcome),
+        (Kind.COMMIT, {"version": 2}),
+    ):
+        link.send_chunk(WeightChunk(kind, fields, payload if kind is Kind.UPDATE else None))
+    manifest = read_manifest(store, TOKEN, 10.0)
+    assert manifest is not None
+    assert manifest.newest == 1
+    store.close()
 
 
 def test_a_store_that_is_slow_is_no_worker_in_hold(ends: Ends, url: str, faults: Faults) -> None:

@@ -105,3 +105,33 @@ def test_a_connection_that_is_not_admitted_is_closed_and_forgotten(
         assert expected in next(iter(listener.refusals))
     finally:
         listener.close()
+
+
+class Interrupted(Connection):
+    """A connection on which a signal handler interrupts the first call that sends."""
+
+    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
+        raise KeyboardInterrupt
+
+
+class Reader(Link):
+    """A receiver's end, with the connections that it has made."""
+
+    def __init__(self) -> None:
+        super().__init__(joins=True)
+        self.made: list[Connection] = []
+
+    def connect(self, timeout: float | None) -> Connection:
+        self.made.append(Interrupted(threading.Event()))
+        return self.made[-1]
+
+
+def test_a_hello_that_was_interrupted_is_sent_again_on_another_connection() -> None:
+    """A part of it may have been sent, and the sender would wait for the rest."""
+    link = Reader()
+    for _ in range(2):
+        link.restart(1.0)
+        with pytest.raises(KeyboardInterrupt):
+            link.send_chunk(hello("token"), 1.0)
+    assert [one.ended.is_set() for one in link.made] == [True, False]
+    link.close()

@@ -147,6 +147,23 @@ def test_what_a_call_raises_reaches_send(world: World, name: str) -> None:
         assert world.seen() == [fingerprint(mlp(seed))] * 2
 
 
+@in_world(workers=1)
+def test_a_call_that_may_take_years(world: World) -> None:
+    scheme = world.sender(mlp(1), called=True, timeout=1e9)
+    world.connect(scheme, mlp(2))
+    scheme.send(mlp(3))
+    assert world.seen(only=[0]) == [fingerprint(mlp(3))]
+
+
+@in_world(workers=1)
+def test_a_call_that_raises_an_error_without_a_message(world: World) -> None:
+    scheme = world.sender(mlp(1), called=True, timeout=5.0)
+    world.connect(scheme, mlp(2))
+    world.run(0, parts.make_trouble, "raise what cannot be read")
+    with pytest.raises(SyncFailedError, match=r"could not be called through RPC.*\(ValueError: "):
+        scheme.send(mlp(3))
+
+
 @pytest.mark.slow
 @in_world()
 def test_calls_do_not_pile_up(world: World) -> None:

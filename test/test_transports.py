@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import termios
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from pairs import interrupt_once
 from torch.distributed import rpc
 
 from weight_update.errors import (
@@ -131,6 +133,23 @@ def test_an_update_that_is_gone_takes_no_later_one_along() -> None:
         with pytest.raises(LinkClosedError, match="which had the weights, has ended"):
             receiver.recv_chunk(10.0)
         assert must_receive(receiver).header == {"version": 2}
+
+
+@pytest.mark.parametrize("directory", [None, "/dev/shm"])
+def test_an_update_that_is_gone_is_not_read_from_the_memory_of_the_next(directory: str | None) -> None:
+    queues = multiprocessing.Queue(), multiprocessing.Queue()
+    sender = MPTransport(*queues, directory=directory)
+    with contextlib.closing(MPTransport(*queues, end="receiver", directory=directory)) as receiver:
+        chunk = update_of(sender, 100_000)
+        sender.send_chunk(chunk)
+        assert chunk.payload is not None
+        slot, number_of_file = slot_of(chunk.payload), slot_of(chunk.payload).fd
+        slot.close()
+        del chunk  # which had the memory mapped
+        later = sender.allocate(100_000)
+        assert slot_of(later.tensor).fd == number_of_file
+        with pytest.raises(LinkClosedError, match="has released the slot"):
+            receiver.recv_chunk(10.0)
 
 
 @pytest.mark.parametrize(("end", "name"), [("sender", "sender"), ("receiver", "worker")])
@@ -253,6 +272,43 @@ def test_restart_that_close_overtakes_leaves_the_queues_to_another_receiver() ->
         closed.restart()
     with contextlib.closing(MPTransport(*queues, end="receiver", name=name)) as other:
         other.restart()
+
+
+def test_restart_after_one_that_a_signal_handler_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, queues = uuid.uuid4().hex, (multiprocessing.Queue(), multiprocessing.Queue())
+    with contextlib.closing(MPTransport(*queues, end="receiver", name=name)) as worker:
+        interrupt_once(monkeypatch, MPTransport, "_take_over_queues", after=False)
+        with pytest.raises(KeyboardInterrupt):
+            worker.restart()
+        worker.restart()
+
+
+def test_a_queue_whose_thread_could_not_be_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    queues = multiprocessing.Queue(), multiprocessing.Queue()
+    sender, receiver = MPTransport(*queues), MPTransport(*queues, end="receiver")
+    with contextlib.closing(sender), contextlib.closing(receiver):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            with pytest.raises(NotEnoughMemoryError, match=r"can't start new thread.*\(ulimit -u\)"):
+                sender.send_chunk(number(1))
+            sender.disconnect()
+        sender.send_chunk(number(2))
+        assert must_receive(receiver).header == {"version": 2}
+
+
+def no_thread(thread: threading.Thread) -> NoReturn:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.timeout(20, method="thread")
+def test_a_full_queue_is_a_timeout() -> None:
+    """A user may give queues of a maximum size."""
+    queues = multiprocessing.Queue(1), multiprocessing.Queue(1)
+    with contextlib.closing(MPTransport(*queues)) as sender:
+        sender.send_chunk(number(1))
+        with pytest.raises(SyncTimeoutError, match="does not read"):
+            sender.send_chunk(number(2), 0.1)
+        sender.disconnect()
 
 
 def test_half_an_item_in_a_queue_does_not_hold_up_its_reader() -> None:

@@ -19,10 +19,13 @@ from interpreters import ROOT, run_python
 from pairs import connect_pair, interrupt_once
 from torch import nn
 
+from collectors.nodes import free_port
 from weight_update import (
+    DistributedWeightSyncScheme,
     LifecycleError,
     LinkClosedError,
     MemoryWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
     RPCTransport,
     RPCWeightSyncScheme,
     SharedMemTransport,
@@ -260,7 +263,15 @@ def receiver_of(sender: WeightSyncScheme) -> WeightSyncScheme:
     return receiver
 
 
-@pytest.mark.parametrize("kind", [MemoryWeightSyncScheme, SharedMemWeightSyncScheme])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        MemoryWeightSyncScheme,
+        SharedMemWeightSyncScheme,
+        MultiProcessWeightSyncScheme,
+        DistributedWeightSyncScheme,
+    ],
+)
 def test_shutdown_ends_connect_of_a_worker(
     kind: type[WeightSyncScheme], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +292,18 @@ def test_shutdown_ends_connect_of_a_worker(
             connecting.result(10.0)
         with pytest.raises(LifecycleError, match="was shut down"):
             receiver.connect()
+
+
+def test_shutdown_ends_connect_of_a_worker_that_finds_no_sender() -> None:
+    where = {"address": "127.0.0.1", "port": free_port(), "token": "secret"}
+    receiver = DistributedWeightSyncScheme(**where, connect_timeout=20.0)
+    receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(receiver.connect)
+        time.sleep(0.5)
+        receiver.shutdown()
+        with pytest.raises(LinkClosedError, match="closed"):
+            connecting.result(5.0)
 
 
 @pytest.mark.parametrize("kind", [MemoryWeightSyncScheme, SharedMemWeightSyncScheme])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -13,6 +14,7 @@ from weight_update import LifecycleError, LinkClosedError, Synchronizer, SyncMet
 from weight_update.sender.observers import Observers
 from weight_update.synchronizer.rpc import SocketChannel
 from weight_update.testing.processes import wait_until
+from weight_update.transports.rate_limit import RateLimitedLog
 from weight_update.transports.ray import connection
 from weight_update.transports.shared_memory.slots import HostSlotMapping, SharedBuffer, SlotTable
 from weight_update.transports.signed_stream import SignedStream
@@ -41,14 +43,24 @@ def test_while_a_slot_is_mapped() -> None:
     slots, table = [SharedBuffer(1 << 12) for _ in range(2)], SlotTable()
 
     def map_and_clear() -> HostSlotMapping:
-        mapping = HostSlotMapping(slots[1].fd)
+        mapping = HostSlotMapping(slots[1].key, slots[1].fd)
         table.clear()
         return mapping
 
-    table.payload(slots[0].key, 1 << 12, lambda: HostSlotMapping(slots[0].fd))
+    table.payload(slots[0].key, 1 << 12, lambda: HostSlotMapping(slots[0].key, slots[0].fd))
     in_time(lambda: table.payload(slots[1].key, 1 << 12, map_and_clear))
     for slot in slots:
         slot.close()
+
+
+def test_while_a_record_is_counted() -> None:
+    log = RateLimitedLog(logging.getLogger(__name__))
+
+    def log_inside() -> None:
+        with log._lock:
+            log.warning("an observer raised an error")
+
+    in_time(log_inside)
 
 
 def test_while_slots_are_looked_at() -> None:
@@ -61,12 +73,12 @@ def test_while_slots_are_looked_at() -> None:
             return False
 
     with closing(SharedBuffer(1 << 12)) as slot:
-        in_time(lambda: table.payload(slot.key, 1 << 12, lambda: Mapping(slot.fd)))
+        in_time(lambda: table.payload(slot.key, 1 << 12, lambda: Mapping(slot.key, slot.fd)))
 
 
 def test_while_a_message_is_given_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "running_ray", lambda: None)
-    actor = SimpleNamespace(put=SimpleNamespace(remote=lambda *_: link.close()), finish=None)
+    monkeypatch.setattr(connection, "call", lambda method, *arguments: method(*arguments))
+    actor = SimpleNamespace(put=lambda *_: link.close(), finish=None)
     link = connection.RayConnection(actor, "name", 0)
     in_time(lambda: link.send(WeightChunk(Kind.GOODBYE, {})))
     with pytest.raises(LinkClosedError, match="closed"):

@@ -289,7 +289,7 @@ def test_a_queue_takes_items_after_one_whose_put_was_interrupted(
     assert weights.get(timeout=SECONDS) is not None
     wait_until(lambda: bool(condition._waiters))
 
-    def interrupted(item: Any) -> None:
+    def interrupted(item: Any, timeout: float | None) -> None:
         weights._sem.acquire()
         condition.acquire()
         weights._buffer.append(item)

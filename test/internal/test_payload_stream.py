@@ -423,6 +423,22 @@ def test_a_next_host_that_dies_affects_nobody(pair: Pair) -> None:
         assert not forwarder.finish(LONG)
 
 
+def test_a_next_host_whose_backend_waits_in_vain_affects_nobody(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL does, which takes a whole piece or none."""
+
+    def push_now(self: PayloadStream, piece: torch.Tensor) -> int:
+        raise SyncTimeoutError("the other end did not take part")
+
+    here, there = connected()
+    with closing(here), closing(there):
+        monkeypatch.setattr(PayloadStream, "push_now", push_now)
+        forwarder, payload = Forwarder(here), random_bytes(2 * PIECE)
+        assert torch.equal(receive_and_forward(pair, payload, forwarder), payload)
+        assert not forwarder.finish(LONG)
+
+
 def test_without_a_next_host_nothing_is_forwarded(pair: Pair) -> None:
     assert not Forwarder(None).finish(LONG)
 

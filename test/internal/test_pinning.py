@@ -132,7 +132,7 @@ def test_a_sender_pins_its_buffers(runtime: Runtime) -> None:
 def test_a_worker_pins_a_second_mapping_that_shows_the_writes_of_the_sender(runtime: Runtime) -> None:
     slot = SharedBuffer(LARGE)
     table = SlotTable()
-    payload = table.payload(slot.key, LARGE, lambda: HostSlotMapping(slot.fd))
+    payload = table.payload(slot.key, LARGE, lambda: HostSlotMapping(slot.key, slot.fd))
     assert table.pinned(payload) is payload  # many slots are used only once
     assert not runtime.pinned
     pinned = table.pinned(payload)
@@ -152,7 +152,7 @@ def test_a_worker_pins_a_second_mapping_that_shows_the_writes_of_the_sender(runt
 def test_a_worker_without_a_gpu_maps_a_slot_once() -> None:
     slot = SharedBuffer(LARGE)
     table = SlotTable()
-    payload = table.payload(slot.key, LARGE, lambda: HostSlotMapping(slot.fd))
+    payload = table.payload(slot.key, LARGE, lambda: HostSlotMapping(slot.key, slot.fd))
     assert table.pinned(payload) is payload
     slot.close()
 
@@ -160,7 +160,7 @@ def test_a_worker_without_a_gpu_maps_a_slot_once() -> None:
 def test_a_worker_with_queues_reads_slots_through_the_second_mapping(runtime: Runtime) -> None:
     link = MPTransport(SimpleNamespace(cancel_join_thread=lambda: None), end="receiver")
     slot = SharedBuffer(LARGE)
-    payload = link._slots.payload(slot.key, LARGE, lambda: HostSlotMapping(slot.fd))
+    payload = link._slots.payload(slot.key, LARGE, lambda: HostSlotMapping(slot.key, slot.fd))
     link.pinned(payload)
     assert link.pinned(payload).data_ptr() in runtime.pinned
 

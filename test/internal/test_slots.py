@@ -1,5 +1,6 @@
 """Properties of shared memory slots that the contract suites of the transports do not cover."""
 
+import ctypes
 import errno
 import fcntl
 import itertools
@@ -34,6 +35,8 @@ from weight_update.transports.shared_memory.slots import (
     open_slot,
 )
 from weight_update.transports.watched_process import may_run
+
+_MCL_FUTURE = 2
 
 
 def test_clearing_while_another_thread_releases():
@@ -180,7 +183,7 @@ def test_a_slot_stays_open_until_it_is_given_up() -> None:
 
 
 def name(table: SlotTable, slot: SharedBuffer) -> torch.Tensor:
-    return table.payload(slot.key, 64, lambda: HostSlotMapping(slot.fd))
+    return table.payload(slot.key, 64, lambda: HostSlotMapping(slot.key, slot.fd))
 
 
 def test_slots_of_a_process_that_was_killed_are_closed() -> None:
@@ -274,12 +277,70 @@ def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     slot.close()
 
 
+def test_a_child_keeps_weights_whose_link_was_closed_before_the_fork() -> None:
+    slot, table = SharedBuffer(64), SlotTable()
+    payload = name(table, slot)
+    table.clear()
+    end, held = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(held)
+        os.read(end, 1)
+        os._exit(0)
+    assert slot.is_read_elsewhere()
+    for one in (end, held):
+        os.close(one)
+    os.waitpid(pid, 0)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    del payload
+    assert len(os.listdir("/proc/self/fd")) < descriptors
+    slot.close()
+
+
 def test_a_program_that_is_started_keeps_no_slot() -> None:
     slot, table = SharedBuffer(64), SlotTable()
     name(table, slot)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, preexec_fn=lambda: None):
         assert not slot.is_read_elsewhere()
     slot.close()
+
+
+def test_weights_that_were_written_into_where_nobody_counts_page_faults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in gVisor; the next weights in the slot are the sender's."""
+    monkeypatch.setattr(slots, "page_faults", lambda: 0)
+    write_and_read_again()
+
+
+def write_and_read_again() -> None:
+    slot, table = SharedBuffer(64), SlotTable()
+    for value in (1, 2, 3):
+        slot.tensor.fill_(value)
+        payload = name(table, slot)
+        assert payload.tolist() == [value] * 64
+        payload.fill_(9)
+        table.release(payload)
+    slot.close()
+
+
+def test_a_receiver_that_locks_its_memory() -> None:
+    """Linux gives it private pages at once, instead of at the first write."""
+    libc, unlimited = ctypes.CDLL(None), resource.RLIM_INFINITY
+    if os.geteuid() != 0 and resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != unlimited:
+        pytest.skip("this process may lock little memory")
+    if libc.mlockall(_MCL_FUTURE) != 0:
+        pytest.skip("this process may not lock memory")
+    try:
+        write_and_read_again()
+        slot, table = SharedBuffer(64), SlotTable()
+        for value in (1, 2):
+            slot.tensor.fill_(value)
+            payload = name(table, slot)
+            assert payload.tolist() == [value] * 64
+            table.release(payload)
+        slot.close()
+    finally:
+        libc.munlockall()
 
 
 def test_no_memory_to_map_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:

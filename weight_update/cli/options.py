@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-MOST_SECONDS = 10**9
-"""The largest number of seconds of an option; clocks of the operating system do not take much more."""
+MOST_SECONDS = 10**6
+"""The largest number of seconds of an option; ``poll()`` does not take much more."""
 
 
 class FiniteRange(click.FloatRange):

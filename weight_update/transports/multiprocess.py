@@ -19,7 +19,14 @@ from typing import Any, Literal
 
 import torch
 
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    SyncTimeoutError,
+    TransportError,
+)
 from weight_update.transports.base import Allocate, Buffer, Capabilities, TransportBackend
 from weight_update.transports.queue_reader import QueueReader
 from weight_update.transports.shared_memory.slots import (
@@ -174,7 +181,7 @@ class MPTransport(TransportBackend):
         return SharedBuffer(nbytes, self._directory)
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        """Send one chunk; never waits."""
+        """Send one chunk; waits only where the queue was created with a maximum size."""
         self._end = self._end or "sender"
         if self._closed or self._other_is_dead():
             raise LinkClosedError("the other process is gone")
@@ -189,7 +196,7 @@ class MPTransport(TransportBackend):
         if chunk.payload is not None and chunk.payload_bytes:
             slot = slot_of(chunk.payload)
             where = (os.getpid(), slot.fd, slot.key)
-        self._put((head, where))
+        self._put((head, where), self._timeout if timeout is None else timeout)
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
@@ -223,8 +230,8 @@ class MPTransport(TransportBackend):
 
     def disconnect(self) -> None:
         self._other, self._gone = None, False
-        with contextlib.suppress(LinkClosedError):
-            self._put(None)
+        with contextlib.suppress(LinkClosedError, SyncTimeoutError, NotEnoughMemoryError):
+            self._put(None, _CHECK_SECONDS)
 
     def restart(self, timeout: float | None = None) -> None:
         """Start again, even where an earlier worker left the queues in use.
@@ -238,7 +245,7 @@ class MPTransport(TransportBackend):
             LinkClosedError: the sender has said goodbye, or this end was closed.
         """
         if not self._took_over:  # later, a thread of this process may hold a lock
-            if self._name is not None:
+            if self._name is not None and self._reader_lock is None:  # else a signal handler interrupted this
                 self._reader_lock = _ReaderLock(self._name)
             self._take_over_queues()
             self._took_over = True
@@ -284,15 +291,25 @@ class MPTransport(TransportBackend):
         if self._reader_lock is not None:
             self._reader_lock.close()
 
-    def _put(self, item: _Item | None) -> None:
+    def _put(self, item: _Item | None, timeout: float | None) -> None:
         if self._putting:  # another signal handler interrupted _finish_put()
             self._finish_put()
         self._putting = True
         try:
-            self._outbox.put(item)
+            self._outbox.put(item, timeout=timeout)
+        except queue.Full:
+            self._putting = False
+            raise SyncTimeoutError("the other end does not read") from None
         except (OSError, ValueError):
             self._putting = False
             raise LinkClosedError("the queue was closed") from None
+        except RuntimeError as error:
+            self._finish_put()
+            self._outbox._thread = None  # it could not be started; the next item starts another one
+            raise NotEnoughMemoryError(
+                f"no thread writes to the queue of the other end ({error}): raise the limits of processes "
+                "(ulimit -u) or, in a container, of process ids (docker run --pids-limit)"
+            ) from None
         except BaseException:
             self._finish_put()
             raise
@@ -366,7 +383,7 @@ class MPTransport(TransportBackend):
         pid, fd, key = where or (0, -1, "")
 
         def mapped(nbytes: int) -> torch.Tensor:
-            return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory))
+            return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key))
 
         chunk = Prelude.decode(head[:PRELUDE_BYTES]).complete(head[PRELUDE_BYTES:], mapped)
         if chunk.kind is Kind.HELLO:

@@ -27,7 +27,7 @@ class RateLimitedLog:
 
     def __init__(self, log: logging.Logger, burst: int = 10, seconds: float = 60.0) -> None:
         self._log, self._burst, self._seconds = log, burst, seconds
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may log while it is held
         self._periods: dict[str, tuple[float, int, int]] = {}  # its start, records written and omitted
 
     def warning(self, message: str, *args: object, **options: Any) -> None:

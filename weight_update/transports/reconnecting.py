@@ -81,7 +81,8 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
     def connect(self, timeout: float | None) -> _C:
         """Return a new connection to the sender; called at the receiver's end.
 
-        ``close`` does not wait for this method; a connection that comes later is closed.
+        ``close`` does not wait for this method; a connection that comes later is closed. A loop in it
+        ends when this end was :attr:`closed`.
 
         Args:
             timeout: seconds; None waits as long as the sender may come.
@@ -122,8 +123,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
 
     def restart(self, timeout: float | None = None) -> None:
         """Open a new connection, unless there is one that works."""
-        if self._closed:
-            raise LinkClosedError("this end was closed")
+        self._require_open()
         self._require_receiver("restart")
         if self._is_over:
             self._drop(self._connection)
@@ -154,6 +154,9 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
                 self._drop(connection)
             self._is_over = True
             raise self._error_of(error) from error.__cause__
+        except BaseException:
+            self._is_over = True  # a signal handler, for example, may have left a part of the chunk unsent
+            raise
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
@@ -189,6 +192,11 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         if self._connection is None:
             self._require_receiver("receive_weights")
         return super().receive_weights(timeout, **options)
+
+    def _require_open(self) -> None:
+        """Raise LinkClosedError if this end was closed."""
+        if self._closed:
+            raise LinkClosedError("this end was closed")
 
     def _require_receiver(self, call: str) -> None:
         if not self._joins:
@@ -231,8 +239,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
                 raise self._error_of(error) from error.__cause__
             if found is not None:
                 self.take_over(found)
-            if self._closed:
-                raise LinkClosedError("this end was closed")
+            self._require_open()
             connection = self._connection
             if connection is not None or left == 0:
                 return connection

@@ -17,7 +17,7 @@ from weight_update.text import brief
 from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.reconnecting import LinkConnection
-from weight_update.transports.socket_stream import deadline_of, seconds_left
+from weight_update.transports.socket_stream import LONGEST_POLL, deadline_of, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 
 _TORCHRL = ("collector_info", "collector_rref", "collector_class")
@@ -117,7 +117,7 @@ def _call(rref: Any, model_id: str, applied: WeightChunk, timeout: float) -> fut
     def end(future: Any) -> None:  # in a thread of RPC
         try:
             failure = future.value()
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - RPC raises what _receive() has raised
             problem = (
                 f"the update is in force, but the worker's _receive_weights_scheme() could not be called "
                 f"through RPC, or did not return within {timeout:g} s ({brief(error)})"
@@ -132,7 +132,8 @@ def _call(rref: Any, model_id: str, applied: WeightChunk, timeout: float) -> fut
             outcome.set_result(chunk)
 
     try:
-        call = rpc.rpc_async(rref.owner(), _receive, args=(rref, model_id), timeout=timeout)
+        limit = min(timeout, LONGEST_POLL)  # RPC counts milliseconds in 32 bits, too
+        call = rpc.rpc_async(rref.owner(), _receive, args=(rref, model_id), timeout=limit)
     except RuntimeError as error:
         call = torch.futures.Future()
         call.set_exception(error)

@@ -169,7 +169,7 @@ class WorkerConnection(Connection):
         pid, fd, key = where
         if fd < 0:
             raise NotEnoughMemoryError(key)
-        return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)
+        return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key), owner=pid)
 
     def _receive(self, nbytes: int, allocate: Allocate) -> torch.Tensor:
         """Receive a payload that follows its frame; if there is no memory for it, drop it and raise."""

@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -183,13 +183,19 @@ def _limit(descriptor: int, seconds: float) -> Iterator[None]:
 
 
 def find_sender(
-    address: str, port: int, token: str, timeout: float | None, *, again: bool = False
+    address: str,
+    port: int,
+    token: str,
+    timeout: float | None,
+    *,
+    again: bool = False,
+    require_open: Callable[[], None] = lambda: None,
 ) -> Announcement:
     """Return the announcement in the store at ``address``; wait until a process listens there.
 
     ``timeout`` is in seconds; None takes :data:`REPLY_SECONDS`. With ``again``, the sender was found before.
     If nobody listens there, it is then gone, and none is waited for; if no way leads there, the link may come
-    back.
+    back. ``require_open`` raises if the caller was closed meanwhile.
 
     Raises:
         LinkClosedError: the store could not be reached in time, or the sender is gone.
@@ -199,6 +205,7 @@ def find_sender(
     limit = REPLY_SECONDS if timeout is None else timeout
     deadline = time.monotonic() + limit
     while True:
+        require_open()
         retry_at = time.monotonic() + _RETRY_SECONDS
         try:
             with contextlib.closing(dial(address, port, max(deadline, retry_at))) as stream:

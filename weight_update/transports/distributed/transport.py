@@ -83,7 +83,9 @@ class DistributedTransport(SharedMemTransport):
         if self._last is not None and self._last.vanished:
             raise LinkClosedError("the machine of the sender has vanished")
         left = seconds_left(deadline)
-        sender = find_sender(address, self._port, self._token, left, again=self._joined)
+        sender = find_sender(
+            address, self._port, self._token, left, again=self._joined, require_open=self._require_open
+        )
         self._joined = True
         if shares_sockets(sender.host, self.host):
             return super().join(f"\0{sender.local}", deadline)

@@ -147,6 +147,7 @@ class ObjectStorePublisher(TransportBackend):
                 self._left = self._found(own=False)
         if self._chain:
             self._former, self._chain = self._chain, ()
+        self._frames = []
         # A reader sees the number of the version that it is going to get.
         self._description = replace(welcome, header={**welcome.header, "version": None})
         self._welcome = write_frame(self._store, self._description, self._name_of("welcome"), deadline)

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import threading
 import weakref
 
 
 class SlotFile:
-    """The file of a slot that this process has mapped.
+    """The file of a slot that this process has mapped; it stays open as long as it is mapped.
 
     Attributes:
         users: number of payloads in the slot that are in use in this process.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, mapping: mmap.mmap) -> None:
         self.users = 0
         self._fd = os.dup(fd)
-        weakref.finalize(self, os.close, self._fd).atexit = False
+        weakref.finalize(mapping, self._close).atexit = False
         _files[self._fd] = self
+
+    def _close(self) -> None:
+        self.users = 0  # first: the descriptor's number may get another owner
+        os.close(self._fd)
 
     def lock(self) -> int:
         """Return a new descriptor that holds a lock until its last copy is closed.

@@ -22,7 +22,7 @@ import torch
 from weight_update.errors import FormatError, NotEnoughMemoryError, TransportError, UnreachableMemoryError
 from weight_update.text import plural
 from weight_update.transports.shared_memory.ipc_refcount import IpcReferences, owner_released
-from weight_update.transports.shared_memory.slots import SharedSlot, SlotMapping
+from weight_update.transports.shared_memory.slots import SharedSlot, SlotMapping, naming_limits
 
 _NO_COUNTER = b"/weight_update-no-counter"  # no such shared memory exists, so PyTorch counts nothing
 _SEGMENTS = "; if expandable_segments is set in PYTORCH_CUDA_ALLOC_CONF, take it out"
@@ -115,7 +115,7 @@ class CudaBuffer(SharedSlot):
     index.
 
     Raises:
-        NotEnoughMemoryError: the device has no room for it.
+        NotEnoughMemoryError: the device has no room for it, or this process has no descriptor.
         TransportError: CUDA cannot share memory of this device.
     """
 
@@ -129,7 +129,8 @@ class CudaBuffer(SharedSlot):
             ) from None
         self.handle = CudaHandle.of(whole).to_bytes()
         self._whole = whole
-        self._references = IpcReferences()
+        with naming_limits("a pipe for a slot on a GPU"):
+            self._references = IpcReferences()
         super().__init__(whole[:nbytes], uuid.uuid4().hex)
         self.fd = self._references.fd
         _made_here[self.key] = self
@@ -151,6 +152,7 @@ class CudaSlotMapping(SlotMapping):
 
     Raises:
         FormatError: ``handle`` is not a handle.
+        NotEnoughMemoryError: this process has no descriptor.
         UnreachableMemoryError: this process cannot open the memory.
     """
 
@@ -161,7 +163,8 @@ class CudaSlotMapping(SlotMapping):
             super().__init__(self._own_buffer._whole)
             return
         storage = CudaHandle.from_bytes(handle).open()
-        self._reference_fd = os.dup(fd)
+        with naming_limits("a descriptor of the sender's slot"):
+            self._reference_fd = os.dup(fd)
         closing = weakref.finalize(storage, os.close, self._reference_fd)
         closing.atexit = False  # kernels may still run; the end of the process closes it
         super().__init__(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))

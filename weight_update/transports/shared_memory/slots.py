@@ -14,7 +14,6 @@ import fcntl
 import io
 import mmap
 import os
-import resource
 import shutil
 import threading
 import uuid
@@ -36,18 +35,22 @@ from weight_update.errors import (
 from weight_update.transports.base import Buffer
 from weight_update.transports.memory_limits import available_memory
 from weight_update.transports.shared_memory.child_locks import SlotFile
+from weight_update.transports.shared_memory.private_pages import (
+    drop_private_pages,
+    has_private_pages,
+    page_faults,
+)
 from weight_update.transports.watched_process import may_run
 from weight_update.wire.memory import pin
 from weight_update.wire.schema import aligned
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; mmap has no constant for it
 _PAGE = mmap.PAGESIZE
-_ENTRY = 8  # bytes of one page's entry in /proc/self/pagemap
-_PRESENT_OR_SWAPPED, _FILE_OR_SHARED = 0b11 << 6, 1 << 5  # in its last byte
 _ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _SEAL_FUTURE_WRITE = 16  # Linux 5.1: mappings that exist stay writable; Python has no constant for it
 _READ_ONLY = 0o400
+_KEY_BYTES = 32
 _RELEASED = 1  # in the last byte of a slot's file
 LIMITS = {
     errno.EMFILE: "the process's limit of open files (ulimit -n)",
@@ -82,8 +85,8 @@ class SharedBuffer(SharedSlot):
     The descriptor for other processes is read-only. Anonymous memory is also sealed: no process can change
     its size, map it for writing, or write to it through another descriptor.
 
-    After the payload, on a page of its own, the file has one more byte; it is not 0 once the slot was
-    released.
+    After the payload, on a page of their own, the file has the key and one more byte, which is not 0 once the
+    slot was released.
 
     Args:
         directory: see :class:`~weight_update.SharedMemWeightSyncScheme`.
@@ -95,13 +98,14 @@ class SharedBuffer(SharedSlot):
     def __init__(self, nbytes: int, directory: str | None = None) -> None:
         key = uuid.uuid4().hex
         self._owner = os.getpid()
-        size = aligned(nbytes, _PAGE) + 1
+        size = aligned(nbytes, _PAGE) + _KEY_BYTES + 1
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         needed = f"a shared slot of {size / 1e6:.1f} MB"
-        with _naming_limits(needed), _new_file(key, size, directory) as file:
+        with naming_limits(needed), _new_file(key, size, directory) as file:
             writable = file.fileno()
             _fill(writable, size, directory)
             self._map: mmap.mmap | None = mmap.mmap(writable, size, flags=flags)
+            self._map[-1 - _KEY_BYTES : -1] = key.encode()
             if directory is None:
                 _seal(writable)
             os.fchmod(writable, _READ_ONLY)
@@ -143,11 +147,6 @@ def slot_of(payload: torch.Tensor) -> SharedSlot:
     return slot
 
 
-def _anonymous_name(key: str) -> str:
-    """Return the name that ``/proc/<pid>/fd`` shows for a slot in anonymous memory."""
-    return f"weight_update-{key}"
-
-
 def _new_file(key: str, size: int, directory: str | None) -> io.FileIO:
     if directory is None and not hasattr(os, "memfd_create"):
         raise TransportError(
@@ -160,7 +159,7 @@ def _new_file(key: str, size: int, directory: str | None) -> io.FileIO:
             "available to this process; free memory, or raise the container's memory limit"
         )
     if directory is None:
-        return _file_of(os.memfd_create, _anonymous_name(key), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        return _file_of(os.memfd_create, f"weight_update-{key}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     return _nameless_file(directory)
 
 
@@ -208,7 +207,7 @@ def _seal(fd: int) -> None:
 
 
 @contextlib.contextmanager
-def _naming_limits(needed: str) -> Iterator[None]:
+def naming_limits(needed: str) -> Iterator[None]:
     """Raise NotEnoughMemoryError, with what is ``needed``, where the system has no memory or descriptor."""
     try:
         yield
@@ -269,22 +268,28 @@ class HostSlotMapping(SlotMapping):
     """A slot in host memory, mapped copy-on-write.
 
     Pinning such a mapping would copy it. A process that uses a GPU has a second one, which can only be read.
+
+    Raises:
+        LinkClosedError: the sender has released the slot, and ``fd`` is another file.
+        NotEnoughMemoryError: this process has no memory or no descriptor to map it.
     """
 
-    def __init__(self, fd: int) -> None:
-        size = os.fstat(fd).st_size
-        if size == 0:
-            raise FormatError("the sender's slot is empty")
-        with _naming_limits(f"the sender's slot of {size / 1e6:.1f} MB"):
+    def __init__(self, key: str, fd: int) -> None:
+        size, found = os.fstat(fd).st_size, b""
+        with contextlib.suppress(OSError):  # a pipe, for example
+            found = os.pread(fd, _KEY_BYTES, max(size - _KEY_BYTES - 1, 0))
+        if found != key.encode():
+            raise LinkClosedError(f"the sender has released the slot {key}")
+        with naming_limits(f"the sender's slot of {size / 1e6:.1f} MB"):
             self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
-            self._file = SlotFile(fd)
+            self._file = SlotFile(fd, self._map)
             on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             self._read_only = _mapped_read_only(fd, size) if on_gpu else None
         with contextlib.suppress(OSError, ValueError):
             self._map.madvise(_MADV_POPULATE_READ)  # otherwise the first forward pass takes the page faults
         super().__init__(self._tensor())
         self._address = self._whole.data_ptr()
-        self._faults = _page_faults()
+        self._faults = 0  # unknown: all pages are private in a process that locks its memory
         self._read_before = False
 
     @property
@@ -307,15 +312,15 @@ class HostSlotMapping(SlotMapping):
         """Drop the pages that this process wrote to, so that it sees the sender's next write.
 
         The first write to a page is a page fault. Without a fault since the last call there are no private
-        pages, which saves the search for them: 10 ms a GB.
+        pages, which saves the search for them: 10 ms a GB. Some sandboxes count no faults.
         """
         self._file.users -= 1
-        faults = _page_faults()
-        if faults == self._faults:
+        faults = page_faults()
+        if faults and faults == self._faults:
             return
         self._faults = faults
-        if self._has_own_pages():
-            self._map.madvise(mmap.MADV_DONTNEED)
+        if has_private_pages(self._address, self._whole.numel()):
+            drop_private_pages(self._map)
 
     def pinned(self, payload: torch.Tensor) -> torch.Tensor:
         again, self._read_before = self._read_before, True
@@ -323,20 +328,6 @@ class HostSlotMapping(SlotMapping):
             return payload
         pin(self._read_only, read_only=True)
         return self._read_only[: payload.numel()]
-
-    def _has_own_pages(self) -> bool:
-        pages = -(-self._whole.numel() // _PAGE)
-        try:
-            pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                raw = os.pread(pagemap, pages * _ENTRY, self._address // _PAGE * _ENTRY)
-            finally:
-                os.close(pagemap)
-        except (OSError, MemoryError):
-            return True
-        # An update may wait for this, so nothing is done for each page.
-        kinds = set(raw[_ENTRY - 1 :: _ENTRY])
-        return any(kind & _PRESENT_OR_SWAPPED and not kind & _FILE_OR_SHARED for kind in kinds)
 
 
 def _mapped_read_only(fd: int, size: int) -> torch.Tensor:
@@ -346,12 +337,6 @@ def _mapped_read_only(fd: int, size: int) -> torch.Tensor:
     memory: Any = (ctypes.c_uint8 * size).from_address(address)  # torch warns of a buffer that is read-only
     memory.mapped = mapped  # the mapping lives as long as the tensor
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _page_faults() -> int:
-    """Return the number of page faults of this process so far, of all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_minflt + usage.ru_majflt
 
 
 class SlotTable:
@@ -420,7 +405,7 @@ class SlotTable:
             self._slots.clear()
 
 
-def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> SlotMapping:
+def open_slot(pid: int, fd: int, key: str) -> SlotMapping:
     """Map a slot that another process of this host and user owns.
 
     Raises:
@@ -429,7 +414,7 @@ def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> Slot
         UnreachableMemoryError: this process may not open it.
     """
     try:
-        with _naming_limits("a descriptor of the sender's slot"):
+        with naming_limits("a descriptor of the sender's slot"):
             opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     except PermissionError as error:
         raise UnreachableMemoryError(
@@ -442,8 +427,6 @@ def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> Slot
             f"process {pid} of this host, which had the weights, has ended or released them ({error})"
         ) from None
     try:
-        if directory is None and _anonymous_name(key) not in os.readlink(f"/proc/self/fd/{opened}"):
-            raise LinkClosedError(f"the sender has released the slot {key}")
-        return HostSlotMapping(opened)
+        return HostSlotMapping(key, opened)
     finally:
         os.close(opened)

@@ -208,7 +208,7 @@ def _map_slot(key: str, kind: int, fd: int | None, handle: bytes | None) -> Slot
         )
     if fd is None:  # the process had no number left for it
         raise NotEnoughMemoryError("a file descriptor for a slot is needed; raise " + LIMITS[errno.EMFILE])
-    return HostSlotMapping(fd) if handle is None else CudaSlotMapping(key, handle, fd)
+    return HostSlotMapping(key, fd) if handle is None else CudaSlotMapping(key, handle, fd)
 
 
 class SharedMemTransport(ReconnectingLink[LinkConnection]):
@@ -310,8 +310,7 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
         self._joining = stream
         try:
             with undo_on_error(stream.close):
-                if self._closed:  # close() may not have seen the stream
-                    raise LinkClosedError("this end was closed")
+                self._require_open()  # close() may not have seen the stream
                 return prove_token(stream, self._token, context, deadline)
         except LinkClosedError:
             raise BlockingIOError("the listener is too busy, or this end was closed") from None

@@ -198,7 +198,7 @@ class Forwarder:
                     unsent[0] = unsent[0][sent:]
                     return
                 del unsent[0]
-        except TransportError:
+        except (TransportError, TimeoutError):
             self._onward = None
 
     def finish(self, patience: float) -> bool:
