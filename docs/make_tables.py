@@ -14,61 +14,61 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 _HEAD = ".. Written by docs/make_tables.py; do not edit.\n\n"
-# Scheme, location, elasticity, use.
+# Scheme, how weights travel, workers, how workers come and go.
 _SCHEMES = [
     (
         "SharedMemWeightSyncScheme",
+        "in shared memory that workers map",
         "processes of one machine",
-        "workers restart, and join late",
-        "trainer and workers on one machine",
+        "restart, and join late",
     ),
     (
         "MultiProcessWeightSyncScheme",
+        "in shared memory; queues announce updates",
         "processes of one machine, started with ``multiprocessing``",
-        "a worker restarts once its old process has ended; none joins late",
-        "programs whose workers get queues when they start",
+        "restart once the old process has ended; none joins late",
     ),
     (
         "DistributedWeightSyncScheme",
+        "over TCP; in shared memory on the trainer's machine",
         "processes on any machines",
-        "workers restart, and join late",
-        "several machines",
+        "restart, and join late",
     ),
     (
         "RPCWeightSyncScheme",
+        "as with Distributed; RPC finds the sender, and calls each worker after an update",
         "workers of ``torch.distributed.rpc``",
-        "as above; a killed worker returns outside the RPC world",
-        "programs that use RPC already",
+        "restart, and join late; a killed worker returns outside the RPC world",
     ),
     (
         "RayWeightSyncScheme",
+        "as with Distributed, or through Ray's object store",
         "Ray actors on any nodes",
-        "workers join late; actors that Ray restarts join again",
-        "Ray clusters",
+        "join late, and join again when Ray restarts them",
     ),
     (
         "RayModuleTransformScheme",
+        "as with Ray",
         "the actor of TorchRL's ``RayModuleTransform``",
         "one worker",
-        "models inside an environment's transform",
     ),
     (
         "ObjectStoreWeightSyncScheme",
-        "anywhere, with access to an object store",
-        "workers come and go; none is known to the trainer",
-        "several clusters or providers",
+        "through S3 or another object store",
+        "anywhere, with access to the store",
+        "come and go; the trainer knows none of them",
     ),
     (
         "MemoryWeightSyncScheme",
-        "threads of one process",
-        "workers join late",
-        "threads, tests, notebooks",
+        "copied inside the process",
+        "threads of one process, as in tests and notebooks",
+        "join late",
     ),
     (
         "NoWeightSyncScheme",
-        "anywhere",
-        "not needed",
+        "not at all",
         "models without weights",
+        "any",
     ),
 ]
 # Row of the benchmarks, and its name in the table of speeds.
@@ -83,10 +83,11 @@ _SPEEDS = {
 # Titles of tables of the benchmarks.
 _SAME_MACHINE = "Synchronous update, 16 tensors"
 _CLUSTER = "Across processes: synchronous update, 16 tensors"
+_LINKS = ("1 Gbit/s", "10 Gbit/s", "25 Gbit/s", "100 Gbit/s")
+_COMPRESSIONS = ("none", "lz4", "zstd", "ans")
 _RATIO = {"ours": "ours", "torchrl": "TorchRL", "ours/torchrl": "ratio"}
-# Table of a migration page: page and title of the benchmark's table, columns and their names here, and the
-# first cells of the rows.
-_GAINS: dict[str, tuple[str, str, dict[str, str], list[tuple[str, ...]]]] = {
+# Quoted table: page and title of the benchmark's table, columns and their names here, first cells of rows.
+_QUOTES: dict[str, tuple[str, str, dict[str, str], list[tuple[str, ...]]]] = {
     "gains_same_machine": (
         "results",
         _SAME_MACHINE,
@@ -166,6 +167,36 @@ _GAINS: dict[str, tuple[str, str, dict[str, str], list[tuple[str, ...]]]] = {
             ("transformer, 3e-06, 8 steps", "flat, relative"),
         ],
     ),
+    "tuning_links": (
+        "patch",
+        "Over a link, 500 MB",
+        {column: column for column in ("update", "sent as", "MB", *_LINKS)},
+        [
+            (f"{changed}%, 1..4 ulp", sent_as)
+            for changed in ("1.00", "5.00", "20.00")
+            for sent_as in ("dense", "flat, none", "flat, relative, none", "flat, relative, zstd")
+        ],
+    ),
+    "tuning_shared": (
+        "patch",
+        "send() until applied, 200 MB",
+        {column: column for column in ("scheme", "encoding", "send()", "stall")},
+        [
+            (scheme, encoding)
+            for scheme in ("SharedMem", "MultiProcess")
+            for encoding in ("dense", "patch, raw", "patch, relative")
+        ],
+    ),
+    "tuning_bytes": (
+        "patch",
+        "Bytes: policies in training",
+        {"update": "update", "layout": "layout, values", **{name: name for name in _COMPRESSIONS}},
+        [
+            (f"transformer, {update}", layout)
+            for update in ("1e-06, 1 step", "3e-06, 8 steps")
+            for layout in ("flat", "flat, relative", "coo", "coo, relative")
+        ],
+    ),
     "gains_trinity": (
         "synchronizer",
         "Styles: who waits, and how old weights are",
@@ -243,9 +274,9 @@ def _link(scheme: str) -> str:
 
 
 def schemes() -> str:
-    """Return the table of schemes on the landing page."""
+    """Return the table of schemes."""
     rows = [[_link(name), *cells] for name, *cells in _SCHEMES]
-    return _HEAD + list_table(["scheme", "where workers run", "elasticity", "when to use it"], rows)
+    return _HEAD + list_table(["scheme", "how weights travel", "workers", "how workers come and go"], rows)
 
 
 def speeds() -> str:
@@ -259,9 +290,9 @@ def speeds() -> str:
     return simple_table(["scheme", "weight_update", "TorchRL"], times)
 
 
-def gains(name: str) -> str:
-    """Return a table of a migration page, which quotes rows and columns of a benchmark's table."""
-    page, title, columns, wanted = _GAINS[name]
+def quote(name: str) -> str:
+    """Return a table that quotes rows and columns of a benchmark's table."""
+    page, title, columns, wanted = _QUOTES[name]
     rows = [[row[column] for column in columns] for row in rows_of(page, title)]
     found = {key: row for row in rows for key in wanted if key == tuple(row[: len(key)])}
     return _HEAD + simple_table(list(columns.values()), [found[key] for key in wanted])
@@ -331,7 +362,7 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS / "tables"
     for make in (schemes, speeds, versions, rates, connections):
         (folder / f"{make.__name__}.rst").write_text(make(), encoding="utf-8")
-    for name in _GAINS:
-        (folder / f"{name}.rst").write_text(gains(name), encoding="utf-8")
+    for name in _QUOTES:
+        (folder / f"{name}.rst").write_text(quote(name), encoding="utf-8")
     if len(sys.argv) == 1:
         (ROOT / "README.rst").write_text(readme(), encoding="utf-8")
