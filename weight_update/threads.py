@@ -8,8 +8,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,63 +47,35 @@ def in_threads(work: Callable[[_T], _R], items: Sequence[_T], threads: int) -> l
     """
     if exiting() or min(threads, len(items)) < 2:
         return [work(item) for item in items]
-    shared = _SharedWork(work, items)
-    turns = [threading.Lock() for _ in range(min(threads, len(items)) - 1)]
+    left = iter(range(len(items)))  # each thread takes the next one when it is done with one
+    results: list[Any] = [None] * len(items)
+    errors: list[BaseException] = []
+
+    def share() -> None:
+        for i in left:
+            try:
+                results[i] = work(items[i])
+            except BaseException as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+                deque(left, maxlen=0)
+
+    others: list[Future[None]] = []
     try:
         with contextlib.suppress(RuntimeError):
-            for turn in turns:
-                start_thread("weight_update-share", shared.do_in, turn)
-        shared.do()
-        _await(turns)
-    except BaseException as error:  # noqa: BLE001 - of a signal handler
-        shared.stop(error)
-        _await(turns)
-    return shared.outcome()
-
-
-class _SharedWork(Generic[_T, _R]):
-    """Items that several threads work on; each takes the next one when it is done with one."""
-
-    def __init__(self, work: Callable[[_T], _R], items: Sequence[_T]) -> None:
-        self._work, self._items = work, items
-        self._left = iter(range(len(items)))
-        self._results: list[Any] = [None] * len(items)
-        self._errors: list[BaseException] = []
-
-    def do(self) -> None:
-        """Work until no item is left."""
-        for i in self._left:
-            try:
-                self._results[i] = self._work(self._items[i])
-            except BaseException as error:  # noqa: BLE001 - the caller of outcome() gets it
-                self.stop(error)
-
-    def do_in(self, turn: threading.Lock) -> None:
-        """Work until no item is left, and hold ``turn`` meanwhile."""
-        with turn:
-            self.do()
-
-    def stop(self, error: BaseException) -> None:
-        """Leave no item, because of ``error``."""
-        self._errors.append(error)
-        deque(self._left, maxlen=0)
-
-    def outcome(self) -> list[_R]:
-        """Return all results; raise the first error if there is one."""
-        if not self._errors:
-            return self._results
-        first, self._errors = self._errors[0], []  # the frames of an error refer to this object
-        try:
-            raise first
-        finally:
-            del first
-
-
-def _await(turns: Sequence[threading.Lock]) -> None:
-    """Wait for the threads that work; a thread that begins only now finds nothing to do."""
-    for turn in turns:
-        with turn:
-            pass
+            for _ in range(min(threads, len(items)) - 1):
+                others.append(call_in_thread("weight_update-share", share))
+        share()
+    finally:
+        deque(left, maxlen=0)  # after an error of a signal handler
+        wait(others)
+    if not errors:
+        return results
+    first = errors[0]
+    errors.clear()  # the frames of an error refer to this one
+    try:
+        raise first
+    finally:
+        del first
 
 
 def start(thread: threading.Thread) -> None:

@@ -17,7 +17,6 @@ from weight_update.sender.groups.base import FullGroup
 from weight_update.sender.reasons import ABSENT, reason_of
 from weight_update.sender.workers import WorkerState, WorkerTable
 from weight_update.transports.base import Arrivals
-from weight_update.transports.socket_stream import LONGEST_POLL
 from weight_update.wire.frames import Kind, WeightChunk
 
 _Paused = dict[Arrivals, WorkerState]
@@ -314,7 +313,7 @@ class AnswerReader:
             else:
                 _resume(paused, worker, arrivals)
         while waited_for and (left := deadline - time.monotonic()) > 0:
-            for descriptor, _ in poller.poll(min(left, LONGEST_POLL) * 1e3):
+            for descriptor, _ in poller.poll(left * 1e3):
                 worker, arrivals = waited_for[descriptor]
                 if not self._take_applied(worker, arrivals) or self._is(worker, done):
                     poller.unregister(descriptor)

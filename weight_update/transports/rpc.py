@@ -17,7 +17,7 @@ from weight_update.text import brief
 from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.reconnecting import LinkConnection
-from weight_update.transports.socket_stream import LONGEST_POLL, deadline_of, seconds_left
+from weight_update.transports.socket_stream import deadline_of, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 
 _TORCHRL = ("collector_info", "collector_rref", "collector_class")
@@ -132,8 +132,7 @@ def _call(rref: Any, model_id: str, applied: WeightChunk, timeout: float) -> fut
             outcome.set_result(chunk)
 
     try:
-        limit = min(timeout, LONGEST_POLL)  # RPC counts milliseconds in 32 bits, too
-        call = rpc.rpc_async(rref.owner(), _receive, args=(rref, model_id), timeout=limit)
+        call = rpc.rpc_async(rref.owner(), _receive, args=(rref, model_id), timeout=timeout)
     except RuntimeError as error:
         call = torch.futures.Future()
         call.set_exception(error)
