@@ -83,10 +83,12 @@ _SPEEDS = {
 # Titles of tables of the benchmarks.
 _SAME_MACHINE = "Synchronous update, 16 tensors"
 _CLUSTER = "Across processes: synchronous update, 16 tensors"
+_LINKS = ("1 Gbit/s", "10 Gbit/s", "25 Gbit/s", "100 Gbit/s")
+_COMPRESSIONS = ("none", "lz4", "zstd", "ans")
 _RATIO = {"ours": "ours", "torchrl": "TorchRL", "ours/torchrl": "ratio"}
-# Table of a migration page: page and title of the benchmark's table, columns and their names here, and the
+# Table of a page of the manual: page and title of the benchmark's table, columns and their names here, and the
 # first cells of the rows.
-_GAINS: dict[str, tuple[str, str, dict[str, str], list[tuple[str, ...]]]] = {
+_QUOTES: dict[str, tuple[str, str, dict[str, str], list[tuple[str, ...]]]] = {
     "gains_same_machine": (
         "results",
         _SAME_MACHINE,
@@ -164,6 +166,36 @@ _GAINS: dict[str, tuple[str, str, dict[str, str], list[tuple[str, ...]]]] = {
             ("transformer, 3e-06, 8 steps", "RLinf"),
             ("transformer, 3e-06, 8 steps", "flat"),
             ("transformer, 3e-06, 8 steps", "flat, relative"),
+        ],
+    ),
+    "tuning_links": (
+        "patch",
+        "Over a link, 500 MB",
+        {column: column for column in ("update", "sent as", "MB", *_LINKS)},
+        [
+            (f"{changed}%, 1..4 ulp", sent_as)
+            for changed in ("0.01", "1.00", "5.00", "20.00")
+            for sent_as in ("dense", "flat, none", "flat, relative, none", "flat, relative, zstd")
+        ],
+    ),
+    "tuning_shared": (
+        "patch",
+        "send() until applied, 200 MB",
+        {column: column for column in ("scheme", "encoding", "send()", "stall")},
+        [
+            (scheme, encoding)
+            for scheme in ("SharedMem", "MultiProcess")
+            for encoding in ("dense", "patch, raw", "patch, relative")
+        ],
+    ),
+    "tuning_bytes": (
+        "patch",
+        "Bytes: policies in training",
+        {"update": "update", "layout": "layout, values", **{name: name for name in _COMPRESSIONS}},
+        [
+            (f"transformer, {update}", layout)
+            for update in ("1e-06, 1 step", "3e-06, 8 steps")
+            for layout in ("flat", "flat, relative", "coo", "coo, relative")
         ],
     ),
     "gains_trinity": (
@@ -259,9 +291,9 @@ def speeds() -> str:
     return simple_table(["scheme", "weight_update", "TorchRL"], times)
 
 
-def gains(name: str) -> str:
-    """Return a table of a migration page, which quotes rows and columns of a benchmark's table."""
-    page, title, columns, wanted = _GAINS[name]
+def quote(name: str) -> str:
+    """Return a table that quotes rows and columns of a benchmark's table."""
+    page, title, columns, wanted = _QUOTES[name]
     rows = [[row[column] for column in columns] for row in rows_of(page, title)]
     found = {key: row for row in rows for key in wanted if key == tuple(row[: len(key)])}
     return _HEAD + simple_table(list(columns.values()), [found[key] for key in wanted])
@@ -331,7 +363,7 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS / "tables"
     for make in (schemes, speeds, versions, rates, connections):
         (folder / f"{make.__name__}.rst").write_text(make(), encoding="utf-8")
-    for name in _GAINS:
-        (folder / f"{name}.rst").write_text(gains(name), encoding="utf-8")
+    for name in _QUOTES:
+        (folder / f"{name}.rst").write_text(quote(name), encoding="utf-8")
     if len(sys.argv) == 1:
         (ROOT / "README.rst").write_text(readme(), encoding="utf-8")
