@@ -25,7 +25,7 @@ def snippets(page: str) -> list[str]:
         ("observers.rst", 1),
         ("testing.rst", 1),
         ("compression.rst", 1),
-        ("cluster.rst", 1),
+        ("cluster_fleets.rst", 1),
         ("object_stores.rst", 1),
         slow("converters.rst", 8),
         slow("pipeline.rst", 1),
