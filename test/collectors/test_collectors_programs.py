@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # test_examples.py ha
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
-PAGE = ROOT / "docs" / "collectors.rst"
+DOCS = ROOT / "docs"
 
 
 def run(program, **how):
@@ -42,16 +42,17 @@ def test_the_standalone_program():
     ]
 
 
-def snippets():
+def snippets(page):
     """The code blocks of the page, in order."""
-    blocks = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", PAGE.read_text())
+    blocks = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", (DOCS / page).read_text())
     return [textwrap.dedent(block) for block in blocks]
 
 
 @QUICK
-def test_the_snippets_of_the_page_run_one_after_the_other(quick_spawn, tmp_path):
-    first, *rest = snippets()
-    assert len(rest) >= 6
+@pytest.mark.parametrize(("page", "at_least"), [("collectors.rst", 6), ("collectors_remote.rst", 1)])
+def test_the_snippets_of_the_page_run_one_after_the_other(page, at_least, quick_spawn, tmp_path):
+    first, *rest = snippets(page)
+    assert len(rest) >= at_least
     program = tmp_path / "page.py"
     body = textwrap.indent("\n".join(rest), "    ")
     program.write_text(f"{first}\nif __name__ == '__main__':\n{body}\n    print('all of it ran')\n")
