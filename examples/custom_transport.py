@@ -1,12 +1,11 @@
 """Two transports of your own: through files in a directory, and through pipes of ``multiprocessing``.
 
-Below are both transports with their schemes, and a trainer with two workers in processes of their own. A
-transport only moves chunks, in order. The base classes check them, count versions, apply updates and let
-workers come back.
+Each transport has a scheme. The program runs a trainer and two worker processes. A transport only moves
+chunks, in order. The base classes check them, count versions, apply updates and let workers join again.
 
-Files need no listener. A directory sends no signal, so the end that waits for a file looks again and again.
-Pipes have a listener that workers connect to, also late ones with indices that the trainer did not know. The
-end of a process is noticed at once.
+Files need no listener. A directory sends no signal, so the end that waits for a file polls. Pipes have a
+listener that workers connect to, also late joiners with indices that the trainer did not know. The end of a
+process is noticed at once.
 
     python examples/custom_transport.py --transport pipes
 """
@@ -61,7 +60,7 @@ class FileConnection:
             raise LinkClosedError(f"nobody is at the other end of {self.place}")
         unfinished = self.place / f"{self.me}.unfinished"
         unfinished.write_bytes(chunk.encode())
-        unfinished.rename(self.place / f"{self.me}-{self.sent}")  # nobody ever reads half a file
+        unfinished.rename(self.place / f"{self.me}-{self.sent}")  # the reader never sees half a file
         self.sent += 1
 
     def recv(self, timeout: float | None, allocate: Any) -> WeightChunk | None:
@@ -106,7 +105,7 @@ class FileTransport(ReconnectingLink[FileConnection]):
 
 # [end of files]
 def appears(path: Path, timeout: float | None, ended: Callable[[], bool]) -> bool:
-    """Wait until ``path`` exists. A directory sends no signal, so this looks again and again.
+    """Wait until ``path`` exists. A directory sends no signal, so this polls.
 
     Raises:
         LinkClosedError: ``ended()`` is true, and the path does not exist.

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 3 examples/distributed.py
 
-Rank 0 trains, the other ranks compute with its newest weights all the while. On several machines give
-``--address`` the address of the trainer's network interface, and torchrun its own ``--rdzv-endpoint``:
+Rank 0 trains, and the other ranks compute with its newest weights. On several machines, pass
+the address of the trainer's network interface as ``--address``, and torchrun's ``--rdzv-endpoint``:
 
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint 10.0.0.5:29400 \
         examples/distributed.py --address 10.0.0.5
@@ -51,7 +51,7 @@ def work(options: argparse.Namespace, idx: int) -> None:
     scheme.connect()
     try:
         while True:
-            scheme.receive(timeout=0)  # raises when the trainer has left; updates land without it
+            scheme.receive(timeout=0)  # raises when the trainer has left; updates arrive without it
             policy(torch.randn(8, 64))
             passes += 1
     except TransportError:

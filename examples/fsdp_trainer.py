@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/fsdp_trainer.py
 
-The first ranks (``--trainers``, 2 unless said otherwise) train one transformer together, and each has a part
-of it. The other ranks are workers. All trainers call ``send()``; the weights are gathered a few at a time
-while they are sent, so no rank ever holds all of them, and rank 0 alone talks to the workers.
+The first ranks (``--trainers``, 2 by default) train one transformer together, and each has a part
+of it. The other ranks are workers. All trainers call ``send()``. The weights are gathered a few at a time
+while they are sent, so no rank holds all of them. Only rank 0 talks to the workers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_scheme(group: dist.ProcessGroup | None = None) -> DistributedWeightSync
     """Return a scheme, the same on every rank; only the trainers need to give ``group``."""
     strategy = WeightStrategy(
         encoding=BucketEncoding(bucket_size=256 << 10),
-        max_in_flight=2,  # a bucket travels while the next one is put together
+        max_in_flight=2,  # a bucket is sent while the next one is filled
         gather=GatherShards(group),
     )
     return DistributedWeightSyncScheme(strategy=strategy)
@@ -91,7 +91,7 @@ def work(idx: int) -> None:
     scheme.connect()
     try:
         while True:
-            scheme.receive(timeout=0)  # raises when the trainer has left; updates land without it
+            scheme.receive(timeout=0)  # raises when the trainer has left; updates arrive without it
             with torch.no_grad():
                 policy(torch.randint(0, VOCABULARY, (2, 16)))
             passes += 1

@@ -1,7 +1,7 @@
-"""Update an actor and a critic as one step: every worker switches both at one moment, or neither.
+"""Update an actor and a critic as one step: every worker switches both at the same moment, or neither.
 
 First by hand, with ``group_schemes`` and ``send_together``; then through a collector, with
-``weights_dict``. Both times a critic that does not fit is offered too, and nothing changes anywhere.
+``weights_dict``. Both times, the program also sends a critic that does not fit, and no worker changes.
 
     python examples/multiple_models.py
 """
@@ -64,8 +64,8 @@ def work(schemes: dict[str, WeightSyncScheme], index: int, orders: Queue, answer
         scheme.shutdown()
 
 
-class Crew:
-    """Worker processes that can be asked what they have."""
+class Workers:
+    """Worker processes that report the steps of their models."""
 
     def __init__(self, schemes: dict[str, WeightSyncScheme]) -> None:
         context = mp.get_context("spawn")
@@ -94,34 +94,34 @@ def by_hand() -> None:
     actor, critic = make_actor(), make_critic()
     actors, critics = SharedMemWeightSyncScheme(), SharedMemWeightSyncScheme()
     learn(0, actor, critic)
-    group_schemes([actors, critics])  # before the workers start: what joins them travels with each scheme
+    group_schemes([actors, critics])  # before the workers start: the schemes carry the group to them
     actors.init_on_sender(model=actor, num_workers=WORKERS)
     critics.init_on_sender(model=critic, num_workers=WORKERS)
-    crew = Crew({"actor": actors, "critic": critics})
+    workers = Workers({"actor": actors, "critic": critics})
     with actors, critics:
         actors.connect()
         critics.connect()
-        crew.show()
+        workers.show()
 
         learn(1, actor, critic)
         send_together({actors: actor, critics: critic})
-        crew.show()
+        workers.show()
 
         learn(2, actor)
         try:
-            # The workers have the actor staged already when the critic turns out not to fit.
+            # No worker changes its actor, because the critic does not fit.
             send_together({actors: actor, critics: make_critic(inputs=5)})
         except SchemaMismatchError as error:
             print(f"  refused: {error.problems[0]}")
-        crew.show()
-        crew.stop()
+        workers.show()
+        workers.stop()
 
 
 # -- through a collector -------------------------------------------------------------------------------
 
 
 class StateValue(Transform):
-    """A transform by which the critic judges each observation where it is made."""
+    """A transform that adds the critic's value to each observation."""
 
     def __init__(self, critic: nn.Module) -> None:
         super().__init__(in_keys=["observation"], out_keys=["state_value"])
@@ -156,7 +156,7 @@ def make_env() -> TransformedEnv:
     return TransformedEnv(env, StateValue(make_critic()))
 
 
-CRITIC = "env.transform.critic"  # where the collector of a worker has it
+CRITIC = "env.transform.critic"  # path of the critic, as seen from the collector of a worker
 
 
 def through_collector() -> None:
@@ -165,7 +165,7 @@ def through_collector() -> None:
     learn(0, actor, critic)
     policy = TensorDictModule(Choose(actor), in_keys=["observation"], out_keys=["scores", "action"])
     schemes = {"policy": SharedMemWeightSyncScheme(), CRITIC: SharedMemWeightSyncScheme()}
-    # The collector knows where the policy is. The critic of this process has no place in it.
+    # The collector initializes the scheme of its policy, but not that of a model that only workers have.
     schemes[CRITIC].init_on_sender(model_id=CRITIC, model=critic, num_workers=WORKERS)
     collector = MultiSyncCollector(
         [make_env] * WORKERS, policy, frames_per_batch=20, total_frames=-1, weight_sync_schemes=schemes

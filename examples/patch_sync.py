@@ -1,11 +1,12 @@
-"""Reinforcement learning in which an update is a patch: what changed, not the model.
+"""Reinforcement learning with patches: an update sends only the weights that changed.
 
-A small transformer learns to sort digits. The trainer has fp32 masters and AdamW at the learning rate of RL
-fine-tuning; two workers have bf16 copies, sample answers without pause and send them back with their
-rewards. At such a rate few weights move far enough in a step to become another bf16 number: those are sent.
+A small transformer learns to sort digits. The trainer has fp32 weights and AdamW at the learning rate of RL
+fine-tuning. Two workers have bf16 copies, sample answers without pause and send them back with their
+rewards. At such a rate, few weights move far enough in a step to become another bf16 number. Only these are
+sent.
 
-A short supervised warm-up stands for the checkpoint that RL begins with. Then a line tells what each update
-sent. In the end each worker compares its weights with the trainer's, bit for bit.
+A short supervised warm-up stands for the checkpoint that RL begins with. Then one line for each update states
+how much it sent. At the end, each worker compares its weights with the trainer's, bit for bit.
 
     python examples/patch_sync.py --encoding patch --compression zstd
 """
@@ -69,7 +70,7 @@ def work(index: int, scheme: MultiProcessWeightSyncScheme, rollouts: Queue, fina
         scheme.init_on_receiver(model=model, worker_idx=index)
         scheme.connect()
         while final.empty():
-            rollouts.put(rollout(model))  # updates land between any two forward passes
+            rollouts.put(rollout(model))  # updates arrive between any two forward passes
         verdict = "the" if fingerprint(model) == final.get() else "NOT the"
         rollouts.put(f"worker {index}: version {scheme.version}, {verdict} trainer's weights in bf16")
 
@@ -191,7 +192,7 @@ def main() -> None:
         for _ in workers:
             final.put(fingerprint(trainer.model))
         verdicts: list[str] = []
-        while len(verdicts) < WORKERS:  # rollouts that nobody waited for come first
+        while len(verdicts) < WORKERS:  # rollouts that were not used come first
             found = rollouts.get(timeout=60.0)
             verdicts += [found] if isinstance(found, str) else []
         print("\n".join(sorted(verdicts)))

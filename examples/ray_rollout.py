@@ -3,10 +3,10 @@
     pip install "weight-update[ray]" "gymnasium>=1.0"
     python examples/ray_rollout.py
 
-Actors take each update between two forward passes, while they play; no method of theirs is called for it. Ray
-starts the killed actor again; it joins with the newest version, and the other one plays on meanwhile.
-On a cluster run it with ``--address auto``, and give ``--listen`` the address of the node that the driver
-runs on, or ``--data object_store`` if actors cannot reach that.
+Actors take each update between two forward passes, while they play. An update calls no method of theirs. Ray
+restarts the killed actor, which joins with the newest version, while the other one plays on.
+On a cluster, run it with ``--address auto``, and pass the address of the driver's node as ``--listen``,
+or ``--data object_store`` if actors cannot reach that node.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def train(options: argparse.Namespace) -> None:
                 print(f"killing player 1 of {options.players}", flush=True)
                 ray.kill(players[1], no_restart=False)
                 wait_until(lambda: scheme.worker_versions[1] is None)
-            told = send(scheme)
+            sent = send(scheme)
             print(
-                f"update {update:3d}: players {here}, versions {versions}, return {mean:6.1f}, {told}",
+                f"update {update:3d}: players {here}, versions {versions}, return {mean:6.1f}, {sent}",
                 flush=True,
             )
         wait_until(lambda: None not in scheme.worker_versions.values())  # it may still be starting

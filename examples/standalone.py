@@ -1,8 +1,8 @@
-"""Keep the policies of two worker processes current, without collectors.
+"""Update the policies of two worker processes, without collectors.
 
-The trainer sends; each worker's policy changes in the background, between two forward passes, while the
+The trainer sends. Each worker's policy changes in the background, between two forward passes, while the
 worker goes on computing. Worker 0 takes updates as they come, so one rollout may use several versions.
-Worker 1 holds during each rollout, so that each is made by one version.
+Worker 1 holds during each rollout, so one version makes the whole rollout.
 
     python examples/standalone.py --scheme multiprocess
 """
@@ -24,8 +24,8 @@ SCHEMES = {"shared_mem": SharedMemWeightSyncScheme, "multiprocess": MultiProcess
 WORKERS = 2
 UPDATES = 5
 ROLLOUT_STEPS = 8
-ENV_SECONDS = 0.02  # what a step of the environment takes
-LEARN_SECONDS = 0.2  # what the trainer takes for an update
+ENV_SECONDS = 0.02  # duration of a step of the environment
+LEARN_SECONDS = 0.2  # duration of a step of the trainer
 
 
 def make_policy() -> nn.Module:
@@ -51,7 +51,7 @@ def work(scheme: WeightSyncScheme, index: int, results: Queue) -> None:
             versions = rollout(policy, scheme, hold=index == 1)
             print(f"worker {index}: rollout by versions {versions}", flush=True)
 
-        # A worker with nothing to compute can wait for an update instead of working beside it.
+        # A worker with nothing to compute can wait for an update.
         while scheme.version < UPDATES:
             scheme.receive(timeout=30.0)
         results.put((index, scheme.version, checksum(policy)))
@@ -62,7 +62,7 @@ def rollout(policy: nn.Module, scheme: WeightSyncScheme, hold: bool) -> list[int
     versions = []
     with scheme.hold() if hold else nullcontext():
         for _ in range(ROLLOUT_STEPS):
-            # A forward pass holds by itself. Here the version must be that of the very same pass.
+            # A forward pass holds by itself. This hold makes sure that the version is that of the pass.
             with scheme.hold(), torch.no_grad():
                 policy(torch.randn(4))
                 versions.append(scheme.version)
@@ -81,14 +81,14 @@ def main() -> None:
     context, policy = mp.get_context("spawn"), make_policy()
     results = context.Queue()
     with SCHEMES[args.scheme](strategy="state_dict") as scheme:
-        # Initialize first, start the workers then: the scheme carries to them what they need to connect.
+        # Initialize first, then start the workers: the scheme tells them how to connect.
         scheme.init_on_sender(model=policy, num_workers=WORKERS, ctx=context)
         workers = [
             context.Process(target=work, args=(scheme, idx, results), daemon=True) for idx in range(WORKERS)
         ]
         for worker in workers:
             worker.start()
-        scheme.worker_alive = workers  # connect() then notices at once when one of them dies
+        scheme.worker_alive = workers  # connect() then raises at once when one of them dies
         scheme.connect()  # waits until every worker has version 0
 
         for _ in range(UPDATES - 1):

@@ -1,8 +1,8 @@
-"""Train a policy on CartPole-v1 with PPO, its workers kept current by this library.
+"""Train a policy on CartPole-v1 with PPO, in several worker processes.
 
 Worker processes collect frames with copies of the actor; this process learns from them, and after each
-batch ``update_policy_weights_()`` brings every worker to the new version. At the end a table says what
-that cost, and ``out/train_cartpole.png`` shows return and synchronization time.
+batch, ``update_policy_weights_()`` updates every worker. At the end, a table shows the cost of
+synchronization, and ``out/train_cartpole.png`` shows return and synchronization time.
 
     python examples/train_cartpole.py --scheme multiprocess --strategy state_dict --seed 1
 
@@ -36,7 +36,7 @@ from weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncSchem
 SCHEMES = {"shared_mem": SharedMemWeightSyncScheme, "multiprocess": MultiProcessWeightSyncScheme}
 
 SOLVED_RETURN = 450.0
-EPISODES = 20  # the mean return is taken over so many of the latest episodes
+EPISODES = 20  # the mean return is taken over this many of the latest episodes
 FRAMES_PER_WORKER = 256  # in each batch
 SMOKE_BATCHES = 6
 EPOCHS = 10
@@ -49,7 +49,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--scheme", choices=SCHEMES, default="shared_mem")
     parser.add_argument("--strategy", choices=["tensordict", "state_dict"], default="tensordict")
-    parser.add_argument("--frames", type=int, default=300_000, help="give up after so many (%(default)s)")
+    parser.add_argument("--frames", type=int, default=300_000, help="give up after this many (%(default)s)")
     parser.add_argument("--workers", type=int, default=3, help="worker processes (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out"), help="directory of the plot (%(default)s)")
@@ -104,7 +104,7 @@ class Learner:
         self.optimizer.step()
 
 
-# -- what happened -------------------------------------------------------------------------------------
+# -- history and report --------------------------------------------------------------------------------
 
 
 @dataclass

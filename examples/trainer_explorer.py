@@ -1,7 +1,7 @@
-"""A trainer and two explorers, three processes, learn CartPole under each style of synchronization.
+"""A trainer and two explorers, in three processes, learn CartPole with each style of synchronization.
 
     pip install "gymnasium>=1.0" matplotlib
-    python examples/trainer_explorer.py                          # every style, and a picture of each
+    python examples/trainer_explorer.py                          # every style, as lines of text
     python examples/trainer_explorer.py --style fixed --method checkpoint --steps 40
 
 Explorers play and put their experience into a queue; the trainer takes it out and learns (REINFORCE). A
@@ -38,7 +38,7 @@ PLANS: dict[str, dict[str, Any]] = {
 EPISODES = 2
 EXPLORERS = 2
 ROOM = 3 * EXPLORERS  # an explorer may be ahead of the trainer by sync_interval + sync_offset steps
-PACE = {"explorer 0": 0.01, "explorer 1": 0.03}  # seconds that a step of the environment takes beside its own
+PACE = {"explorer 0": 0.02, "explorer 1": 0.06}  # seconds by which each episode takes longer
 PASSES = 30
 
 
@@ -89,7 +89,7 @@ def play(env: Any, policy: nn.Module, pace: float) -> tuple[Any, ...]:
             actions.append(torch.distributions.Categorical(logits=policy(seen[-1])).sample())
         observation, _, ended, cut, _ = env.step(int(actions[-1]))
         over = ended or cut
-    time.sleep(pace * EPISODES)
+    time.sleep(pace)
     to_go = torch.arange(len(seen), 0, -1, dtype=torch.float32)
     return torch.stack(seen).numpy(), torch.stack(actions).numpy(), to_go.numpy()
 
@@ -113,28 +113,28 @@ class Shared:
     start: float
 
 
-def explore(where: tuple[str, str], idx: int, shared: Shared) -> None:
-    """Run an explorer: play, hand the episodes over, synchronize."""
+def explore(server: tuple[str, str], idx: int, shared: Shared) -> None:
+    """Run an explorer: play, pass the episodes on, and synchronize."""
     torch.set_num_threads(1)
     torch.manual_seed(idx)
     env, policy = gymnasium.make("CartPole-v1"), make_policy()
     recorder = Recorder(f"explorer {idx}", shared.start)
-    with ExplorerClient(where[0], policy, id=idx, token=where[1]) as client:
-        me = client.blocking
+    with ExplorerClient(server[0], policy, id=idx, token=server[1]) as client:
+        explorer = client.blocking
         shared.ready.wait(100.0)
         with suppress(TransportError):  # the synchronizer may end first
             while not shared.over.is_set():
-                with recorder.doing("computes", me.version), client.hold():
+                with recorder.doing("computes", explorer.version), client.hold():
                     episodes = [play(env, policy, PACE[recorder.who]) for _ in range(EPISODES)]
-                while not shared.over.is_set() and not handed_over(episodes, shared, recorder):
-                    synchronize(me, recorder)  # with SyncMethod.NCCL the trainer may be waiting for this side
-                me.step += 1
-                synchronize(me, recorder)
+                while not shared.over.is_set() and not passed_on(episodes, shared, recorder):
+                    synchronize(explorer, recorder)  # with SyncMethod.NCCL, the trainer may wait for this
+                explorer.step += 1
+                synchronize(explorer, recorder)
     shared.records.put(recorder.spans)
-    shared.experience.cancel_join_thread()  # the rest is not read any more
+    shared.experience.cancel_join_thread()  # the trainer reads no more
 
 
-def handed_over(episodes: Any, shared: Shared, recorder: Recorder) -> bool:
+def passed_on(episodes: Any, shared: Shared, recorder: Recorder) -> bool:
     """Put episodes into the queue of the trainer; return whether there was room."""
     with recorder.doing("waits for room"), suppress(queue.Full):
         shared.experience.put(episodes, timeout=0.1)
@@ -157,38 +157,37 @@ def learn(policy: nn.Module, optimizer: torch.optim.Optimizer, episodes: Sequenc
     return len(seen) / len(episodes)
 
 
-def train(where: tuple[str, str], steps: int, shared: Shared) -> None:
+def train(server: tuple[str, str], steps: int, shared: Shared) -> None:
     """Run the trainer: take experience, learn, and synchronize, also while there is no experience."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     policy, recorder = make_policy(), Recorder("trainer", shared.start)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     lengths: list[float] = []
-    with TrainerClient(where[0], policy, token=where[1], timeout=5.0) as client:
-        me = client.blocking
+    with TrainerClient(server[0], policy, token=server[1], timeout=5.0) as client:
+        trainer = client.blocking
         shared.ready.wait(100.0)
-        synchronize(me, recorder)
+        synchronize(trainer, recorder)
         episodes: list[Any] = []
-        while me.step < steps:
+        while trainer.step < steps:
             with recorder.doing("waits for experience"), suppress(queue.Empty):
                 episodes += shared.experience.get(timeout=0.02)
-            if (
-                len(episodes) == EXPLORERS * EPISODES
-            ):  # one step of each explorer, so that both sides count alike
-                with recorder.doing("computes", me.version):
+            # A step of the trainer takes one step of each explorer, so both sides count alike.
+            if len(episodes) == EXPLORERS * EPISODES:
+                with recorder.doing("computes", trainer.version):
                     lengths.append(learn(policy, optimizer, episodes))
-                me.step, episodes = me.step + 1, []
-            synchronize(me, recorder)
+                trainer.step, episodes = trainer.step + 1, []
+            synchronize(trainer, recorder)
         shared.over.set()
     shared.records.put(recorder.spans)
     shared.records.put(sum(lengths[-10:]) / len(lengths[-10:]))
 
 
-def synchronize(me: Any, recorder: Recorder) -> None:
-    """Synchronize if the plan says so."""
-    if me.need_sync():
+def synchronize(side: Any, recorder: Recorder) -> None:
+    """Synchronize if it is time."""
+    if side.need_sync():
         with recorder.doing("synchronizes"):
-            me.sync_weight()
+            side.sync_weight()
 
 
 def run(name: str, method: SyncMethod, steps: int, directory: str) -> tuple[list[Span], float]:
@@ -198,19 +197,19 @@ def run(name: str, method: SyncMethod, steps: int, directory: str) -> tuple[list
     ready = ctx.Barrier(EXPLORERS + 1)
     shared = Shared(ctx.Queue(maxsize=ROOM), ctx.Queue(), ready, ctx.Event(), time.monotonic())
     with Synchronizer(method, style, directory=directory, **PLANS[name]) as synchronizer:
-        server = synchronizer.serve()
-        where = server.address, server.token
+        served = synchronizer.serve()
+        server = served.address, served.token
         processes = [
-            ctx.Process(target=explore, args=(where, idx, shared), daemon=True) for idx in range(EXPLORERS)
+            ctx.Process(target=explore, args=(server, idx, shared), daemon=True) for idx in range(EXPLORERS)
         ]
-        processes.append(ctx.Process(target=train, args=(where, steps, shared), daemon=True))
+        processes.append(ctx.Process(target=train, args=(server, steps, shared), daemon=True))
         for one in processes:
             one.start()
-        told = [shared.records.get(timeout=120.0) for _ in range(len(processes) + 1)]
+        results = [shared.records.get(timeout=120.0) for _ in range(len(processes) + 1)]
         for one in processes:
             one.join(10.0)
-    spans = [span for part in told if isinstance(part, list) for span in part]
-    return spans, next(part for part in told if isinstance(part, float))
+    spans = [span for part in results if isinstance(part, list) for span in part]
+    return spans, next(part for part in results if isinstance(part, float))
 
 
 def line(spans: Sequence[Span], who: str, begin: float, end: float, width: int = 78) -> str:
@@ -225,7 +224,7 @@ def line(spans: Sequence[Span], who: str, begin: float, end: float, width: int =
     return "".join(row)
 
 
-def tell(name: str, spans: list[Span], length: float) -> None:
+def show(name: str, spans: list[Span], length: float) -> None:
     """Print the middle of the time line, and the shares of the time."""
     begin = max(min(span.begin for span in spans if span.who == who) for who in {s.who for s in spans})
     end = max(span.end for span in spans)
@@ -238,8 +237,8 @@ def tell(name: str, spans: list[Span], length: float) -> None:
             what: sum(max(s.end - max(s.begin, begin), 0) for s in mine if s.what == what) / (end - begin)
             for what in ("computes", "synchronizes")
         }
-        told = ", ".join(f"{what} {share:4.0%}" for what, share in shares.items())
-        print(f"  {who:10} |{line(spans, who, *window)}| {told}", flush=True)
+        text = ", ".join(f"{what} {share:4.0%}" for what, share in shares.items())
+        print(f"  {who:10} |{line(spans, who, *window)}| {text}", flush=True)
 
 
 def draw(runs: dict[str, list[Span]], file: Path) -> None:
@@ -281,7 +280,7 @@ def main() -> None:
     for name in PLANS if options.style == "all" else [options.style]:
         with tempfile.TemporaryDirectory() as directory:
             spans, length = run(name, SyncMethod(options.method), options.steps, directory)
-        tell(name, spans, length)
+        show(name, spans, length)
         runs[name] = spans
     if options.picture is not None:
         draw(runs, options.picture)
