@@ -14,61 +14,61 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 _HEAD = ".. Written by docs/make_tables.py; do not edit.\n\n"
-# Scheme, location, elasticity, use.
+# Scheme, how weights travel, workers, how workers come and go.
 _SCHEMES = [
     (
         "SharedMemWeightSyncScheme",
+        "in shared memory that workers map",
         "processes of one machine",
-        "workers restart, and join late",
-        "trainer and workers on one machine",
+        "restart, and join late",
     ),
     (
         "MultiProcessWeightSyncScheme",
+        "in shared memory; queues announce updates",
         "processes of one machine, started with ``multiprocessing``",
-        "a worker restarts once its old process has ended; none joins late",
-        "programs whose workers get queues when they start",
+        "restart once the old process has ended; none joins late",
     ),
     (
         "DistributedWeightSyncScheme",
+        "over TCP; in shared memory on the trainer's machine",
         "processes on any machines",
-        "workers restart, and join late",
-        "several machines",
+        "restart, and join late",
     ),
     (
         "RPCWeightSyncScheme",
+        "as with Distributed; RPC finds the sender, and calls each worker after an update",
         "workers of ``torch.distributed.rpc``",
-        "as above; a killed worker returns outside the RPC world",
-        "programs that use RPC already",
+        "restart, and join late; a killed worker returns outside the RPC world",
     ),
     (
         "RayWeightSyncScheme",
+        "as with Distributed, or through Ray's object store",
         "Ray actors on any nodes",
-        "workers join late; actors that Ray restarts join again",
-        "Ray clusters",
+        "join late, and join again when Ray restarts them",
     ),
     (
         "RayModuleTransformScheme",
+        "as with Ray",
         "the actor of TorchRL's ``RayModuleTransform``",
         "one worker",
-        "models inside an environment's transform",
     ),
     (
         "ObjectStoreWeightSyncScheme",
-        "anywhere, with access to an object store",
-        "workers come and go; none is known to the trainer",
-        "several clusters or providers",
+        "through S3 or another object store",
+        "anywhere, with access to the store",
+        "come and go; the trainer knows none of them",
     ),
     (
         "MemoryWeightSyncScheme",
-        "threads of one process",
-        "workers join late",
-        "threads, tests, notebooks",
+        "copied inside the process",
+        "threads of one process, as in tests and notebooks",
+        "join late",
     ),
     (
         "NoWeightSyncScheme",
-        "anywhere",
-        "not needed",
+        "not at all",
         "models without weights",
+        "any",
     ),
 ]
 # Row of the benchmarks, and its name in the table of speeds.
@@ -86,8 +86,8 @@ _CLUSTER = "Across processes: synchronous update, 16 tensors"
 _LINKS = ("1 Gbit/s", "10 Gbit/s", "25 Gbit/s", "100 Gbit/s")
 _COMPRESSIONS = ("none", "lz4", "zstd", "ans")
 _RATIO = {"ours": "ours", "torchrl": "TorchRL", "ours/torchrl": "ratio"}
-# Table of a page of the manual: page and title of the benchmark's table, columns and their names here, and the
-# first cells of the rows.
+# Quoted table: page and title of the benchmark's table, columns and their names here, and the first cells of the
+# rows.
 _QUOTES: dict[str, tuple[str, str, dict[str, str], list[tuple[str, ...]]]] = {
     "gains_same_machine": (
         "results",
@@ -275,9 +275,9 @@ def _link(scheme: str) -> str:
 
 
 def schemes() -> str:
-    """Return the table of schemes on the landing page."""
+    """Return the table of schemes."""
     rows = [[_link(name), *cells] for name, *cells in _SCHEMES]
-    return _HEAD + list_table(["scheme", "where workers run", "elasticity", "when to use it"], rows)
+    return _HEAD + list_table(["scheme", "how weights travel", "workers", "how workers come and go"], rows)
 
 
 def speeds() -> str:
