@@ -86,8 +86,7 @@ _CLUSTER = "Across processes: synchronous update, 16 tensors"
 _LINKS = ("1 Gbit/s", "10 Gbit/s", "25 Gbit/s", "100 Gbit/s")
 _COMPRESSIONS = ("none", "lz4", "zstd", "ans")
 _RATIO = {"ours": "ours", "torchrl": "TorchRL", "ours/torchrl": "ratio"}
-# Quoted table: page and title of the benchmark's table, columns and their names here, and the first cells of the
-# rows.
+# Quoted table: page and title of the benchmark's table, columns and their names here, first cells of rows.
 _QUOTES: dict[str, tuple[str, str, dict[str, str], list[tuple[str, ...]]]] = {
     "gains_same_machine": (
         "results",
