@@ -57,3 +57,12 @@ def test_the_snippets_of_the_page_run_one_after_the_other(page, at_least, quick_
     body = textwrap.indent("\n".join(rest), "    ")
     program.write_text(f"{first}\nif __name__ == '__main__':\n{body}\n    print('all of it ran')\n")
     assert run(program, quick_spawn=quick_spawn)[-1] == "all of it ran"
+
+
+@QUICK
+def test_the_first_program_of_the_guide(quick_spawn, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(snippets("getting_started.rst")[0])
+    lines = run(program, quick_spawn=quick_spawn)
+    versions = [re.match(r"version (\d+): dense, .* 3 workers", line)[1] for line in lines]
+    assert versions == [str(number) for number in range(1, 11)]
