@@ -1,6 +1,6 @@
 """SGLang's engine on GPUs: tokens after patches are those of a load from disk.
 
-None of these tests has been run on a GPU: see the table in docs/engine_sglang.rst.
+None of these tests has been run on a GPU: see docs/engine_sglang.rst.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM on GPUs: tokens after patches are those of a load from disk.
 
-None of these tests has been run: see the table in docs/engine_vllm.rst.
+None of these tests has been run: see docs/engine_vllm.rst.
 """
 
 from __future__ import annotations

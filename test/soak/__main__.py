@@ -1,4 +1,4 @@
-"""The promises of docs/architecture.rst under random faults: ``python test/soak --scheme shared_mem``.
+"""The guarantees of docs/schemes.rst under random faults: ``python test/soak --scheme shared_mem``.
 
 The exit status is 1 if a promise was broken. ``--table FILE...`` writes the accounts of earlier soaks as a
 table.
