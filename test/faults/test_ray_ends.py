@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from weight_update import LinkClosedError, RayWeightSyncScheme, SyncFailedError
 from weight_update.testing import mlp
 from weight_update.testing.processes import wait_until
 from weight_update.transports.ray import rendezvous
 from weight_update.transports.ray.actors import ActorWatch
-from weight_update.transports.ray.rendezvous import ask, is_done, until_ray_ends
+from weight_update.transports.ray.object_store import RayObjectStore
+from weight_update.transports.ray.rendezvous import ask, call, is_done, named_actor, node_id, until_ray_ends
+from weight_update.wire.frames import Kind, WeightChunk
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
 from ray_parts import WAIT, JoiningActor, small_cluster  # noqa: E402
@@ -72,15 +76,42 @@ def test_ray_is_shut_down_during_updates(data: str, monkeypatch: pytest.MonkeyPa
     wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("weight_update")])
 
 
-def test_a_call_just_after_the_shutdown_starts_no_new_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def put_payload(_: Any) -> None:
+    payload = torch.zeros(1 << 17, dtype=torch.uint8)
+    RayObjectStore().put(WeightChunk(Kind.COMMIT, {"version": 1}, payload))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda reference: is_done(reference, 10.0),
+        lambda reference: ask(reference, 10.0),
+        lambda _: named_actor("nobody", None),
+        lambda _: node_id(),
+        put_payload,
+    ],
+)
+def test_a_call_just_after_the_shutdown_starts_no_new_ray(
+    use: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray's functions start a Ray where none runs; another thread may end it just before they are called."""
-    reference = ray.ObjectRef.from_random()
     assert not ray.is_initialized()
-    monkeypatch.setattr(rendezvous, "ray_runs", iter([True, True, False]).__next__)
+    monkeypatch.setattr(rendezvous, "ray_runs", iter([True, False]).__next__)
     with pytest.raises(LinkClosedError, match="Ray was shut down in this process"):
-        is_done(reference, 10.0)
+        use(ray.ObjectRef.from_random())
+    assert not ray.is_initialized()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_a_call_of_an_actor_just_after_the_shutdown_starts_no_new_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actor = ray.remote(type("Idle", (), {})).options(num_cpus=0).remote()
+    ray.shutdown()
+    monkeypatch.setattr(rendezvous, "ray_runs", iter([True, False]).__next__)
     with pytest.raises(LinkClosedError, match="Ray was shut down in this process"):
-        ask(reference, 10.0)
+        call(actor.__ray_ready__)
     assert not ray.is_initialized()
 
 

@@ -49,8 +49,9 @@ def test_an_actor_that_does_not_answer_is_not_called_the_sender(monkeypatch: pyt
     def get(call: object, timeout: float | None) -> None:
         raise RayError("The actor died unexpectedly.")
 
-    ray = SimpleNamespace(get=get, exceptions=SimpleNamespace(RayError=RayError))
-    monkeypatch.setattr(rendezvous, "running_ray", lambda: ray)
+    errors = SimpleNamespace(RayError=RayError)
+    ray = SimpleNamespace(get=get, exceptions=errors, is_initialized=lambda: True)
+    monkeypatch.setattr(rendezvous, "import_ray", lambda: ray)
     with pytest.raises(LinkClosedError, match=r"^the named actor of .* does not answer .The actor died"):
         rendezvous.ask(object(), None)
 

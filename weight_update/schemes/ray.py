@@ -21,6 +21,7 @@ from weight_update.transports.host_name import this_host
 from weight_update.transports.ray.actors import ActorWatch
 from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import (
+    call,
     find_rendezvous,
     look_up,
     require_ray,
@@ -128,7 +129,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
     def announce(self, where: Whereabouts) -> None:
         """Announce the address of the sender at the actor. The token travels with the scheme, not here."""
         node = require_ray().util.get_node_ip_address()
-        self._rendezvous.announce.remote("torch", (where.address, where.port, node))
+        call(self._rendezvous.announce, "torch", (where.address, where.port, node))
 
     def look_up(self, timeout: float) -> Whereabouts:
         deadline = time.monotonic() + timeout

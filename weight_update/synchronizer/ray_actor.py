@@ -7,10 +7,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError, undo_on_error
+from weight_update.errors import LinkClosedError, SyncTimeoutError, undo_on_error
 from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
-from weight_update.transports.ray.rendezvous import ray_runs, require_ray
+from weight_update.transports.ray.rendezvous import (
+    ask,
+    call,
+    kill,
+    named_actor,
+    ray_runs,
+    require_ray,
+    until_ray_ends,
+    without_start,
+)
 
 _THREADS = 1000  # each client that waits occupies a thread
 _START_SECONDS, _CLOSE_SECONDS = 300.0, 10.0
@@ -45,13 +54,9 @@ class RayHost:
 
     def close(self) -> None:
         """End the actor."""
-        try:
-            ray = require_ray()
-        except LifecycleError:
-            return  # Ray has ended, and the actor with it
-        with contextlib.suppress(ray.exceptions.RayError):  # the actor may be gone
-            ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS)
-        ray.kill(self._actor)
+        with contextlib.suppress(LinkClosedError):  # Ray or the actor may be gone
+            ask(call(self._actor.close), _CLOSE_SECONDS)
+        kill(self._actor)
 
 
 class _SynchronizerActor:
@@ -90,11 +95,13 @@ class RayChannel(Channel):
             raise LinkClosedError("Ray does not run in this process any more; call ray.init() again")
         try:
             if self._actor is None:
-                self._actor = self._ray.get_actor(self._name, namespace=self._namespace)
-            coming = self._actor.call.remote(name, args)
-            while not self._ray.wait([coming], timeout=timeout / 2)[0] and time.monotonic() < last:
-                self._ray.get(self._actor.ready.remote(), timeout=timeout / 2)  # raises if the actor died
-            reply: Reply = self._ray.get(coming, timeout=0)
+                self._actor = named_actor(self._name, self._namespace)
+            coming = call(self._actor.call, name, args)
+            with until_ray_ends():
+                get, wait = without_start(self._ray.get), without_start(self._ray.wait)
+                while not wait([coming], timeout=timeout / 2)[0] and time.monotonic() < last:
+                    get(call(self._actor.ready), timeout=timeout / 2)  # raises if the actor died
+                reply: Reply = get(coming, timeout=0)
         except (errors.RayActorError, errors.GetTimeoutError, ValueError) as error:
             self._actor = None
             raise LinkClosedError(f"no synchronizer answers in the actor {self._name!r} ({error})") from None

@@ -8,9 +8,10 @@ from weight_update.errors import LinkClosedError, SyncFailedError
 from weight_update.text import brief
 from weight_update.threads import in_threads
 from weight_update.transports.ray.rendezvous import (
+    call,
+    import_ray,
     is_done,
     ray_runs,
-    require_ray,
     until_ray_ends,
     without_start,
 )
@@ -56,11 +57,12 @@ class ActorWatch:
         actor = self.actors.get(idx)
         if actor is None or not ray_runs():
             return True, None
-        ray = require_ray()
+        ray = import_ray()
         known, probe = self._probes.pop(idx, (None, None))
-        if known is not actor or seconds:  # an old call may have been answered before the actor died
-            probe = actor.__ray_ready__.remote()  # waits behind the methods of a busy actor, fails if it died
         try:
+            if known is not actor or seconds:  # an old call may have been answered before the actor died
+                # waits behind the methods of a busy actor, fails if it died
+                probe = call(actor.__ray_ready__)
             if not is_done(probe, seconds):
                 self._probes[idx] = actor, probe
                 return True, None

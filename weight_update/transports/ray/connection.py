@@ -17,7 +17,9 @@ from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import (
     POLL_SECONDS,
     ask,
+    call,
     is_done,
+    node_id,
     one_line,
     running_ray,
     tell,
@@ -61,7 +63,7 @@ class RayConnection(LinkConnection):
         self._closed = self._lost = False
         self._sending = threading.RLock()  # a signal handler may call close() while it is held
         self._joined = end == 0
-        self._liveness: Any = actor.watch.remote(name) if end == 1 else liveness
+        self._liveness: Any = call(actor.watch, name) if end == 1 else liveness
         if liveness is not None:
             liveness.future().add_done_callback(self._end_if_lost)
 
@@ -74,8 +76,8 @@ class RayConnection(LinkConnection):
         """Send a chunk to the other end; the first one of a worker is its join request. Does not wait."""
         if not self._joined:
             self._joined = True
-            hello = (running_ray().get_runtime_context().get_node_id(), chunk.encode())
-            ask(self._actor.request_join.remote(self._name, hello, [self._liveness]), _ANSWER_SECONDS)
+            hello = (node_id(), chunk.encode())
+            ask(call(self._actor.request_join, self._name, hello, [self._liveness]), _ANSWER_SECONDS)
             return
         head = chunk.encode_head(checksum=not self._local)
         message, refs = _PREFIX.pack(_FRAME, len(head)) + head, []
@@ -86,11 +88,10 @@ class RayConnection(LinkConnection):
         self._send_message(message, refs)
 
     def _send_message(self, message: bytes, refs: list[Any]) -> None:
-        running_ray()
         with self._sending:
             if self._closed:
                 raise LinkClosedError("this end was closed")
-            self._actor.put.remote(self._name, 1 - self._end, self._put, message, refs)
+            call(self._actor.put, self._name, 1 - self._end, self._put, message, refs)
             self._put += 1
 
     def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
@@ -131,12 +132,11 @@ class RayConnection(LinkConnection):
             if self._closed:
                 raise LinkClosedError("this end was closed")
             if self._call is None:
-                running_ray()
-                self._call = self._actor.take.remote(self._name, self._end, self._taken, POLL_SECONDS)
+                self._call = call(self._actor.take, self._name, self._end, self._taken, POLL_SECONDS)
             if not is_done(self._call, seconds_left(deadline)):
                 return None
-            call, self._call = self._call, None
-            messages, over = ask(call, None)
+            ended, self._call = self._call, None
+            messages, over = ask(ended, None)
             if over:
                 raise LinkClosedError("its process died" if self._lost else "the other end has left")
             self._taken += len(messages)

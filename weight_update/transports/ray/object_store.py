@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from weight_update.errors import NotEnoughMemoryError
 from weight_update.text import brief
-from weight_update.transports.ray.rendezvous import running_ray
+from weight_update.transports.ray.rendezvous import running_ray, until_ray_ends, without_start
 from weight_update.wire.frames import WeightChunk
 
 
@@ -31,7 +31,8 @@ class RayObjectStore:
             if ref is None:
                 self._release_before(chunk)
                 try:
-                    ref = self._refs[chunk] = ray.put(chunk.payload.numpy())
+                    with until_ray_ends():
+                        ref = self._refs[chunk] = without_start(ray.put)(chunk.payload.numpy())
                 except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
                     raise NotEnoughMemoryError(
                         f"Ray's object store has no room for {chunk.payload_bytes / 1e6:.1f} MB; give "

@@ -44,10 +44,11 @@ def ray_runs() -> bool:
 
 @contextlib.contextmanager
 def until_ray_ends() -> Iterator[None]:
-    """Raise LinkClosedError in place of the SystemExit by which ``ray.shutdown()`` ends a wait.
+    """Raise LinkClosedError in place of any error of a call of Ray if Ray was shut down in this process.
 
-    SystemExit would end a background thread in silence, or the program with status 0. The error comes when
-    ``ray.shutdown()`` is done, so that nobody calls Ray in the middle of it.
+    ``ray.shutdown()`` ends a wait by SystemExit, which would end a background thread in silence, or the
+    program with status 0. The error then comes when ``ray.shutdown()`` is done, so that nobody calls Ray in
+    the middle of it.
     """
     try:
         yield
@@ -57,6 +58,10 @@ def until_ray_ends() -> Iterator[None]:
         deadline = time.monotonic() + _ENDING_SECONDS
         while ray_runs() and time.monotonic() < deadline:
             time.sleep(0.01)  # Ray has no event for it
+        raise LinkClosedError(_ENDED) from None
+    except Exception:
+        if ray_runs():
+            raise
         raise LinkClosedError(_ENDED) from None
 
 
@@ -222,7 +227,7 @@ def find_rendezvous(
         require_open()
         ray = require_ray()
         try:
-            return ray.get_actor(name, namespace=namespace)
+            return named_actor(name, namespace)
         except ValueError:
             if time.monotonic() > deadline:
                 place = namespace or ray.get_runtime_context().namespace
@@ -243,7 +248,7 @@ def look_up(actor: Any, data: str, timeout: float | None) -> Any:
         SyncTimeoutError: there was no announcement within ``timeout`` seconds.
     """
     grace = None if timeout is None else timeout + _GRACE_SECONDS  # for the actor's own answer
-    found = ask(actor.look_up.remote(timeout), grace)
+    found = ask(call(actor.look_up, timeout), grace)
     if found is None:
         raise SyncTimeoutError("no sender announced itself in time")
     theirs, where = found
@@ -259,27 +264,48 @@ def running_ray() -> Any:
     return import_ray()
 
 
-def ask(call: Any, timeout: float | None) -> Any:
+def call(method: Any, *arguments: Any) -> Any:
+    """Call a method of an actor, and return the reference of its result; LinkClosedError if Ray is gone."""
+    running_ray()
+    submit = getattr(method._remote, "__wrapped__", None)  # see without_start(); Ray's client has none
+    with until_ray_ends():
+        return method.remote(*arguments) if submit is None else submit(method, arguments, {})
+
+
+def ask(reference: Any, timeout: float | None) -> Any:
     """Return the result of a call; LinkClosedError if the actor or Ray is gone, or answers too late."""
     ray = running_ray()
     try:
         with until_ray_ends():
-            return without_start(ray.get)(call, timeout=timeout)
+            return without_start(ray.get)(reference, timeout=timeout)
     except ray.exceptions.RayError as error:
-        running_ray()
         raise LinkClosedError(
             f"the named actor of the scheme, which ends with the sender, does not answer ({one_line(error)})"
         ) from None
 
 
-def is_done(call: Any, timeout: float | None) -> bool:
+def is_done(reference: Any, timeout: float | None) -> bool:
     """Return whether a call has ended within ``timeout`` seconds; LinkClosedError if Ray is gone."""
     ray = running_ray()
     try:
         with until_ray_ends():
-            return bool(without_start(ray.wait)([call], timeout=timeout)[0])
+            return bool(without_start(ray.wait)([reference], timeout=timeout)[0])
     except ray.exceptions.RaySystemError:
         raise LinkClosedError(_ENDED) from None
+
+
+def named_actor(name: str, namespace: str | None) -> Any:
+    """Return the handle of an actor; ValueError if there is none, LinkClosedError if Ray is gone."""
+    ray = running_ray()
+    with until_ray_ends():
+        return without_start(ray.get_actor)(name, namespace=namespace)
+
+
+def node_id() -> str:
+    """Return Ray's id of this node; LinkClosedError if Ray is gone."""
+    ray = running_ray()
+    with until_ray_ends():
+        return str(without_start(ray.get_runtime_context)().get_node_id())
 
 
 def without_start(function: _F) -> _F:
@@ -290,17 +316,21 @@ def without_start(function: _F) -> _F:
 
 def tell(method: Any, *arguments: Any) -> None:
     """Call a method of an actor without waiting; do nothing if Ray has ended, even if it was started anew."""
-    if ray_runs():
-        with contextlib.suppress(Exception):  # a new Ray does not know the actor
-            method.remote(*arguments)
+    with contextlib.suppress(Exception):  # a new Ray does not know the actor
+        call(method, *arguments)
+
+
+def kill(actor: Any) -> None:
+    """End an actor, unless Ray was shut down."""
+    with contextlib.suppress(LinkClosedError), until_ray_ends():
+        without_start(running_ray().kill)(actor)
 
 
 def stop_rendezvous(actor: Any) -> None:
     """End the actor after workers have taken their messages; do nothing if its Ray has ended."""
-    if ray_runs():
-        with contextlib.suppress(Exception):  # a new Ray does not know the actor
-            is_done(actor.drain.remote(_GRACE_SECONDS), 2 * _GRACE_SECONDS)
-            import_ray().kill(actor)
+    with contextlib.suppress(Exception):  # a new Ray does not know the actor
+        is_done(call(actor.drain, _GRACE_SECONDS), 2 * _GRACE_SECONDS)
+        kill(actor)
 
 
 def one_line(error: Exception) -> str:

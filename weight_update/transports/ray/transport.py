@@ -15,7 +15,7 @@ from weight_update.transports.host_name import shares_sockets, this_host
 from weight_update.transports.join_listener import BACK_OFF_SECONDS, JoinListener
 from weight_update.transports.ray.connection import RayConnection
 from weight_update.transports.ray.object_store import RayObjectStore
-from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, look_up, ray_runs, running_ray, tell
+from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, call, look_up, node_id, ray_runs, tell
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
 from weight_update.transports.socket_stream import seconds_left
@@ -96,7 +96,7 @@ class RayListener(JoinListener[RayTransport]):
         self._actor = actor
         self._local = SharedMemListener(token, links, late_joiners)
         self._local.refusals = self.refusals
-        actor.announce.remote("object_store", (host, self._local.address))
+        call(actor.announce, "object_store", (host, self._local.address))
 
     def start(self) -> None:
         self._local.start()
@@ -114,7 +114,7 @@ class RayListener(JoinListener[RayTransport]):
             self._closed.set()  # no worker can ask any more
             return None
         try:
-            request = ask(self._actor.next_join_request.remote(POLL_SECONDS), None)
+            request = ask(call(self._actor.next_join_request, POLL_SECONDS), None)
         except LinkClosedError as error:  # the actor is unreachable, perhaps only for a moment
             if not self._closed.wait(BACK_OFF_SECONDS) and ray_runs():
                 self.refusals.note(error)
@@ -126,5 +126,4 @@ class RayListener(JoinListener[RayTransport]):
             hello = WeightChunk.decode(raw)
         except (ValueError, TypeError) as error:
             raise FormatError(f"not a join request ({error})") from None
-        local = node == running_ray().get_runtime_context().get_node_id()
-        return RayConnection(self._actor, name, 0, local, liveness), hello
+        return RayConnection(self._actor, name, 0, node == node_id(), liveness), hello
