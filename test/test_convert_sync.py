@@ -162,6 +162,34 @@ def test_a_converter_with_one_buffer(encoding: str) -> None:
         assert procs.ask("fingerprint") == before
 
 
+def again(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Convert into one large buffer, which is given for each weight."""
+    buffer = torch.empty(600, 600)
+    for name, value in items:
+        yield name, buffer.copy_(value)
+
+
+@pytest.mark.parametrize("later", [reuse, again])
+def test_a_converter_with_one_buffer_in_a_pipeline(later: Any) -> None:
+    now: list[Callable[..., Any]] = [lambda items: items]
+    sizes = (600, 600) if later is again else (3, 4)
+    source, target = ({name: torch.randn(sizes) for name in "abc"} for _ in range(2))
+    strategy = WeightStrategy(
+        "state_dict", encoding="bucket", max_in_flight=2, convert=lambda items: now[0](items)
+    )
+    with connected(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as procs:
+        before = procs.ask("fingerprint")
+        assert before == [fingerprint(source)]
+        source["b"] += 1
+        now[0] = later
+        with pytest.raises(ConversionError, match=r"memory of '.' again as '.'"):
+            procs.scheme.send()
+        assert procs.ask("fingerprint") == before
+        now[0] = lambda items: items
+        procs.scheme.send()
+        assert procs.ask("fingerprint") == [fingerprint(source)]
+
+
 @pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
 def test_a_converter_that_computes_in_inference_mode(encoding: str) -> None:
     @torch.inference_mode()

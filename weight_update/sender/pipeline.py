@@ -24,6 +24,7 @@ from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import FullGroup
 from weight_update.sender.reasons import delay_of
 from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerWeights
+from weight_update.strategy.conversion import Results
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Kind, Step, WeightChunk, frames_of
 from weight_update.wire.memory import memory_identity
@@ -78,7 +79,8 @@ class PipelineSender:
         with contextlib.closing(named.items()) as items:
             with self._delivery.lock:
                 pipeline.begin(self._ready(states, step))
-            pipeline.run(group, pipeline.checked(states[0].schema, items))
+            checked = pipeline.checked(states[0].schema, items, converted=named.convert is not None)
+            pipeline.run(group, checked)
         for stage, seconds in pipeline.seconds.items():
             report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
         report.dense_bytes += group.schema.dense_bytes
@@ -152,9 +154,15 @@ class Pipeline:
             self.seconds["encode"] = spent - self.seconds["convert"] - self.seconds["send"]
 
     def checked(
-        self, schema: WeightSchema, items: Iterator[tuple[str, torch.Tensor]]
+        self, schema: WeightSchema, items: Iterator[tuple[str, torch.Tensor]], *, converted: bool
     ) -> Iterator[torch.Tensor]:
-        """Yield the tensors of ``items``; raise SchemaMismatchError once they are not those of ``schema``."""
+        """Yield the tensors of ``items``, which may be ``converted``.
+
+        Raises:
+            SchemaMismatchError: they are not those of ``schema``.
+            ConversionError: the converter refilled the memory of one that may not be copied yet.
+        """
+        results = Results()
         places: dict[int, object] = {}
         tied = {position for pair in schema.ties for position in pair}
         for position, meta in enumerate(schema.tensors):
@@ -171,6 +179,8 @@ class Pipeline:
                 memory_identity(tensor)
             ):
                 raise _mismatch(f"{meta.name!r} shared the memory of another weight and no longer does")
+            if converted:
+                results.add(name, tensor)
             yield tensor
             del tensor
         for name, _ in items:

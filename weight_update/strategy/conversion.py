@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -67,6 +68,31 @@ def convert_checked(
         raise
 
 
+class Results:
+    """The memory of a conversion's results, which the converter must not use again while they are in use."""
+
+    def __init__(self) -> None:
+        # By address: the last result there, as a weak reference, its name, and how often it was written to.
+        self._given: dict[tuple[torch.device, int], tuple[weakref.ref[torch.Tensor], str, int]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Note a result.
+
+        Raises:
+            ConversionError: its memory was refilled, by writes that PyTorch counts, before this one.
+        """
+        if tensor.is_inference() or not tensor.numel() or not has_memory(tensor):
+            return
+        place = tensor.device, tensor.data_ptr()
+        former, first, writes = self._given.get(place, (lambda: None, "", 0))
+        if (used := former()) is not None and used._version != writes:
+            raise ConversionError(
+                f"convert gave the memory of {first!r} again as {name!r}, with other values: it must make a "
+                "new tensor for each weight"
+            )
+        self._given[place] = weakref.ref(tensor), name, tensor._version
+
+
 def collect(items: Generator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return converted weights by name; close ``items`` also after an error.
 
@@ -74,16 +100,9 @@ def collect(items: Generator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tenso
         ConversionError: a buffer was refilled for another weight, by writes that PyTorch counts.
     """
     tensors: dict[str, torch.Tensor] = {}
-    given: dict[tuple[torch.device, int], tuple[str, int]] = {}  # by address: first name and number of writes
+    results = Results()
     with contextlib.closing(items):
         for name, tensor in items:
             tensors[name] = tensor
-            if tensor.is_inference() or not tensor.numel() or not has_memory(tensor):
-                continue
-            first, writes = given.setdefault((tensor.device, tensor.data_ptr()), (name, tensor._version))
-            if writes != tensor._version:
-                raise ConversionError(
-                    f"convert gave the memory of {first!r} again as {name!r}, with other values: it must "
-                    "make a new tensor for each weight"
-                )
+            results.add(name, tensor)
     return tensors
