@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import resource
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from weight_update.errors import LinkClosedError
+from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.testing.chunks import in_background
 from weight_update.transports import socket_stream
-from weight_update.transports.socket_stream import SocketStream
+from weight_update.transports.socket_stream import SocketStream, deadline_of
 
 LONG = 10.0
 
@@ -69,3 +74,38 @@ def test_close_wakes_a_thread_that_waits() -> None:
     thread.join()
     theirs.close()
     assert ours.fileno() == -1
+
+
+def send_descriptors(reads: bool) -> None:
+    """Send more descriptors than may be on their way; root has no such limit."""
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    stream, reader = map(SocketStream, socket.socketpair())
+    fd, count = os.memfd_create("sent"), 200
+
+    def read() -> None:
+        descriptors: list[int] = []
+        for _ in range(count):
+            time.sleep(0.001)
+            reader.recv_available(1, descriptors)
+            os.close(descriptors.pop())
+
+    if reads:
+        threading.Thread(target=read, daemon=True).start()
+    for _ in range(count):
+        stream.send_with_fd(b"x", fd, deadline_of(LONG if reads else 0.1))
+
+
+def fail_to_send_descriptors() -> None:
+    with pytest.raises(SyncTimeoutError, match="ulimit -n"):
+        send_descriptors(False)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_more_descriptors_than_may_be_on_their_way(reads: bool) -> None:
+    work = partial(send_descriptors, True) if reads else fail_to_send_descriptors
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(LONG)
+    assert process.exitcode == 0

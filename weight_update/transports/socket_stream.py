@@ -25,6 +25,7 @@ _LEAST_STALLED = 1.0
 """The least of these seconds while a call connects, which shortens them to what it has left."""
 LONGEST_POLL = 1e6
 """Most seconds of one wait, however long the timeout is; ``poll()`` takes no more than 24 days."""
+_CROWDED_SECONDS = 0.005
 
 _T = TypeVar("_T")
 
@@ -194,6 +195,9 @@ class SocketStream:
                 except BlockingIOError:
                     wait(deadline)
                 except OSError as error:
+                    if error.errno == errno.ETOOMANYREFS:
+                        _await_readers(deadline)
+                        continue
                     self.vanished = self.vanished or not isinstance(error, ConnectionError)
                     raise LinkClosedError(f"the other end is gone ({error})") from None
 
@@ -215,6 +219,18 @@ class SocketStream:
         poller = select.poll()
         poller.register(self.sock, event)
         return bool(poller.poll(None if seconds is None else min(max(seconds, 0.0), LONGEST_POLL) * 1e3))
+
+
+def _await_readers(deadline: float | None) -> None:
+    """Wait a moment for readers to take descriptors off their sockets; SyncTimeoutError after the deadline.
+
+    As many as a process may have open may be on their way, of all processes of one user.
+    """
+    if seconds_left(deadline) == 0:
+        raise SyncTimeoutError(
+            "too many descriptors wait for other ends to take them; raise the limit of open files (ulimit -n)"
+        )
+    time.sleep(_CROWDED_SECONDS)
 
 
 class _InUse:
