@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -395,6 +396,30 @@ def test_a_callback_that_submits_during_an_update(connected: Any, pause: Any) ->
     assert again.get(timeout=WAIT).result(WAIT).versions == [1] * 8
     assert long.result(WAIT).finished is (pause == "wait")
     assert time.monotonic() - start < WAIT / 4
+
+
+@pytest.mark.parametrize("ending", ["answered", "failed"])
+def test_a_callback_that_would_end_its_thread(connected: Any, ending: str) -> None:
+    """As by ``sys.exit()``; other requests get their answers, or their errors."""
+    mine = model_of(2)
+    steps = Steps(mine, stop_at=5)
+    engine = engine_of(mine)
+    connected(model_of(1), engine)
+    running = [engine.submit(PROMPT, max_new_tokens=LONG) for _ in range(3)]
+    assert steps.reached.wait(WAIT)
+    running[0].add_done_callback(lambda _: sys.exit())
+    if ending == "answered":
+        steps.go.set()
+        assert all(len(one.result(WAIT).tokens) == LONG for one in running)
+        assert len(engine.generate([PROMPT])[0].tokens) == 8
+    else:
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        steps.go.set()
+        closing.join(WAIT)
+        for one in running:
+            with pytest.raises(LifecycleError, match="generation has ended"):
+                one.result(WAIT)
 
 
 def test_a_request_that_is_longer_than_the_timeout(connected: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -405,3 +406,26 @@ def test_an_explorer_that_counts_as_gone_while_it_connects_gets_its_weights(
         said = explorer.blocking.sync_weight()
         assert (said["version"], said.get("reason")) == (0, None)
         assert step_of(model) == 0
+
+
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_an_explorer_whose_wait_is_interrupted_gets_no_weights_afterwards(
+    method: SyncMethod, tmp_path: Path
+) -> None:
+    """As by Ctrl-C in a notebook; the trainer would else go on serving it."""
+    source, model = model_at(0), model_at(-1)
+    with connected(method, SyncStyle.EXPLORER_DRIVEN, tmp_path, source, model) as (where, trainer, explorer):
+        before = exchange(trainer, explorer)
+        explorer.step = 1
+        main = threading.main_thread().ident or 0
+        interrupting = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            explorer.blocking.sync_weight()
+        interrupting.join()
+        assert where.service.status()["explorers"] == {"0": "running"}
+        assert not trainer.blocking.need_sync()
+        explorer.step = trainer.step = 2
+        set_to(source, 2)
+        assert exchange(trainer, explorer) > before
+        assert step_of(model) == 2

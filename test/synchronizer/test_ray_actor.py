@@ -94,3 +94,20 @@ def test_clients_start_no_cluster_when_ray_has_ended(cluster: None) -> None:
         explorer.blocking.need_sync()
     explorer.close()
     assert not ray.is_initialized()
+
+
+def test_while_services_of_ray_are_away_the_synchronizer_is(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another error would reach the program, and end the thread that sends signs of life."""
+    with Synchronizer(SyncMethod.CHECKPOINT, SyncStyle.FIXED, directory=tmp_path) as made:
+        channel = ray_actor.RayChannel(made.as_ray_actor("sync-away").address)
+
+        def fail(*_: Any) -> None:
+            raise ray.exceptions.RpcError("the control store is away")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ray_actor, "named_actor", fail)
+            with pytest.raises(LinkClosedError, match="the control store is away"):
+                channel.call("status", {}, 5.0)
+        assert "trainer" in channel.call("status", {}, 20.0)

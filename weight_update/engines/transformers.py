@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from bisect import bisect
@@ -29,6 +30,7 @@ from weight_update.errors import LifecycleError, SyncTimeoutError, UnsupportedSo
 from weight_update.text import plural
 from weight_update.threads import exiting, start
 
+_log = logging.getLogger(__name__)
 _SECONDS_TO_NOTICE_THE_END = 0.1
 _UPDATES_REMEMBERED = 1024
 
@@ -151,7 +153,7 @@ class TransformersEngine(InferenceEngine):
         # Not a daemon, so that the interpreter waits for it at exit; it may be freeing tensors then.
         self._deliverer = threading.Thread(target=self._deliver, name="weight_update-answers")
         # Another thread: callbacks of futures may submit requests, which wait for the end of an update.
-        self._results: SimpleQueue[tuple[Future[Answer], Answer | RuntimeError] | None] = SimpleQueue()
+        self._results: SimpleQueue[tuple[Future[Answer], Answer | Exception] | None] = SimpleQueue()
         self._setter = threading.Thread(target=self._set_results, name="weight_update-results")
         with undo_on_error(self._abandon):
             self._manager.start()
@@ -320,7 +322,7 @@ class TransformersEngine(InferenceEngine):
             request = self._requests.get(output.request_id)
             if request is None:
                 return False
-            result: Answer | RuntimeError
+            result: Answer | Exception
             if output.error is None:
                 result = self._answer(output, request)
             else:
@@ -345,10 +347,13 @@ class TransformersEngine(InferenceEngine):
         """Set the results of futures until generation has ended."""
         while (item := self._results.get()) is not None:
             future, result = item
-            if isinstance(result, RuntimeError):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
+            try:
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+            except BaseException:  # noqa: BLE001 - a callback called sys.exit(), which would end this thread
+                _log.exception("a callback of an answer raised an error")
 
     def _hand_out_answers(self) -> None:
         """Hand out answers until generation ends; end it with the engine, or with the main thread."""
@@ -400,12 +405,11 @@ class TransformersEngine(InferenceEngine):
     def _fail(self, error: Exception) -> None:
         with self._changed:
             requests, self._requests = self._requests, {}
-            for request_id in requests:
+            for request_id, request in requests.items():
                 self._manager.cancel_request(request_id)
+                self._results.put((request.future, error))
             self._updating = False  # callbacks of the futures may submit requests
             self._changed.notify_all()
-        for request in requests.values():
-            request.future.set_exception(error)
 
     def _answer_with_tokens_so_far(self) -> None:
         """Answer the requests that have begun; the others run with the new weights."""

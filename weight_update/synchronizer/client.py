@@ -129,6 +129,10 @@ class ClientBase:
             self._given_up = threading.Event()
             try:
                 yield
+            except BaseException:  # such as Ctrl-C: the synchronizer would go on waiting for this side
+                with contextlib.suppress(TransportError, LifecycleError):
+                    self.give_up()
+                raise
             finally:
                 self._given_up = None
 
