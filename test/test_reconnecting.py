@@ -10,10 +10,20 @@ import weakref
 from typing import Any
 
 import pytest
+from pairs import add_one, connect_pair, same
+from torch import nn
 
-from weight_update import JoinListener, JoinRefusedError, LinkClosedError, ReconnectingLink, WeightChunk
+from weight_update import (
+    JoinListener,
+    JoinRefusedError,
+    LinkClosedError,
+    ReconnectingLink,
+    SharedMemWeightSyncScheme,
+    WeightChunk,
+)
 from weight_update.testing.chunks import hello
 from weight_update.testing.processes import wait_until
+from weight_update.transports.shared_memory.transport import SlotStream
 
 
 class Connection:
@@ -135,3 +145,24 @@ def test_a_hello_that_was_interrupted_is_sent_again_on_another_connection() -> N
             link.send_chunk(hello("token"), 1.0)
     assert [one.ended.is_set() for one in link.made] == [True, False]
     link.close()
+
+
+def test_a_worker_comes_back_after_an_error_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that was lacking may be there when it comes back."""
+    source, target, fails, recv = nn.Linear(2, 2), nn.Linear(2, 2), threading.Event(), SlotStream.recv
+
+    def recv_or_fail(self: SlotStream, *arguments: Any) -> WeightChunk | None:
+        if fails.is_set() and threading.current_thread().name == "weight_update-worker-0":
+            fails.clear()
+            raise MemoryError("no room")
+        return recv(self, *arguments)
+
+    monkeypatch.setattr(SlotStream, "recv", recv_or_fail)
+    sender = SharedMemWeightSyncScheme(timeout=20.0)
+    with sender, connect_pair(sender, source, target):
+        fails.set()
+        sender.send_async()
+        wait_until(lambda: sender.worker_versions == {0: 1} and not fails.is_set())
+        add_one(source)
+        sender.send()
+        assert same(source, target)

@@ -34,6 +34,7 @@ _GOODBYE_SECONDS = 1.0
 _ABSENT_SECONDS = 60.0
 """Seconds that a late joiner which was refused, or lost, has to come back on its connection."""
 _END_SECONDS = 5.0
+_PAUSE_SECONDS = 1.0  # after an error that is none of a link
 
 
 class Delivery:
@@ -312,8 +313,10 @@ class AnswerThreads:
             except Exception as error:  # noqa: BLE001 - any error must reach the callers that wait
                 _log.exception("the link to worker %d ended", worker.idx)
                 self._delivery.lose(worker, error)
-                # an error of recv_chunk itself may come again at once
-                ended = connection is not None or not worker.link.capabilities.allows_rejoin
+                ended = not worker.link.capabilities.allows_rejoin
+                if connection is not None:  # an error of recv_chunk itself may come again at once
+                    with self._table.lock:
+                        self._table.changed.wait_for(lambda: self._table.closed, _PAUSE_SECONDS)
             ended = self._forget(worker) or ended
 
     def _forget(self, worker: WorkerState) -> bool:
