@@ -276,6 +276,18 @@ def test_a_signal_handler_that_shuts_down(
     interrupted_send(scheme, model)
 
 
+def test_a_queue_sends_after_an_interrupted_start_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = multiprocessing.get_context("spawn")
+    weights, acks = context.Queue(), context.Queue()
+    link = MPTransport(weights, acks, end="sender")
+    interrupt_once(monkeypatch, threading.Thread, "start", after=False)
+    with pytest.raises(KeyboardInterrupt):
+        link.send_chunk(WeightChunk(Kind.GOODBYE, {}))
+    link.send_chunk(WeightChunk(Kind.GOODBYE, {}))
+    assert weights.get(timeout=SECONDS) is not None
+    link.close()
+
+
 @pytest.mark.parametrize("interrupts", [1, 2])
 @pytest.mark.parametrize("where", ["while it wakes the thread", "before it releases the lock"])
 def test_a_queue_takes_items_after_one_whose_put_was_interrupted(

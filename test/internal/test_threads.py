@@ -25,3 +25,17 @@ def test_the_limits_of_threads_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
             RuntimeError, match=rf"can't start new thread \(weight_update-listener\): {remedy}"
         ):
             scheme.connect()
+
+
+def test_ctrl_c_in_the_start_of_a_thread_is_no_lack_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps of the start, it has Python release a lock that is not held."""
+
+    def interrupted(thread: threading.Thread) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            threading.Lock().release()
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start_thread("one", print)
