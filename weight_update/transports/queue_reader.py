@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import queue
 import time
@@ -19,6 +21,8 @@ class QueueReader:
     parts. A worker killed between the two would leave the second part to its successor. Here, one call reads
     all that is in the pipe. An item of at most 16 KiB is written at once, so a killed worker leaves no part
     of it. A longer one can still be cut.
+
+    Where a signal handler must not run between two steps, one call of C does both.
 
     Args:
         source: queue of ``multiprocessing``, or another one, whose own ``get()`` is called.
@@ -43,21 +47,23 @@ class QueueReader:
             return source.get(timeout=timeout)
         if source._closed:
             raise EOFError
-        deadline = time.monotonic() + timeout
-        if not source._rlock.acquire(timeout=timeout):
-            raise queue.Empty
+        deadline, held = time.monotonic() + timeout, list[bool]()
         try:
+            held.extend(map(source._rlock.acquire, [True], [timeout]))
+            if not held[0]:
+                raise queue.Empty
             while (size := _item_size(self._unread)) > len(self._unread):
                 if not source._reader.poll(max(deadline - time.monotonic(), 0.0)):
                     raise queue.Empty
-                part = os.read(source._reader.fileno(), _READ_BYTES)
-                if not part:
+                before, part = len(self._unread), map(os.read, [source._reader.fileno()], [_READ_BYTES])
+                functools.reduce(operator.iadd, part, self._unread)
+                if len(self._unread) == before:
                     raise EOFError
-                self._unread += part
             whole, self._unread = self._unread[:size], self._unread[size:]
             source._sem.release()
         finally:
-            source._rlock.release()
+            if any(held):
+                source._rlock.release()
         return ForkingPickler.loads(memoryview(whole)[_prefix_size(whole) :])
 
 
