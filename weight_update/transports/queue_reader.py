@@ -12,6 +12,7 @@ from typing import Any
 
 _LONG = b"\xff" * 4  # prefix of an item of 2 GiB or more, before eight bytes with its size
 _READ_BYTES = 1 << 16  # capacity of a pipe
+_release = operator.methodcaller("release")
 
 
 class QueueReader:
@@ -31,6 +32,7 @@ class QueueReader:
     def __init__(self, source: Any) -> None:
         self._source = source
         self._unread = bytearray()  # bytes of the next items
+        self._held: list[bool] = []  # [True] while the lock is held, also after an interrupted call
 
     def get(self, timeout: float) -> Any:
         """Return the next item.
@@ -47,10 +49,11 @@ class QueueReader:
             return source.get(timeout=timeout)
         if source._closed:
             raise EOFError
-        deadline, held = time.monotonic() + timeout, list[bool]()
+        deadline, held = time.monotonic() + timeout, self._held
         try:
-            held.extend(map(source._rlock.acquire, [True], [timeout]))
-            if not held[0]:
+            if not held:
+                held.extend(filter(None, map(source._rlock.acquire, [True], [timeout])))
+            if not held:
                 raise queue.Empty
             while (size := _item_size(self._unread)) > len(self._unread):
                 if not source._reader.poll(max(deadline - time.monotonic(), 0.0)):
@@ -62,8 +65,8 @@ class QueueReader:
             whole, self._unread = self._unread[:size], self._unread[size:]
             source._sem.release()
         finally:
-            if any(held):
-                source._rlock.release()
+            if held:
+                held[:] = filter(None, map(_release, [source._rlock]))
         return ForkingPickler.loads(memoryview(whole)[_prefix_size(whole) :])
 
 
