@@ -87,6 +87,8 @@ def start(thread: threading.Thread) -> None:
     try:
         thread.start()
     except RuntimeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # it left a lock of the thread in disorder
+            raise error.__context__ from None
         if exiting():
             raise
         raise RuntimeError(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -274,6 +276,44 @@ def test_a_signal_handler_that_shuts_down(
     model, _ = pair(scheme)
     interrupt_once(monkeypatch, owner, method, after=False, handle=scheme.shutdown)
     interrupted_send(scheme, model)
+
+
+@pytest.mark.parametrize("call", ["acquire", "read"])
+def test_a_queue_is_read_after_a_read_that_was_interrupted(call: str) -> None:
+    """Handlers of signals run after a call of C."""
+    context = multiprocessing.get_context("spawn")
+    queues = context.Queue(), context.Queue()
+    sender, receiver = MPTransport(*queues, end="sender"), MPTransport(*queues, end="receiver")
+
+    def interrupt(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_return" and called.__name__ == call:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        sender.send_chunk(WeightChunk(Kind.GOODBYE, {}))
+    wait_until(queues[0]._reader.poll)
+    try:
+        sys.setprofile(interrupt)
+        with suppress(KeyboardInterrupt):
+            receiver.recv_chunk(SECONDS)
+    finally:
+        sys.setprofile(None)
+    assert receiver.recv_chunk(SECONDS) is not None
+    for end in (sender, receiver):
+        end.close()
+
+
+def test_a_queue_sends_after_an_interrupted_start_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = multiprocessing.get_context("spawn")
+    weights, acks = context.Queue(), context.Queue()
+    link = MPTransport(weights, acks, end="sender")
+    interrupt_once(monkeypatch, threading.Thread, "start", after=False)
+    with pytest.raises(KeyboardInterrupt):
+        link.send_chunk(WeightChunk(Kind.GOODBYE, {}))
+    link.send_chunk(WeightChunk(Kind.GOODBYE, {}))
+    assert weights.get(timeout=SECONDS) is not None
+    link.close()
 
 
 @pytest.mark.parametrize("interrupts", [1, 2])

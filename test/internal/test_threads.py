@@ -127,3 +127,17 @@ def test_a_patch_is_applied_where_no_thread_starts(monkeypatch: pytest.MonkeyPat
 
 def refuse(self: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+def test_ctrl_c_in_the_start_of_a_thread_is_no_lack_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps of the start, it has Python release a lock that is not held."""
+
+    def interrupted(thread: threading.Thread) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            threading.Lock().release()
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start_thread("one", print)

@@ -14,6 +14,7 @@ import uuid
 import weakref
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, Literal
 
@@ -26,7 +27,9 @@ from weight_update.errors import (
     NotEnoughMemoryError,
     SyncTimeoutError,
     TransportError,
+    undo_on_error,
 )
+from weight_update.threads import call_in_thread
 from weight_update.transports.base import Allocate, Buffer, Capabilities, TransportBackend
 from weight_update.transports.queue_reader import QueueReader
 from weight_update.transports.shared_memory.slots import (
@@ -294,6 +297,10 @@ class MPTransport(TransportBackend):
     def _put(self, item: _Item | None, timeout: float | None) -> None:
         if self._putting:  # another signal handler interrupted _finish_put()
             self._finish_put()
+        try:
+            _start_writer(self._outbox)
+        except RuntimeError as error:
+            raise NotEnoughMemoryError(f"no thread writes to the queue of the other end: {error}") from None
         self._putting = True
         try:
             self._outbox.put(item, timeout=timeout)
@@ -303,13 +310,6 @@ class MPTransport(TransportBackend):
         except (OSError, ValueError):
             self._putting = False
             raise LinkClosedError("the queue was closed") from None
-        except RuntimeError as error:
-            self._finish_put()
-            self._outbox._thread = None  # it could not be started; the next item starts another one
-            raise NotEnoughMemoryError(
-                f"no thread writes to the queue of the other end ({error}): raise the limits of processes "
-                "(ulimit -u) or, in a container, of process ids (docker run --pids-limit)"
-            ) from None
         except BaseException:
             self._finish_put()
             raise
@@ -396,6 +396,26 @@ class MPTransport(TransportBackend):
     def _other_is_dead(self) -> bool:
         other = self._other
         return self._gone or (other is not None and other.ended)
+
+
+def _start_writer(outbox: Any) -> None:
+    """Start the thread of a queue that writes items to the pipe, as the first ``put()`` would.
+
+    A signal handler could interrupt that, and then the queue would never write. No handler runs in the thread
+    that does it here.
+
+    Raises:
+        RuntimeError: there can be no thread; the next call tries it again.
+    """
+    if getattr(outbox, "_thread", outbox) is None and not outbox._closed:
+        call_in_thread("weight_update-queue", _start_thread_of, outbox).result()
+
+
+def _start_thread_of(outbox: Any) -> None:
+    with outbox._notempty:
+        if outbox._thread is None:
+            with undo_on_error(partial(setattr, outbox, "_thread", None)):
+                outbox._start_thread()
 
 
 def _join(feeder: weakref.ref[threading.Thread]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import queue
 import time
@@ -10,6 +12,7 @@ from typing import Any
 
 _LONG = b"\xff" * 4  # prefix of an item of 2 GiB or more, before eight bytes with its size
 _READ_BYTES = 1 << 16  # capacity of a pipe
+_release = operator.methodcaller("release")
 
 
 class QueueReader:
@@ -20,6 +23,8 @@ class QueueReader:
     all that is in the pipe. An item of at most 16 KiB is written at once, so a killed worker leaves no part
     of it. A longer one can still be cut.
 
+    Where a signal handler must not run between two steps, one call of C does both.
+
     Args:
         source: queue of ``multiprocessing``, or another one, whose own ``get()`` is called.
     """
@@ -27,6 +32,7 @@ class QueueReader:
     def __init__(self, source: Any) -> None:
         self._source = source
         self._unread = bytearray()  # bytes of the next items
+        self._held: list[bool] = []  # [True] while the lock is held, also after an interrupted call
 
     def get(self, timeout: float) -> Any:
         """Return the next item.
@@ -43,21 +49,24 @@ class QueueReader:
             return source.get(timeout=timeout)
         if source._closed:
             raise EOFError
-        deadline = time.monotonic() + timeout
-        if not source._rlock.acquire(timeout=timeout):
-            raise queue.Empty
+        deadline, held = time.monotonic() + timeout, self._held
         try:
+            if not held:
+                held.extend(filter(None, map(source._rlock.acquire, [True], [timeout])))
+            if not held:
+                raise queue.Empty
             while (size := _item_size(self._unread)) > len(self._unread):
                 if not source._reader.poll(max(deadline - time.monotonic(), 0.0)):
                     raise queue.Empty
-                part = os.read(source._reader.fileno(), _READ_BYTES)
-                if not part:
+                before, part = len(self._unread), map(os.read, [source._reader.fileno()], [_READ_BYTES])
+                functools.reduce(operator.iadd, part, self._unread)
+                if len(self._unread) == before:
                     raise EOFError
-                self._unread += part
             whole, self._unread = self._unread[:size], self._unread[size:]
             source._sem.release()
         finally:
-            source._rlock.release()
+            if held:
+                held[:] = filter(None, map(_release, [source._rlock]))
         return ForkingPickler.loads(memoryview(whole)[_prefix_size(whole) :])
 
 
