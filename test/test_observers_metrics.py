@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import sys
@@ -194,6 +195,20 @@ def test_prometheus_keeps_no_port(prometheus: Any) -> None:
     os.close(read_end)
     os.close(write_end)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_prometheus_is_closed_in_a_forked_child(prometheus: Any) -> None:
+    """No thread serves there, so there is none to wait for; the parent goes on serving."""
+    with PrometheusObserver() as metrics:
+        child = multiprocessing.get_context("fork").Process(target=metrics.close)
+        child.start()
+        child.join(20.0)
+        ended = child.exitcode
+        child.kill()
+        child.join()
+        assert ended == 0
+        with urllib.request.urlopen(metrics.url, timeout=20.0) as reply:
+            assert b"weight_update_sent_bytes_total" in reply.read()
 
 
 @pytest.mark.parametrize("addr", [None, b"127.0.0.1", 0x7F000001])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -68,6 +69,7 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
                 "and addr= is an address of this machine",
             ) from error
         self._server.RequestHandlerClass = _with_timeout(self._server.RequestHandlerClass)
+        self._pid = os.getpid()
         self.port: int = int(self._server.server_port)
         host = f"[{addr}]" if ":" in addr else addr
         self.url: str = f"http://{host}:{self.port}/metrics"
@@ -82,7 +84,9 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
             self._metrics.event(news)
 
     def close(self) -> None:
-        """Stop serving. Calling it twice is fine."""
+        """Stop serving. Calling it twice is fine; in a forked child it does nothing."""
+        if os.getpid() != self._pid:
+            return  # the thread that serves is the parent's
         self._server.shutdown()
         with contextlib.suppress(OSError):  # it is closed already
             self._server.socket.shutdown(socket.SHUT_RDWR)  # in forked children, too, which have a copy
