@@ -43,7 +43,7 @@ from weight_update import (
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.receiver.receiver import Receiver
 from weight_update.receiver.staging import Staging
-from weight_update.transports.shared_memory import slots
+from weight_update.transports.shared_memory import slot_files, slots
 from weight_update.transports.shared_memory.transport import SlotStream
 from weight_update.wire.frames import Kind, WeightChunk
 
@@ -113,7 +113,7 @@ def _let_go_soon(me) -> None:
 def test_too_little_anonymous_memory(kind, procs: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = procs.scheme(kind)
     with monkeypatch.context() as patch:
-        patch.setattr(slots, "available_memory", lambda: 900_000)
+        patch.setattr(slot_files, "available_memory", lambda: 900_000)
         with pytest.raises(NotEnoughMemoryError, match=r"1\.0 MB .* 0\.9 MB"):
             scheme.init_on_sender(model=one_megabyte(), num_workers=1)
         assert not scheme.initialized_on_sender

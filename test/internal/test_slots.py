@@ -27,7 +27,7 @@ from interpreters import run_python
 
 from weight_update import NotEnoughMemoryError
 from weight_update.testing.processes import eventually
-from weight_update.transports.shared_memory import slots
+from weight_update.transports.shared_memory import slot_files, slots
 from weight_update.transports.shared_memory.slots import (
     HostSlotMapping,
     SharedBuffer,
@@ -82,7 +82,7 @@ def test_an_interrupt_while_a_slot_is_made_leaves_no_descriptor(
     monkeypatch: pytest.MonkeyPatch, directory: str | None
 ) -> None:
     """Handlers of signals run when a function begins, and after a call of C."""
-    monkeypatch.setattr(slots, "available_memory", lambda: None)  # makes a thousand calls
+    monkeypatch.setattr(slot_files, "available_memory", lambda: None)  # makes a thousand calls
     before = len(os.listdir("/proc/self/fd"))
     for point in itertools.count(1):
         try:
@@ -308,7 +308,7 @@ def test_weights_that_were_written_into_where_nobody_counts_page_faults(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in gVisor; the next weights in the slot are the sender's."""
-    monkeypatch.setattr(slots, "page_faults", lambda: 0)
+    monkeypatch.setattr(slots, "_page_faults", lambda: 0)
     write_and_read_again()
 
 

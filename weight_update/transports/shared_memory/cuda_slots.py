@@ -22,7 +22,8 @@ import torch
 from weight_update.errors import FormatError, NotEnoughMemoryError, TransportError, UnreachableMemoryError
 from weight_update.text import plural
 from weight_update.transports.shared_memory.ipc_refcount import IpcReferences, owner_released
-from weight_update.transports.shared_memory.slots import SharedSlot, SlotMapping, naming_limits
+from weight_update.transports.shared_memory.slot_files import naming_limits
+from weight_update.transports.shared_memory.slots import SharedSlot, SlotMapping
 
 _NO_COUNTER = b"/weight_update-no-counter"  # no such shared memory exists, so PyTorch counts nothing
 _SEGMENTS = "; if expandable_segments is set in PYTORCH_CUDA_ALLOC_CONF, take it out"

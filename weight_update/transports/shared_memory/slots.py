@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import io
 import mmap
 import os
-import shutil
+import resource
 import threading
 import uuid
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,35 +27,24 @@ import torch
 from weight_update.errors import (
     FormatError,
     LinkClosedError,
-    NotEnoughMemoryError,
     TransportError,
     UnreachableMemoryError,
 )
 from weight_update.transports.base import Buffer
-from weight_update.transports.memory_limits import available_memory
 from weight_update.transports.shared_memory.child_locks import SlotFile
-from weight_update.transports.shared_memory.private_pages import (
-    drop_private_pages,
-    has_private_pages,
-    page_faults,
-)
+from weight_update.transports.shared_memory.slot_files import fill, naming_limits, new_file, seal
 from weight_update.transports.watched_process import may_run
 from weight_update.wire.memory import pin
 from weight_update.wire.schema import aligned
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; mmap has no constant for it
 _PAGE = mmap.PAGESIZE
-_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
-_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
-_SEAL_FUTURE_WRITE = 16  # Linux 5.1: mappings that exist stay writable; Python has no constant for it
 _READ_ONLY = 0o400
 _KEY_BYTES = 32
+_ENTRY = 8  # bytes of one page's entry in /proc/self/pagemap
+_PRESENT_OR_SWAPPED, _FILE_OR_SHARED = 0b11 << 6, 1 << 5  # in its last byte
+_DONTNEED_LOCKED = 24  # Linux 5.18; mmap has no constant for it
 _RELEASED = 1  # in the last byte of a slot's file
-LIMITS = {
-    errno.EMFILE: "the process's limit of open files (ulimit -n)",
-    errno.EFBIG: "the process's limit of file sizes (ulimit -f)",
-}
-"""Limits that a user can raise, by the error that they cause."""
 _LOOKED_AT = 4
 """Number of slots in use that are checked for each payload."""
 
@@ -101,13 +89,13 @@ class SharedBuffer(SharedSlot):
         size = aligned(nbytes, _PAGE) + _KEY_BYTES + 1
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         needed = f"a shared slot of {size / 1e6:.1f} MB"
-        with naming_limits(needed), _new_file(key, size, directory) as file:
+        with naming_limits(needed), new_file(key, size, directory) as file:
             writable = file.fileno()
-            _fill(writable, size, directory)
+            fill(writable, size, directory)
             self._map: mmap.mmap | None = mmap.mmap(writable, size, flags=flags)
             self._map[-1 - _KEY_BYTES : -1] = key.encode()
             if directory is None:
-                _seal(writable)
+                seal(writable)
             os.fchmod(writable, _READ_ONLY)
             super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes], key)
             self._file = io.FileIO(f"/proc/self/fd/{writable}")
@@ -145,84 +133,6 @@ def slot_of(payload: torch.Tensor) -> SharedSlot:
     if slot is None:
         raise TransportError("this transport sends only payloads from its own allocate()")
     return slot
-
-
-def _new_file(key: str, size: int, directory: str | None) -> io.FileIO:
-    if directory is None and not hasattr(os, "memfd_create"):
-        raise TransportError(
-            "shared memory slots need Linux (memfd_create); use the memory or a network transport here"
-        )
-    available = available_memory()
-    if available is not None and size > available:
-        raise NotEnoughMemoryError(
-            f"a shared slot of {size / 1e6:.1f} MB is needed and {available / 1e6:.1f} MB of memory are "
-            "available to this process; free memory, or raise the container's memory limit"
-        )
-    if directory is None:
-        return _file_of(os.memfd_create, f"weight_update-{key}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    return _nameless_file(directory)
-
-
-def _file_of(create: Callable[..., int], *args: Any) -> io.FileIO:
-    """Return a file that owns the descriptor ``create(*args)``; no signal handler runs in between."""
-    return next(map(io.FileIO, map(create, *([arg] for arg in args))))
-
-
-def _fill(fd: int, size: int, directory: str | None) -> None:
-    """Give a file its memory, or raise NotEnoughMemoryError."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-            raise
-        where, free, cure = "memory", "", "free memory or raise the container's limit"
-        if directory is not None and error.errno == errno.ENOSPC:
-            where, free = directory, f", {shutil.disk_usage(directory).free / 1e6:.1f} MB are free"
-            cure = "free space there, enlarge it (/dev/shm: docker run --shm-size=..., or mount -o "
-            cure += "remount,size=...), or leave directory= out"
-        raise NotEnoughMemoryError(
-            f"{where} is too small: a shared slot of {size / 1e6:.1f} MB is needed{free}; {cure}"
-        ) from None
-
-
-def _nameless_file(directory: str) -> io.FileIO:
-    flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC  # O_EXCL: no process can give it a name
-    try:
-        return _file_of(os.open, directory, flags, 0o600)
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"cannot keep shared memory in directory={directory!r} ({error.strerror}); give a directory in "
-            "which this process can create files, such as '/dev/shm', or leave directory= out",
-        ) from None
-
-
-def _seal(fd: int) -> None:
-    """Fix the size of anonymous memory, and forbid every write except through existing mappings."""
-    size = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
-    try:
-        fcntl.fcntl(fd, _ADD_SEALS, size | _SEAL_FUTURE_WRITE)
-    except OSError:  # an older kernel; the descriptors for other processes are read-only anyway
-        fcntl.fcntl(fd, _ADD_SEALS, size)
-
-
-@contextlib.contextmanager
-def naming_limits(needed: str) -> Iterator[None]:
-    """Raise NotEnoughMemoryError, with what is ``needed``, where the system has no memory or descriptor."""
-    try:
-        yield
-    except NotEnoughMemoryError:
-        raise
-    except (OSError, MemoryError) as error:
-        number = error.errno if isinstance(error, OSError) else errno.ENOMEM
-        if (limit := LIMITS.get(number or 0)) is not None:
-            raise NotEnoughMemoryError(f"{error}: {needed} is needed; raise {limit}") from None
-        if number != errno.ENOMEM:
-            raise
-        raise NotEnoughMemoryError(
-            f"this process could not map {needed} ({error}); free memory, or raise its limit (ulimit -v) or "
-            "the container's"
-        ) from None
 
 
 class SlotMapping:
@@ -315,12 +225,12 @@ class HostSlotMapping(SlotMapping):
         pages, which saves the search for them: 10 ms a GB. Some sandboxes count no faults.
         """
         self._file.users -= 1
-        faults = page_faults()
+        faults = _page_faults()
         if faults and faults == self._faults:
             return
         self._faults = faults
-        if has_private_pages(self._address, self._whole.numel()):
-            drop_private_pages(self._map)
+        if _has_private_pages(self._address, self._whole.numel()):
+            _drop_private_pages(self._map)
 
     def pinned(self, payload: torch.Tensor) -> torch.Tensor:
         again, self._read_before = self._read_before, True
@@ -430,3 +340,33 @@ def open_slot(pid: int, fd: int, key: str) -> SlotMapping:
         return HostSlotMapping(key, opened)
     finally:
         os.close(opened)
+
+
+def _page_faults() -> int:
+    """Return the number of page faults of this process so far, of all threads; 0 if nobody counts them."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt + usage.ru_majflt
+
+
+def _has_private_pages(address: int, nbytes: int) -> bool:
+    """Return whether pages of a mapping are private, or that is unknown; ``address`` is that of a page."""
+    pages = -(-nbytes // mmap.PAGESIZE)
+    try:
+        pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            raw = os.pread(pagemap, pages * _ENTRY, address // mmap.PAGESIZE * _ENTRY)
+        finally:
+            os.close(pagemap)
+    except (OSError, MemoryError):
+        return True
+    # An update may wait for this, so nothing is done for each page.
+    kinds = set(raw[_ENTRY - 1 :: _ENTRY])
+    return any(kind & _PRESENT_OR_SWAPPED and not kind & _FILE_OR_SHARED for kind in kinds)
+
+
+def _drop_private_pages(mapping: mmap.mmap) -> None:
+    """Show the pages of the file again."""
+    try:
+        mapping.madvise(mmap.MADV_DONTNEED)
+    except OSError:  # this process has locked its memory (mlockall)
+        mapping.madvise(_DONTNEED_LOCKED)

@@ -34,8 +34,8 @@ from weight_update.transports.join_listener import answering_refusals, link_for
 from weight_update.transports.listener import Listener
 from weight_update.transports.reconnecting import LinkConnection, ReconnectingLink
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer, CudaSlotMapping
+from weight_update.transports.shared_memory.slot_files import LIMITS
 from weight_update.transports.shared_memory.slots import (
-    LIMITS,
     HostSlotMapping,
     SharedBuffer,
     SharedSlot,
