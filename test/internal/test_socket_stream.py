@@ -80,9 +80,11 @@ def send_descriptors(reads: bool) -> None:
     """Send more descriptors than may be on their way; root has no such limit."""
     if os.geteuid() == 0:
         os.setuid(65534)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    open_files = max(map(int, os.listdir("/proc/self/fd")))  # those of the process of the tests, too
+    limit = open_files + 64
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     stream, reader = map(SocketStream, socket.socketpair())
-    fd, count = os.memfd_create("sent"), 200
+    fd, count = os.memfd_create("sent"), 2 * limit
 
     def read() -> None:
         descriptors: list[int] = []
