@@ -14,7 +14,6 @@ import pickle
 import sys
 import threading
 import types
-import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -246,7 +245,6 @@ class StandInServer(StandInScheduler):
     def __init__(self) -> None:
         super().__init__()
         self.paused, self.mode, self.held = False, None, threading.Event()
-        self.seconds: list[float] = []  # of the last call
         scheduler = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -272,9 +270,7 @@ class StandInServer(StandInScheduler):
                 route = self.path.lstrip("/").partition("?")[0]
                 # With a timeout, SGLang waits for all requests, in vain for those that were retracted.
                 scheduler.mode = body.get("mode", scheduler.mode)
-                waits = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query).get("timeout", [])
-                scheduler.seconds = [float(one) for one in waits]  # as SGLang reads it
-                assert bool(waits) is (route == "flush_cache" and scheduler.mode == "abort")
+                assert ("timeout=" in self.path) is (route == "flush_cache" and scheduler.mode == "abort")
                 if route == "flush_cache" and scheduler.fails == "hangs":
                     scheduler.held.wait(WAIT)
                 if route in ("pause_generation", "continue_generation"):
@@ -838,15 +834,6 @@ def test_a_pause_that_takes_too_long(stand_in: Any) -> None:
         engine.begin_update(1)
     assert stand_in.calls[-2:] == ["pause_generation", "continue_generation"]
     assert engine.version == 0
-
-
-@pytest.mark.parametrize("stand_in", ["server"], indirect=True)
-def test_a_timeout_of_many_digits(stand_in: Any) -> None:
-    """A plus sign, as in ``1e+06``, is a blank in a URL."""
-    engine = adapter(stand_in, pause="abort", timeout=1234567.0)
-    engine._calls.pause()
-    engine._calls.flush()
-    assert stand_in.seconds == [1234567.0]
 
 
 @pytest.mark.parametrize("stand_in", ["server"], indirect=True)

@@ -142,7 +142,7 @@ class _ServerCalls(SGLangCalls):
 
     def flush(self) -> None:
         # With a timeout, SGLang waits until no request is left. Those that were retracted stay.
-        self.post(f"flush_cache?timeout={self._timeout}" if self._pause == "abort" else "flush_cache")
+        self.post(f"flush_cache?timeout={self._timeout:g}" if self._pause == "abort" else "flush_cache")
 
     def set_version(self, version: int) -> None:
         self.post("update_weight_version", new_version=str(version), abort_all_requests=False)
