@@ -137,4 +137,5 @@ def test_an_engine_with_a_long_message(method: SyncMethod, tmp_path: Path) -> No
                 assert published["reason"].startswith("explorer 0: Chatty: the engine broke at begin again")
             set_to(source, 1)
             explorer.step = trainer.step = 1
+            trainer.blocking.need_sync()  # tells its step, so that the explorer waits for it
             exchange(trainer, explorer)
