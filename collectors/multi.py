@@ -203,9 +203,8 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
         multi_base._main_async_collector = run_worker
         try:
             with ExitStack() as stack:
-                for scheme in real(
-                    self._updates.receivers
-                ).values():  # what comes meanwhile would miss the workers
+                # Updates that come meanwhile would miss the workers.
+                for scheme in real(self._updates.receivers).values():
                     stack.enter_context(scheme.hold())
                 with _unhidden():
                     super()._run_processes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 import weakref
@@ -84,11 +85,13 @@ def start(thread: threading.Thread) -> None:
     Raises:
         RuntimeError: the system starts no more threads; the message names the limits to raise.
     """
+    handled = sys.exc_info()[1]  # by a caller
     try:
         thread.start()
     except RuntimeError as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # it left a lock of the thread in disorder
-            raise error.__context__ from None
+        cause = error.__context__
+        if isinstance(cause, KeyboardInterrupt) and cause is not handled:  # it left a lock in disorder
+            raise cause from None
         if exiting():
             raise
         raise RuntimeError(

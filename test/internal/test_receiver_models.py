@@ -510,6 +510,19 @@ def test_writes_of_the_worker_do_not_come_back_after_an_error_of_an_observer(cal
                 target.seen += 0.5
 
 
+def test_extra_state_is_that_of_the_weights_after_an_error_of_an_observer(join: Join) -> None:
+    source, target = (nn.Sequential(Moments(), nn.Linear(2, 2)) for _ in range(2))
+    sender, receiver = join(source, target)
+    receiver._receiver_options.observer = observer = FailingObserver()
+    add_one(source[1])
+    source[0].sums["count"] = 7
+    observer.fails = "switched"
+    with pytest.raises(SyncFailedError, match="the context has failed"):
+        sender.send()
+    assert same(source[1], target[1])
+    assert target[0].sums == {"count": 7}
+
+
 # -- tensors of odd kinds ------------------------------------------------------------------------------
 
 

@@ -129,6 +129,14 @@ def refuse(self: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
+def test_a_lack_of_threads_while_ctrl_c_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert in_threads(abs, [-1, -2, -3], 2) == [1, 2, 3]
+
+
 def test_ctrl_c_in_the_start_of_a_thread_is_no_lack_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two steps of the start, it has Python release a lock that is not held."""
 

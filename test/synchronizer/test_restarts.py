@@ -249,6 +249,34 @@ def test_while_a_new_trainer_brings_other_weights_those_before_are_fetched(
     assert step_of(model) == 1
 
 
+def test_close_while_a_new_trainer_brings_other_weights_leaves_no_publisher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    close, require_open, closed = Publisher.close, MemoryService._require_open, list[Publisher]()
+
+    def noted(publisher: Publisher) -> None:
+        closed.append(publisher)
+        close(publisher)
+
+    def closed_meanwhile(service: MemoryService) -> None:
+        assert service._newest is not None
+        if service._newest.publisher is not before:
+            service.close()
+        require_open(service)
+
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        with TrainerClient(where, model_at(0)) as trainer:
+            trainer.blocking.sync_weight()
+        assert isinstance(where.service, MemoryService)
+        assert where.service._newest is not None
+        before = where.service._newest.publisher
+        monkeypatch.setattr(Publisher, "close", noted)
+        monkeypatch.setattr(MemoryService, "_require_open", closed_meanwhile)
+        with TrainerClient(where, nn.Linear(3, 2)) as trainer:
+            trainer.blocking.sync_weight()
+        assert before in closed
+
+
 def test_a_trainer_that_is_replaced_while_its_call_waits_for_another_changes_no_link() -> None:
     publisher = Publisher(model_at(0), None, WeightStrategy(), 5.0)
     with Synchronizer(SyncMethod.MEMORY) as where, ThreadPoolExecutor(1) as pool:

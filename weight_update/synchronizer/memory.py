@@ -140,10 +140,10 @@ class MemoryService(Service):
                 self._newest = _HeldVersion(version, step, weights, self._schema, publisher)
                 self.machine.published(version, step)
                 self.machine.offered(step)
-            self._require_open()
             if before is not None and fitting is None:
                 _log.warning("the trainer has other weights than the one before; explorers connect again")
                 before.publisher.close()
+            self._require_open()
         self._tell(report)
         if self.plan.style is SyncStyle.FULLY_ASYNC:
             self._send_to_waiting(spread=True)
