@@ -32,7 +32,7 @@ from weight_update.sender.joining import WorkerAlive, liveness
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import NOBODY
 from weight_update.sharded.follower import Follower
-from weight_update.sharded.gathering import GatherFollower, Gathering, GatherLeader
+from weight_update.sharded.gathering import Gathering, part_of
 from weight_update.sharded.leader import Leader
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights
@@ -241,8 +241,7 @@ class SenderSide:
         if strategy.gather is not None or sources.sharded(strategy):
             gather = strategy.gather or GatherShards()
             self.ranks = Ranks(gather.members(), timeout, connect_timeout)
-            role = GatherLeader if self.ranks.leads else GatherFollower
-            self._reader.gathering = role(self.ranks, gather)
+            self._reader.gathering = part_of(self.ranks, gather)
 
     def _in_step(
         self, call: str, read: Callable[[Sequence[int] | None], _T], patience: float

@@ -196,3 +196,8 @@ class GatherFollower(Gathering):
                 view.copy_(part)
         if views:
             self._ranks.finish(0, self._ranks.push(memory, tag))
+
+
+def part_of(ranks: Ranks, options: GatherShards) -> Gathering:
+    """Return the part that this rank takes in gathers."""
+    return GatherLeader(ranks, options) if ranks.leads else GatherFollower(ranks, options)
