@@ -85,17 +85,6 @@ def test_an_actor_for_which_the_cluster_has_no_room(cluster: None, monkeypatch: 
     made.close()
 
 
-def test_clients_start_no_cluster_when_ray_has_ended(cluster: None) -> None:
-    host = Synchronizer(SyncMethod.MEMORY, lease=1.0).as_ray_actor("sync-end")
-    explorer = ExplorerClient(host, model_at(-1), timeout=1.0)
-    ray.shutdown()
-    time.sleep(1.0)  # in which a sign of life is due
-    with pytest.raises(LinkClosedError, match="Ray does not run in this process"):
-        explorer.blocking.need_sync()
-    explorer.close()
-    assert not ray.is_initialized()
-
-
 def test_while_services_of_ray_are_away_the_synchronizer_is(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,3 +100,14 @@ def test_while_services_of_ray_are_away_the_synchronizer_is(
             with pytest.raises(LinkClosedError, match="the control store is away"):
                 channel.call("status", {}, 5.0)
         assert "trainer" in channel.call("status", {}, 20.0)
+
+
+def test_clients_start_no_cluster_when_ray_has_ended(cluster: None) -> None:
+    host = Synchronizer(SyncMethod.MEMORY, lease=1.0).as_ray_actor("sync-end")
+    explorer = ExplorerClient(host, model_at(-1), timeout=1.0)
+    ray.shutdown()
+    time.sleep(1.0)  # in which a sign of life is due
+    with pytest.raises(LinkClosedError, match="Ray does not run in this process"):
+        explorer.blocking.need_sync()
+    explorer.close()
+    assert not ray.is_initialized()
