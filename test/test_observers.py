@@ -158,13 +158,19 @@ def test_a_busy_worker_delays_no_news(running: Any) -> None:
     assert (1, 1) in [(one.worker, one.version) for one in applied]
 
 
-def test_a_worker_that_stays_busy_delays_only_the_first_news(running: Any) -> None:
+def sent_to_a_busy_worker(running: Any) -> tuple[SharedMemWeightSyncScheme, Told, Any]:
+    """Send an update while worker 1 holds; return the scheme, what it told its observer, and processes."""
     scheme, told = SharedMemWeightSyncScheme(), Told()
     procs = running(scheme, mlp(1))
     scheme.add_observer(told)
     procs.workers[1].call("hold")
     scheme.send_async()
     wait_until(lambda: told.events("applied") == [("applied", 0)])
+    return scheme, told, procs
+
+
+def test_a_worker_that_stays_busy_delays_only_the_first_news(running: Any) -> None:
+    scheme, told, procs = sent_to_a_busy_worker(running)
     began = time.monotonic()
     for version in range(2, 10):
         scheme.send_async()
@@ -178,12 +184,7 @@ def test_a_worker_that_stays_busy_delays_only_the_first_news(running: Any) -> No
 
 
 def test_the_end_waits_for_a_busy_worker_no_longer_than_a_newer_update(running: Any) -> None:
-    scheme, told = SharedMemWeightSyncScheme(), Told()
-    procs = running(scheme, mlp(1))
-    scheme.add_observer(told)
-    procs.workers[1].call("hold")
-    scheme.send_async()
-    wait_until(lambda: told.events("applied") == [("applied", 0)])
+    scheme, told, procs = sent_to_a_busy_worker(running)
     began = time.monotonic()
     scheme.shutdown()
     assert time.monotonic() - began < 4.0

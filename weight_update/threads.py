@@ -58,7 +58,7 @@ def in_threads(work: Callable[[_T], _R], items: Sequence[_T], threads: int) -> l
                 results[i] = work(items[i])
             except BaseException as error:  # noqa: BLE001 - raised below
                 errors.append(error)
-                deque(left, maxlen=0)
+                deque(left, maxlen=0)  # leave none
 
     others: list[Future[None]] = []
     try:

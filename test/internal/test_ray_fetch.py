@@ -31,8 +31,8 @@ def test_the_time_for_a_payload_grows_with_its_size(monkeypatch: pytest.MonkeyPa
         return ref
 
     exceptions = SimpleNamespace(ObjectLostError=ConnectionError, GetTimeoutError=GetTimeoutError)
-    ray = SimpleNamespace(get=get, exceptions=exceptions)
-    monkeypatch.setattr(connection, "running_ray", lambda: ray)
+    ray = SimpleNamespace(get=get, exceptions=exceptions, is_initialized=lambda: True)
+    monkeypatch.setattr(rendezvous, "import_ray", lambda: ray)
     link = connection.RayConnection(MagicMock(), "name", 0, local=False)
     head = WeightChunk(Kind.GOODBYE, {}, payload).encode_head(checksum=True)
     link._messages.append((connection._PREFIX.pack(connection._FRAME, len(head)) + head, [payload.numpy()]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -83,21 +85,28 @@ def selected(**options: Any) -> MemoryWeightSyncScheme:
     return MemoryWeightSyncScheme(strategy, timeout=20.0, **options)
 
 
-def test_a_late_joiner_of_another_dtype_gets_the_weights_that_updates_do_not_carry() -> None:
-    trainer, first, second, sender = headed(1.001), headed(0.0).bfloat16(), headed(0.0), selected()
-    with sender, connect_pair(sender, trainer, first), ThreadPoolExecutor(1) as pool:
-        late = copy.copy(sender)
-        late.init_on_receiver(model=second, worker_idx=1)
+@contextlib.contextmanager
+def joining_late(sender: MemoryWeightSyncScheme, model: nn.Module) -> Iterator[None]:
+    """Have worker 1 join during the block."""
+    late = copy.copy(sender)
+    late.init_on_receiver(model=model, worker_idx=1)
+    with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(late.connect)
         wait_until(lambda: 1 in sender.worker_versions)
+        yield
+        joining.result()
+        late.shutdown()
+
+
+def test_a_late_joiner_of_another_dtype_gets_the_weights_that_updates_do_not_carry() -> None:
+    trainer, first, second, sender = headed(1.001), headed(0.0).bfloat16(), headed(0.0), selected()
+    with sender, connect_pair(sender, trainer, first), joining_late(sender, second):
         for _ in range(2):
             with torch.no_grad():
                 trainer["head"].weight[0] += 1
             sender.send()
             assert same(trainer, second)
             assert torch.equal(first["head"].weight, trainer["head"].weight.bfloat16())
-        joining.result()
-        late.shutdown()
 
 
 def test_workers_keep_weights_of_their_own_that_updates_do_not_carry() -> None:
@@ -127,14 +136,8 @@ def test_a_late_joiner_of_another_dtype_was_told_no_digests(options: dict[str, A
     trainer, strategy = headed(1.0), WeightStrategy("state_dict", encoding=PatchEncoding(**options))
     first, second = copy.deepcopy(trainer).bfloat16(), copy.deepcopy(trainer)
     sender = MemoryWeightSyncScheme(strategy, timeout=5.0)
-    with sender, connect_pair(sender, trainer, first), ThreadPoolExecutor(1) as pool:
-        late = copy.copy(sender)
-        late.init_on_receiver(model=second, worker_idx=1)
-        joining = pool.submit(late.connect)
-        wait_until(lambda: 1 in sender.worker_versions)
+    with sender, connect_pair(sender, trainer, first), joining_late(sender, second):
         for _ in range(2):
             add_one(trainer)
             sender.send()
             assert same(trainer, second)
-        joining.result()
-        late.shutdown()

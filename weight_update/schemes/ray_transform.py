@@ -11,13 +11,7 @@ from weight_update.schemes.options import RayOptions, takes_options_of
 from weight_update.schemes.ray import RayWeightSyncScheme
 from weight_update.schemes.sender_side import SenderSide
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.transports.ray.rendezvous import (
-    is_done,
-    require_ray,
-    running_ray,
-    until_ray_ends,
-    without_start,
-)
+from weight_update.transports.ray.rendezvous import is_done, require_ray, result_of, running_ray
 
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
@@ -126,8 +120,7 @@ def _error_of(call: Any) -> Exception | None:
     errors = running_ray().exceptions
     try:
         if is_done(call, 0.0):
-            with until_ray_ends():
-                without_start(running_ray().get)(call)
+            result_of(call)
     except errors.RayError as error:
         return error  # type: ignore[no-any-return]
     return None

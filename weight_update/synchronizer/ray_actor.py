@@ -13,12 +13,12 @@ from weight_update.synchronizer.sessions import Reply
 from weight_update.transports.ray.rendezvous import (
     ask,
     call,
+    is_done,
     kill,
     named_actor,
     ray_runs,
     require_ray,
-    until_ray_ends,
-    without_start,
+    result_of,
 )
 
 _THREADS = 1000  # each client that waits occupies a thread
@@ -97,11 +97,9 @@ class RayChannel(Channel):
             if self._actor is None:
                 self._actor = named_actor(self._name, self._namespace)
             coming = call(self._actor.call, name, args)
-            with until_ray_ends():
-                get, wait = without_start(self._ray.get), without_start(self._ray.wait)
-                while not wait([coming], timeout=timeout / 2)[0] and time.monotonic() < last:
-                    get(call(self._actor.ready), timeout=timeout / 2)  # raises if the actor died
-                reply: Reply = get(coming, timeout=0)
+            while not is_done(coming, timeout / 2) and time.monotonic() < last:
+                result_of(call(self._actor.ready), timeout / 2)  # raises if the actor died
+            reply: Reply = result_of(coming, 0)
         except (errors.RayError, ValueError) as error:
             self._actor = None
             raise LinkClosedError(f"no synchronizer answers in the actor {self._name!r} ({error})") from None

@@ -23,7 +23,7 @@ _STALLED = 60.0
 """Seconds without progress in the middle of a frame after which the other end counts as gone."""
 _LEAST_STALLED = 1.0
 """The least of these seconds while a call connects, which shortens them to what it has left."""
-LONGEST_POLL = 1e6
+_LONGEST_POLL = 1e6
 """Most seconds of one wait, however long the timeout is; ``poll()`` takes no more than 24 days."""
 _CROWDED_SECONDS = 0.005
 
@@ -218,7 +218,7 @@ class SocketStream:
     def _poll(self, event: int, seconds: float | None) -> bool:
         poller = select.poll()
         poller.register(self.sock, event)
-        return bool(poller.poll(None if seconds is None else min(max(seconds, 0.0), LONGEST_POLL) * 1e3))
+        return bool(poller.poll(None if seconds is None else min(max(seconds, 0.0), _LONGEST_POLL) * 1e3))
 
 
 def _await_readers(deadline: float | None) -> None:

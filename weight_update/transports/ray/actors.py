@@ -12,8 +12,7 @@ from weight_update.transports.ray.rendezvous import (
     import_ray,
     is_done,
     ray_runs,
-    until_ray_ends,
-    without_start,
+    result_of,
 )
 
 _PROBE_SECONDS = 2.0
@@ -57,7 +56,7 @@ class ActorWatch:
         actor = self.actors.get(idx)
         if actor is None or not ray_runs():
             return True, None
-        ray = import_ray()
+        errors = import_ray().exceptions
         known, probe = self._probes.pop(idx, (None, None))
         try:
             if known is not actor or seconds:  # an old call may have been answered before the actor died
@@ -66,12 +65,11 @@ class ActorWatch:
             if not is_done(probe, seconds):
                 self._probes[idx] = actor, probe
                 return True, None
-            with until_ray_ends():
-                without_start(ray.get)(probe)
+            result_of(probe)
         except LinkClosedError as ended:
             return True, str(ended)
-        except ray.exceptions.ActorUnavailableError:
+        except errors.ActorUnavailableError:
             return True, "it ended, and Ray starts it again"
-        except ray.exceptions.RayActorError as error:
+        except errors.RayActorError as error:
             return False, " ".join(str(error).split())
         return True, None

@@ -21,10 +21,9 @@ from weight_update.transports.ray.rendezvous import (
     is_done,
     node_id,
     one_line,
+    result_of,
     running_ray,
     tell,
-    until_ray_ends,
-    without_start,
 )
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.socket_stream import deadline_of, seconds_left
@@ -119,11 +118,10 @@ class RayConnection(LinkConnection):
         return prelude.complete(header, copied)
 
     def _fetch(self, ref: Any, nbytes: int) -> Any:
-        ray = running_ray()
+        errors = running_ray().exceptions
         try:
-            with until_ray_ends():
-                return without_start(ray.get)(ref, timeout=_ANSWER_SECONDS + nbytes / _LEAST_RATE)
-        except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
+            return result_of(ref, _ANSWER_SECONDS + nbytes / _LEAST_RATE)
+        except (errors.ObjectLostError, errors.GetTimeoutError) as error:
             self._send_message(_PREFIX.pack(_LOST, 0), [])
             raise LinkClosedError(f"Ray's object store lost an update ({one_line(error)})") from None
 

@@ -272,13 +272,19 @@ def call(method: Any, *arguments: Any) -> Any:
         return method.remote(*arguments) if submit is None else submit(method, arguments, {})
 
 
+def result_of(reference: Any, timeout: float | None = None) -> Any:
+    """Return the object of a reference; LinkClosedError if Ray is gone, else the errors of ``ray.get()``."""
+    ray = running_ray()
+    with until_ray_ends():
+        return without_start(ray.get)(reference, timeout=timeout)
+
+
 def ask(reference: Any, timeout: float | None) -> Any:
     """Return the result of a call; LinkClosedError if the actor or Ray is gone, or answers too late."""
-    ray = running_ray()
+    errors = running_ray().exceptions
     try:
-        with until_ray_ends():
-            return without_start(ray.get)(reference, timeout=timeout)
-    except ray.exceptions.RayError as error:
+        return result_of(reference, timeout)
+    except errors.RayError as error:
         raise LinkClosedError(
             f"the named actor of the scheme, which ends with the sender, does not answer ({one_line(error)})"
         ) from None
