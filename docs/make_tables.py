@@ -93,6 +93,7 @@ _QUOTES: dict[str, tuple[str, str, dict[str, str], list[tuple[str, ...]]]] = {
         _SAME_MACHINE,
         {"scheme": "scheme", "MB": "MB", "workers": "workers", **_RATIO},
         [
+            ("SharedMem", "1", "1"),
             ("SharedMem", "1", "4"),
             ("MultiProcess", "1", "4"),
             ("SharedMem", "100", "1"),
@@ -119,6 +120,9 @@ _QUOTES: dict[str, tuple[str, str, dict[str, str], list[tuple[str, ...]]]] = {
         _CLUSTER,
         {"scheme": "scheme", "MB": "MB", "workers": "workers", **_RATIO},
         [
+            ("Distributed", "1", "1"),
+            ("Distributed, a host each", "1", "1"),
+            ("Ray, object store, a host each", "1", "1"),
             ("Distributed", "1000", "4"),
             ("Distributed, a host each", "100", "4"),
             ("Distributed, a host each", "1000", "4"),
