@@ -50,8 +50,6 @@ class Delivery:
         self._closed = False
         self._reports: weakref.WeakValueDictionary[int, SyncReport] = weakref.WeakValueDictionary()
         self._counted: set[tuple[int, int]] = set()  # versions, and payloads that workers share
-        self._unwritten: dict[WorkerState, int] = {}  # by the main thread, and the connections of the workers
-        self._main_thread = threading.main_thread().ident
 
     def count_in(self, report: SyncReport) -> None:
         """Count the bytes that workers are sent of a version in its report, as long as that is in use."""
@@ -64,39 +62,22 @@ class Delivery:
 
         Call this whenever that may have changed.
         """
-        unwritten = self._writes_of_this_thread()
+        unwritten: dict[
+            WorkerState, int
+        ] = {}  # workers with an update that is not written, and their connections
         try:
             slow = [worker for worker in workers if not worker.link.capabilities.send_never_blocks]
             loads = [(one, update) for one in slow if (update := self._load(one, unwritten)) is not None]
             _announce(loads)
             for worker, update in loads:
                 self._deliver(worker, update, unwritten)
-            for worker in workers:  # one by one: a signal handler may raise at any time
+            for worker in workers:
                 if (update := self._load(worker, unwritten)) is not None:
                     self._deliver(worker, update, unwritten)
         except BaseException as error:
-            self._lose_all(unwritten, error)
+            for worker, connection in unwritten.items():
+                self.lose(worker, _as_exception(error), connection)
             raise
-
-    def lose_interrupted(self) -> None:
-        """Lose workers for whom a signal handler interrupted a write, if the write was not undone.
-
-        That happens if another signal handler raised meanwhile. Call this before the next update.
-        """
-        error = InterruptedError("a signal handler interrupted the call that sent to it")
-        self._lose_all(self._writes_of_this_thread(), error)
-
-    def _lose_all(self, unwritten: dict[WorkerState, int], error: BaseException) -> None:
-        """Lose workers to which a frame was not written, or not to its end, because of ``error``."""
-        if not isinstance(error, Exception):
-            error = InterruptedError(f"a signal handler interrupted the call that sent to it ({error!r})")
-        for worker, connection in list(unwritten.items()):
-            self.lose(worker, error, connection)
-            unwritten.pop(worker, None)
-
-    def _writes_of_this_thread(self) -> dict[WorkerState, int]:
-        """Return the writes that have begun; signal handlers raise in the main thread only."""
-        return self._unwritten if threading.get_ident() == self._main_thread else {}
 
     def post(self, worker: WorkerState, write: Callable[[], None], chunks: Sequence[WeightChunk]) -> None:
         """Call ``write``, which writes ``chunks``, if that cannot block; else have the outbox call it.
@@ -140,17 +121,15 @@ class Delivery:
 
         The caller holds ``worker.sending``.
         """
-        connection, unwritten = worker.connections, self._writes_of_this_thread()
-        unwritten[worker] = connection
+        connection = worker.connections
         try:
             for chunk in chunks:
                 worker.link.send_chunk(chunk, self.timeout)
         except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
             self._lose_unless_it_left(worker, error, connection)
         except BaseException as error:  # of a signal handler, perhaps in the middle of a frame
-            self._lose_all(unwritten, error)
+            self.lose(worker, _as_exception(error), connection)
             raise
-        unwritten.pop(worker, None)
 
     def broadcast(self, states: Iterable[WorkerState], chunk: WeightChunk) -> None:
         """Write one frame to each worker that is connected; a worker for which that fails is lost."""
@@ -251,6 +230,13 @@ class Delivery:
         with worker.sending:
             if worker.inflight is update and not self._closed:
                 self.send(worker, update.chunks)
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Return the error for a worker that was not sent a frame, or not all of it, because of ``error``."""
+    if isinstance(error, Exception):
+        return error
+    return InterruptedError(f"a signal handler interrupted the call that sent to it ({error!r})")
 
 
 def _announce(loads: list[tuple[WorkerState, EncodedUpdate]]) -> None:

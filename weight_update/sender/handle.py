@@ -257,19 +257,15 @@ class AnswerReader:
     def attend(self, call: Callable[[], _T]) -> _T:
         """Return the result of ``call()``, in which :meth:`pause` works for the calling thread.
 
-        Calls are not nested. Signal handlers may raise at any time, in the clean-up after ``call`` as well.
+        Calls are not nested.
         """
         me = threading.get_ident()
-        self.stop()  # in case several handlers have raised after an earlier call
+        self._attending.add(me)
         try:
-            self._attending.add(me)
             return call()
-        finally:  # no context manager: a handler may raise where its __exit__() begins
-            try:
-                self._attending.discard(me)
-                self.stop()
-            finally:
-                self.stop()
+        finally:
+            self._attending.discard(me)
+            self.stop()
 
     def pause(self, states: Iterable[WorkerState]) -> None:
         """Let answers to an update that is about to be sent wait for :meth:`read`, in :meth:`attend`.

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from weight_update.errors import SchemaMismatchError, SyncTimeoutError, undo_on_error
+from weight_update.errors import SchemaMismatchError, SyncTimeoutError
 from weight_update.progress import Progress
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import (
@@ -40,7 +40,6 @@ class PipelineSender:
 
     def __init__(self, groups: GroupAssignment, limit: int, pool: BufferPool, delivery: Delivery) -> None:
         self._groups, self._limit, self._pool, self._delivery = groups, limit, pool, delivery
-        self._unfinished: list[Pipeline] = []  # workers must forget these if the version fails
 
     def send(self, weights: WorkerWeights, version: int, group_commit: str | None = None) -> SyncReport:
         """Convert, encode and send a version; ``group_commit`` is as in :meth:`Sender.publish`.
@@ -50,32 +49,32 @@ class PipelineSender:
             UnsupportedSourceError: a weight is sparse, for example, or on the meta device; no worker
                 applies the weights.
         """
-        self._give_up()  # a signal handler may have kept the call before from it
         report = SyncReport(version, self._groups.encoding.label)
         parts = self._groups.partition(weights, apart=group_commit is not None)
         ordered = [_in_order(weights[states[0]], states[0].schema) for states in parts]
-        with undo_on_error(self._give_up):
+        with contextlib.ExitStack() as undo:
             for part, named in zip(parts, ordered, strict=True):
                 for states, commit in _by_commit(part, group_commit):
-                    self._send(states, named, Step.of(version, named.extra, commit), report)
+                    self._send(states, named, Step.of(version, named.extra, commit), report, undo)
                     if group_commit is None:
-                        self._unfinished.clear()
-        self._unfinished.clear()
+                        undo.pop_all()  # these workers keep it, even if others cannot be sent theirs
+            undo.pop_all()
         return report
 
-    def _give_up(self) -> None:
-        """Have workers forget a version that was not sent as a whole."""
-        for pipeline in self._unfinished:
-            pipeline.give_up()
-        self._unfinished.clear()
-
-    def _send(self, states: list[WorkerState], named: NamedWeights, step: Step, report: SyncReport) -> None:
-        """Send a version to workers that take the same bytes."""
+    def _send(
+        self,
+        states: list[WorkerState],
+        named: NamedWeights,
+        step: Step,
+        report: SyncReport,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """Send a version to workers that take the same bytes; ``undo`` is to make them forget it."""
         group = states[0].group
         assert isinstance(group, FullGroup)
         largest = max(group.whole_encoding.payload_sizes(group.schema))
         pipeline = Pipeline(step, self._limit, lambda: self._pool.take(largest), self._delivery)
-        self._unfinished.append(pipeline)
+        undo.callback(pipeline.give_up)
         with contextlib.closing(named.items()) as items:
             with self._delivery.lock:
                 pipeline.begin(self._ready(states, step))

@@ -150,7 +150,6 @@ class Sender(Outcomes):
             SyncFailedError: workers failed or were lost.
         """
         self.reader.stop()
-        self._delivery.lose_interrupted()
         with self.table.lock:
             for worker in self.table:
                 failed = worker.has is None and bool(worker.failures)
@@ -221,7 +220,6 @@ class Sender(Outcomes):
         report: SyncReport | None = None
         try:
             with self._groups.lock:
-                self._delivery.lose_interrupted()
                 self._groups.release_departed()
                 if to_all:
                     self._add_late_joiners(weights)
