@@ -23,18 +23,15 @@ from weight_update import (
     MultiProcessWeightSyncScheme,
     ReconnectingLink,
     SharedMemWeightSyncScheme,
-    SyncFailedError,
     WeightStrategy,
 )
 from weight_update.encodings.patch import encoding as patch_encoding
 from weight_update.encodings.patch.changes import Changes
 from weight_update.encodings.patch.encoding import PatchTracker
 from weight_update.schemes.base import WeightSyncScheme
-from weight_update.sender import handle
 from weight_update.sender.buffers import BufferPool
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import FullGroup
-from weight_update.sender.handle import AnswerReader
 from weight_update.sender.pipeline import Pipeline
 from weight_update.sender.sender import Sender
 from weight_update.testing.processes import wait_until
@@ -218,35 +215,6 @@ def test_a_second_interrupt_while_a_worker_is_lost(
     assert torch.equal(model.weight, target.weight)
 
 
-def test_a_third_interrupt_while_a_worker_is_lost(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next send() ends the connection, and fails if the worker is not back in time."""
-    scheme = SharedMemWeightSyncScheme()
-    model, target = pair(scheme)
-    interrupt_once(monkeypatch, SharedMemTransport, "send_chunk", after=False)
-    for _ in range(2):
-        interrupt_once(monkeypatch, ReconnectingLink, "disconnect", after=False)
-    interrupted_send(scheme, model)
-    try:
-        scheme.send()
-    except SyncFailedError as error:
-        assert "worker 0: a signal handler interrupted the call" in str(error)  # noqa: PT017
-    send_again(scheme)
-    assert torch.equal(model.weight, target.weight)
-
-
-def test_interrupts_before_the_threads_of_workers_read_again(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheme = SharedMemWeightSyncScheme()
-    model, target = pair(scheme)
-    interrupt_once(monkeypatch, AnswerReader, "_take_applied", after=False)
-    for _ in range(2):
-        interrupt_once(monkeypatch, handle, "_resume_all", after=False)
-    interrupted_send(scheme, model)
-    scheme.send_async().wait(SECONDS)
-    assert torch.equal(model.weight, target.weight)
-
-
 def test_a_version_that_a_pipeline_begins(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = SharedMemWeightSyncScheme(WeightStrategy(encoding="bucket", max_in_flight=2))
     model, target = pair(scheme)
@@ -254,17 +222,6 @@ def test_a_version_that_a_pipeline_begins(pair: Pair, monkeypatch: pytest.Monkey
     interrupted_send(scheme, model)
     send_again(scheme)
     assert torch.equal(model.weight, target.weight)
-
-
-def test_a_version_that_a_pipeline_gives_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal handler interrupts the send, and the cleaning up after that."""
-    scheme = SharedMemWeightSyncScheme(WeightStrategy(encoding="bucket", max_in_flight=2))
-    model, target = pair(scheme)
-    interrupt_once(monkeypatch, Pipeline, "run", after=False)
-    interrupt_once(monkeypatch, Pipeline, "give_up", after=False)
-    interrupted_send(scheme, model)
-    send_again(scheme)
-    assert torch.equal(target.weight, model.weight)
 
 
 @pytest.mark.timeout(20, method="thread")
