@@ -171,3 +171,22 @@ def test_quoted_messages_are_those_of_the_code() -> None:
         if not any(is_made_of(message, parts) for parts in found[RAISED_BY.get(kind, kind)])
     ]
     assert wrong == []
+
+
+def test_the_threads_and_locks_of_the_architecture_exist() -> None:
+    page = (DOCS / "architecture.rst").read_text()
+    section = page.partition("Threads and locks\n")[2].partition("\nSend groups\n")[0]
+    sources = "".join(path.read_text() for path in sorted((ROOT / "weight_update").rglob("*.py")))
+    threads = re.findall(r"^``([\w-]+?)(?:-<index>)?``  ", section, re.MULTILINE)
+    assert len(threads) > 5
+    assert [name for name in threads if f'"weight_update-{name}' not in sources] == []
+    attributes = re.findall(r"``(\w+)\.(\w+)``", section)
+    assert len(attributes) > 5
+    owned = {(name, found) for name, body in classes(sources) for found in re.findall(r"\b\w+\b", body)}
+    assert [pair for pair in attributes if pair not in owned] == []
+
+
+def classes(sources: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each class."""
+    for found in re.finditer(r"^class (\w+)(.*?)(?=^\S)", sources, re.MULTILINE | re.DOTALL):
+        yield found[1], found[2]
