@@ -22,6 +22,7 @@ OTHER = {"weight": torch.zeros(3)}
         (999_600, "1 MB"),
         (19_240_000, "19.2 MB"),
         (2_500_000_000, "2.5 GB"),
+        (1_540_000_000_000, "1.54 TB"),
     ],
 )
 def test_a_size_has_three_digits_and_a_unit(nbytes: int, text: str) -> None:
