@@ -18,8 +18,8 @@ from weight_update.transports.distributed.rendezvous import SenderStore
 from weight_update.transports.distributed.store import HashStore, ProcessGroupGloo
 
 _SECONDS = 3.0
-PEER_SECONDS = 3.0
-"""Seconds that a peer may take to accept a connection."""
+PEER_SECONDS = 2.0
+"""Seconds that each address of a peer may take to accept a connection; many names have two."""
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 GLOO_CURE = f"set {_INTERFACE} to a network interface that is up and has an address (ip -brief address)"
 
