@@ -45,7 +45,7 @@ def recommendation(results: Results) -> dict[str, str | None]:
     The shortest median wins. Cases are in order of simplicity: the first whose lower quartile is not above
     that median is taken instead, because the difference lies within the spread.
     """
-    cases = [case for case in results.cases if case.seconds and not case.failure]
+    cases = _measured(results)
     if not cases:
         return {"recommended_scheme": None, "recommended_encoding": None, "reason": "nothing was measured"}
     medians = {case.name: statistics.median(case.seconds) for case in cases}
@@ -62,12 +62,16 @@ def recommendation(results: Results) -> dict[str, str | None]:
     return {"recommended_scheme": chosen.scheme, "recommended_encoding": chosen.encoding, "reason": reason}
 
 
+def _measured(results: Results) -> list[Case]:
+    return [case for case in results.cases if case.seconds and not case.failure]
+
+
 def network_advice(results: Results) -> str | None:
     """Return the speed of a link below which patches are faster than dense updates; None if not measured.
 
     A patch takes longer to make and saves bytes. At that speed, both times are equal.
     """
-    found = {case.encoding: case for case in results.cases if case.scheme == _NETWORK and case.seconds}
+    found = {case.encoding: case for case in _measured(results) if case.scheme == _NETWORK}
     dense, patch = found.get("dense"), found.get("patch")
     if dense is None or patch is None or dense.report is None or patch.report is None:
         return None
