@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from weight_update.testing.workers import RemoteObject
+from weight_update.testing.workers import RemoteObject, WorkerDiedError
 
 
 class Sleeper:
@@ -17,6 +17,15 @@ class Sleeper:
 
     def end(self) -> None:
         """Do nothing."""
+
+
+def test_a_call_of_a_killed_process_says_that_it_is_gone() -> None:
+    process = RemoteObject(Sleeper)
+    process.runner.kill()
+    process.runner.join()
+    with pytest.raises(WorkerDiedError, match="process is gone"):
+        process.call("sleep")
+    process.stop()
 
 
 @pytest.mark.slow  # it waits ten seconds for the process to end

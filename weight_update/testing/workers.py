@@ -184,8 +184,15 @@ class RemoteObject:
         return self.answer()
 
     def post(self, command: str, *args: Any, **kwargs: Any) -> None:
-        """Send the request of :meth:`call`."""
-        self._pipe.send_bytes(dumps((command, args, kwargs)))
+        """Send the request of :meth:`call`.
+
+        Raises:
+            WorkerDiedError: nobody is there to read it.
+        """
+        try:
+            self._pipe.send_bytes(dumps((command, args, kwargs)))
+        except ConnectionError as error:
+            raise WorkerDiedError(f"{self.name} is gone") from error
 
     def answer(self, timeout: float = ANSWER_SECONDS) -> Any:
         """Wait for the answer of :meth:`call`.
@@ -224,7 +231,7 @@ class Worker(RemoteObject):
     Args:
         scheme: given to the worker as a user would: as an argument of the process, or copied for a thread.
         index: of the worker.
-        method: ``"fork"``, ``"forkserver"``, ``"spawn"``, ``"thread"`` or ``"ray"``.
+        method: ``"fork"``, ``"forkserver"``, ``"spawn"`` or ``"thread"``.
         make: called with scheme and index in the worker.
     """
 
