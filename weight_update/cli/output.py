@@ -32,7 +32,8 @@ _UNFOLDED = 1_000_000
 """Columns within which no line is folded."""
 _LEGIBLE = 5
 """Characters that a column of a table is wide, unless its words are shorter; narrower ones cannot be read."""
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "damaged": "bold red", "skipped": "dim"}
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
+_STYLES |= {"damaged": "bold red", "unreadable": "bold red"}
 _STYLES |= {"joined": "green", "late": "yellow", "lost": "bold red", "failed": "bold red"}
 
 json_option: Callable[[Any], Any] = click.option(
