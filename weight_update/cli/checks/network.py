@@ -13,6 +13,7 @@ import torch
 
 from weight_update.cli.checks.base import THREADS, Finding, fail, ok, warn
 from weight_update.errors import TransportError
+from weight_update.text import brief
 from weight_update.threads import start_thread
 from weight_update.transports.distributed.rendezvous import SenderStore
 from weight_update.transports.distributed.store import HashStore, ProcessGroupGloo
@@ -94,7 +95,7 @@ def _reduce(store: Any, rank: int) -> str:
         group = ProcessGroupGloo(store, rank, 2, timedelta(seconds=_SECONDS))
         group.allreduce([torch.ones(1)]).wait()
     except RuntimeError as error:
-        return str(error).partition("\n")[0].rpartition("] ")[2]  # without the line of gloo's source
+        return brief(error)
     return ""
 
 
