@@ -174,7 +174,7 @@ class RemoteObject:
             self.runner.start()
         else:
             context: Any = multiprocessing.get_context(method)
-            self.runner = context.Process(target=_main, args=(theirs, make, *args), daemon=True)
+            self.runner = context.Process(target=_main, args=(self._pipe, theirs, make, *args), daemon=True)
             self.runner.start()
             theirs.close()
 
@@ -260,7 +260,8 @@ def loads(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def _main(pipe: Connection, make: Callable[..., Any], *args: Any) -> None:
+def _main(ours: Connection, pipe: Connection, make: Callable[..., Any], *args: Any) -> None:
+    ours.close()  # while a forked child has it, too, the child does not notice that the test has died
     gc.freeze()  # garbage of a parent that used gloo ends a forked child that collects it
     torch.set_num_threads(1)  # a forked child hangs in parallel regions if its parent ever used one
     faulthandler.register(signal.SIGUSR2, file=2)
