@@ -147,8 +147,10 @@ def test_doctor_compares_versions_with_the_metadata(tmp_path: Path, monkeypatch:
         "Requires-Dist: not-there>=1.5",
         'Requires-Dist: tensordict>=0.1; extra == "some"',
         'Requires-Dist: not-there-either<2; extra == "some"',
+        'Requires-Dist: old-one>=2; extra == "some"',
         "Provides-Extra: some",
     )
+    install(tmp_path, "old-one", "1.0")
     monkeypatch.syspath_prepend(tmp_path)
     assert packages.look_at_python().status == "fail"
     assert packages.look_at_python().cure == "use Python >=3.99"
@@ -162,6 +164,8 @@ def test_doctor_compares_versions_with_the_metadata(tmp_path: Path, monkeypatch:
         "skipped",
         'if you need it: pip install "weight-update[some]"',
     )
+    other = packages.look_at_package("old-one")  # which only some programs need
+    assert (other.status, other.cure) == ("warn", 'pip install "old-one>=2"')
     assert packages.look_at_package("unheard-of").status == "warn"
 
 
