@@ -310,6 +310,11 @@ def test_the_fastest_is_recommended_unless_a_simpler_one_is_within_the_spread() 
     assert (
         clear["reason"] == "2 ms per update, 2 times a plain copy; the next is process with dense with 3 ms"
     )
+    slow = recommendation(results(shared_dense=[1234, 1234], shared_patch=[2345, 2345]))
+    assert (
+        slow["reason"]
+        == "1234 ms per update, 1234 times a plain copy; the next is shared with patch with 2345 ms"
+    )
     close = recommendation(results(shared_dense=[1, 3, 5], shared_patch=[2.5, 2.5, 2.5]))
     assert close["recommended_encoding"] == "dense"
     assert "simpler than shared with patch (2.5 ms), within the spread" in str(close["reason"])

@@ -15,6 +15,11 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def format_number(value: float, digits: int = 3) -> str:
+    """Return a number with so many digits, such as ``"1.23"``, or a larger one as an integer."""
+    return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:.0f}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return a time as a user would give it, such as ``"3 s"`` for 2.99999 and ``"0.25 s"``."""
     return f"{round(seconds, 1):g} s" if seconds >= 1 else f"{seconds:.2g} s"

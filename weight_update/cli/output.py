@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from weight_update.text import format_size
+from weight_update.text import format_number, format_size
 
 Row = Mapping[str, Any]
 Document = Mapping[str, Any]
@@ -174,7 +174,7 @@ def _text(key: str, value: Any) -> str:
     if key.endswith("bytes") and isinstance(value, int):
         return format_size(value)
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return format_number(value, 4)
     if isinstance(value, dict):
         return ", ".join(f"{name} {_text(name, item)}" for name, item in value.items()) or "-"
     if isinstance(value, list):
