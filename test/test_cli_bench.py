@@ -264,7 +264,7 @@ from weight_update import progress
 progress.SHOW_AFTER = progress.LEAST_BYTES = 0
 progress._find_terminal = lambda: sys.stderr
 """
-    words = ["--size", "0.2", "--workers", "1", "--scheme", "shared"]
+    words = ["--size", "10", "--workers", "1", "--scheme", "shared", "--encoding", "dense"]
     status, found, errors = bench(*words, breaking=breaking)
     assert (status, errors) == (0, ""), found
 
