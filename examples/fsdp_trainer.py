@@ -74,12 +74,12 @@ def train(updates: int, workers: int, group: dist.ProcessGroup) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            report = scheme.send()  # on every rank
+            scheme.send()  # on every rank
         held = sum(weight.to_local().numel() for weight in policy.parameters())
         total = sum(weight.numel() for weight in policy.parameters())
         print(f"trainer {dist.get_rank()}: holds {held:,} of {total:,} weights", flush=True)
         if dist.get_rank(group) == 0:
-            print(f"trainer 0: {report}", flush=True)
+            print(f"trainer 0: {scheme.last_report}", flush=True)
         print(f"trainer {dist.get_rank()}: the workers have {scheme.worker_versions}", flush=True)
 
 

@@ -54,7 +54,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out"), help="directory of the plot (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="six batches only; getting through is success")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if min(args.workers, args.frames) < 1:
+        parser.error("--workers and --frames are at least 1")
+    return args
 
 
 # -- the task ------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def run(name: str, method: SyncMethod, steps: int, directory: str) -> tuple[list
         processes.append(ctx.Process(target=train, args=(server, steps, shared), daemon=True))
         for one in processes:
             one.start()
-        results = [shared.records.get(timeout=120.0) for _ in range(len(processes) + 1)]
+        results = [shared.records.get(timeout=120.0 + 2.0 * steps) for _ in range(len(processes) + 1)]
         for one in processes:
             one.join(10.0)
     spans = [span for part in results if isinstance(part, list) for span in part]
@@ -276,6 +276,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of the trainer, in each run")
     parser.add_argument("--picture", type=Path, help="write the time lines to this file (PNG, SVG, PDF)")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps is at least 1, not {options.steps}")
     runs = {}
     for name in PLANS if options.style == "all" else [options.style]:
         with tempfile.TemporaryDirectory() as directory:

@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def call(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(weight_update, [str(one) for one in arguments])
+    runner = CliRunner(env={"WEIGHT_UPDATE_PROGRESS": "1"})  # which bench changes
+    return runner.invoke(weight_update, [str(one) for one in arguments])
 
 
 def document(result: Result) -> dict[str, Any]:

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli_parts import MODEL, call, in_folder
 from interpreters import run_python, use_template_for_forkserver
 
 from weight_update.cli.measuring import rounds, workers
 from weight_update.cli.measuring.advice import network_advice, quartiles, recommendation
-from weight_update.cli.measuring.models import ModelSource
+from weight_update.cli.measuring.models import ModelSource, change
 from weight_update.cli.measuring.rounds import ENCODINGS, Case, Plan, Results, _answers, _connect, measure
 from weight_update.cli.measuring.workers import ProcessWorker, Worker, WorkerLateError
 from weight_update.errors import WorkerError
@@ -102,6 +103,7 @@ def test_bench_measures_a_module_given_by_import_path(tmp_path: Path, name: str)
         (":loads", "':loads' is not of the form module:attribute"),
         ("json:loads.nothing", "has no attribute 'nothing'"),
         ("torch.nn:Identity", "has no weights to send"),
+        ("torch.nn:Linear", "needs arguments (missing a required argument: 'in_features'); give a function"),
         ("os:sep", "is of type str, neither a torch.nn.Module nor"),
     ],
 )
@@ -255,6 +257,19 @@ def test_bench_fails_if_a_worker_has_other_weights() -> None:
 
 
 @pytest.mark.slow
+def test_bench_shows_no_bar_but_its_own() -> None:
+    breaking = """
+import sys
+from weight_update import progress
+progress.SHOW_AFTER = progress.LEAST_BYTES = 0
+progress._find_terminal = lambda: sys.stderr
+"""
+    words = ["--size", "10", "--workers", "1", "--scheme", "shared", "--encoding", "dense"]
+    status, found, errors = bench(*words, breaking=breaking)
+    assert (status, errors) == (0, ""), found
+
+
+@pytest.mark.slow
 def test_bench_measures_ray() -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
     status, found, errors = bench("--scheme", "ray", "--encoding", "dense", "--size", "1", "--workers", "1")
@@ -295,6 +310,11 @@ def test_the_fastest_is_recommended_unless_a_simpler_one_is_within_the_spread() 
     assert (
         clear["reason"] == "2 ms per update, 2 times a plain copy; the next is process with dense with 3 ms"
     )
+    slow = recommendation(results(shared_dense=[1234, 1234], shared_patch=[2345, 2345]))
+    assert (
+        slow["reason"]
+        == "1234 ms per update, 1234 times a plain copy; the next is shared with patch with 2345 ms"
+    )
     close = recommendation(results(shared_dense=[1, 3, 5], shared_patch=[2.5, 2.5, 2.5]))
     assert close["recommended_encoding"] == "dense"
     assert "simpler than shared with patch (2.5 ms), within the spread" in str(close["reason"])
@@ -308,6 +328,16 @@ def test_the_link_on_which_patches_pay_off() -> None:
     faster = network_advice(results(distributed_dense=[3, 3, 3], distributed_patch=[2, 2, 2]))
     assert "even over loopback" in str(faster)
     assert network_advice(results(shared_dense=[3, 3, 3])) is None
+    failed = results(distributed_dense=[3, 3, 3], distributed_patch=[2, 2, 2])
+    failed.cases[1].failure = "the weights of worker 0 differ from those of the trainer"
+    assert network_advice(failed) is None
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+def test_the_share_that_changes_is_the_one_that_was_asked_for(share: float) -> None:
+    weights = torch.zeros(1_000_000, dtype=torch.bfloat16)
+    change({"weight": weights, "tied": weights}, share)
+    assert weights.count_nonzero().item() / len(weights) == pytest.approx(share, abs=0.005)
 
 
 def test_a_late_answer_is_not_that_of_a_later_call() -> None:

@@ -11,7 +11,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from cli_parts import call, document
 from interpreters import run_python
 from marks import slow
 
+from weight_update.cli import doctor
 from weight_update.cli.checks import memory, network, packages, ray
 from weight_update.cli.checks.base import Check, Finding, ok, run
 from weight_update.wire import unchanged
@@ -144,8 +147,10 @@ def test_doctor_compares_versions_with_the_metadata(tmp_path: Path, monkeypatch:
         "Requires-Dist: not-there>=1.5",
         'Requires-Dist: tensordict>=0.1; extra == "some"',
         'Requires-Dist: not-there-either<2; extra == "some"',
+        'Requires-Dist: old-one>=2; extra == "some"',
         "Provides-Extra: some",
     )
+    install(tmp_path, "old-one", "1.0")
     monkeypatch.syspath_prepend(tmp_path)
     assert packages.look_at_python().status == "fail"
     assert packages.look_at_python().cure == "use Python >=3.99"
@@ -159,6 +164,8 @@ def test_doctor_compares_versions_with_the_metadata(tmp_path: Path, monkeypatch:
         "skipped",
         'if you need it: pip install "weight-update[some]"',
     )
+    other = packages.look_at_package("old-one")  # which only some programs need
+    assert (other.status, other.cure) == ("warn", 'pip install "old-one>=2"')
     assert packages.look_at_package("unheard-of").status == "warn"
 
 
@@ -239,6 +246,23 @@ def test_doctor_finds_a_peer_that_does_not_answer_or_has_no_address(monkeypatch:
     assert "no-such-host.invalid" in unknown.found
 
 
+@pytest.mark.slow
+def test_doctor_gives_each_address_of_a_peer_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts, port = ("127.0.0.1", "127.0.0.2"), 0
+    with ExitStack() as stack:
+        for host in hosts:
+            full, first = (stack.enter_context(socket.socket()) for _ in range(2))
+            full.bind((host, port))
+            port = full.getsockname()[1]
+            full.listen(0)
+            first.connect(full.getsockname())  # nobody accepts it, and no other fits into the queue
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in hosts]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+        (peer,) = (check for check in doctor.checks([("trainer", port)]) if check.name.startswith("peer"))
+        ((_, silent),) = run([peer])
+    assert (silent.status, "firewall" in silent.cure) == ("fail", True), silent
+
+
 @pytest.mark.parametrize("peer", ["10.0.0.5", "10.0.0.5:", ":80", "host:0", "host:99999", "host:http"])
 def test_a_peer_without_a_port_is_refused(peer: str) -> None:
     result = call("doctor", "--peer", peer)
@@ -258,17 +282,29 @@ def test_doctor_looks_for_the_cluster_of_ray(
     listener: socket.socket, closed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
-    current = tmp_path / "ray_current_cluster"
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert ray.look_at_ray(str(current)).found.startswith("no cluster runs here")
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # as for Ray, if RAY_TMPDIR is not set
+    current = tmp_path / "ray" / "ray_current_cluster"
+    assert ray.look_at_ray().found.startswith("no cluster runs here")
+    current.parent.mkdir()
+    current.write_text(address)
+    assert ray.look_at_ray().found == f"the cluster at {address} answers"
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert ray.look_at_ray().found.startswith("no cluster runs here")
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "other"))
+    assert ray.look_at_ray().found.startswith("no cluster runs here")
+    monkeypatch.delenv("RAY_TMPDIR")
     current.write_text(f"127.0.0.1:{closed}")
-    assert ray.look_at_ray(str(current)).status == "ok"
+    assert ray.look_at_ray().status == "ok"
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed}")
-    lost = ray.look_at_ray(str(current))
+    lost = ray.look_at_ray()
     assert lost.status == "fail"
     assert "unset RAY_ADDRESS" in lost.cure
-    monkeypatch.setenv("RAY_ADDRESS", f"ray://127.0.0.1:{listener.getsockname()[1]}")
-    assert ray.look_at_ray(str(current)).found.endswith("answers")
+    monkeypatch.setenv("RAY_ADDRESS", f"ray://{address}")
+    assert ray.look_at_ray().found.endswith("answers")
 
 
 def test_a_check_that_hangs_or_fails_does_not_stop_the_others() -> None:
@@ -305,6 +341,20 @@ doctor.checks = lambda peers: [Check("hangs", lambda: time.sleep(1000), "wait no
     done = run_python("-c", DOCTOR.format(breaking=breaking), timeout=30.0)
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["findings"][0]["cure"] == "wait no longer"
+
+
+def test_ctrl_c_ends_doctor_at_once_although_a_check_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An orderly end would abort if the check is in C++."""
+
+    def interrupted(checks: object) -> None:
+        raise KeyboardInterrupt
+
+    registered: list[Any] = []
+    monkeypatch.setattr(doctor, "run", interrupted)
+    monkeypatch.setattr(doctor, "still_running", lambda: True)
+    monkeypatch.setattr(doctor.atexit, "register", lambda *call: registered.append(call))
+    assert call("doctor").exit_code == 1
+    assert registered == [(doctor._leave, 1)]
 
 
 @pytest.mark.gpu

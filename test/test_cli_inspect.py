@@ -106,6 +106,17 @@ def test_inspect_names_the_cure_of_a_damaged_version(run_7: Path) -> None:
     assert "delete 000000000013.json and 000000000011.json" in found["cure"]
 
 
+def test_inspect_advises_nobody_to_delete_a_version_that_it_cannot_read(run_7: Path) -> None:
+    manifest = run_7 / "000000000012.json"
+    manifest.unlink()
+    manifest.mkdir()  # opened, also by root, and not read
+    result = call("inspect", run_7, "--json")
+    found = document(result)
+    assert (result.exit_code, "cure" in found) == (1, False)
+    assert [row["state"] for row in found["versions"]] == ["unreadable", "ok"]
+    assert "not a regular file" in found["versions"][0]["problem"]
+
+
 def test_inspect_prints_plain_lines_into_a_pipe(run_7: Path, tmp_path: Path) -> None:
     frames = dump(tmp_path / "frames", welcome(), full(3), *patches(3, 4))
     for path in (run_7, data_file(run_7, 12), frames):

@@ -125,12 +125,15 @@ def test_distributed(encoding: str, updates: int) -> None:
 
 
 @pytest.mark.slow  # test_sharded has trainers of several ranks, with FSDP too
-def test_fsdp_trainer() -> None:
+@pytest.mark.parametrize("updates", [0, 5])
+def test_fsdp_trainer(updates: int) -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "4", str(ROOT / "examples/fsdp_trainer.py")]
-    done = run_python(*command, "--updates", "5", env={"OMP_NUM_THREADS": "1"})
+    done = run_python(*command, "--updates", str(updates), env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"trainer (\d): the workers have {0: 5, 1: 5}", done.stdout)) == ["0", "1"]
-    assert sorted(re.findall(r"worker (\d): version 5", done.stdout)) == ["0", "1"]
+    have = rf"trainer (\d): the workers have {{0: {updates}, 1: {updates}}}"
+    assert sorted(re.findall(have, done.stdout)) == ["0", "1"]
+    assert sorted(re.findall(rf"worker (\d): version {updates}", done.stdout)) == ["0", "1"]
+    assert f"trainer 0: version {updates}: bucket" in done.stdout
     assert "holds 59,648 of 119,296 weights" in done.stdout
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr
@@ -226,11 +229,21 @@ def test_patch_sync(args: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_patch_sync_needs_an_update() -> None:
-    for steps in ("0", "-3"):
-        done = run("patch_sync.py", "--steps", steps, "--warmup", "0")
-        assert done.returncode == 2
-        assert done.stderr.endswith("error: --steps is at least 1, not " + steps + "\n")
+@pytest.mark.parametrize(
+    ("name", "option", "problem"),
+    [
+        ("patch_sync.py", "--steps=0", "--steps is at least 1, not 0"),
+        ("patch_sync.py", "--steps=-3", "--steps is at least 1, not -3"),
+        ("trainer_explorer.py", "--steps=0", "--steps is at least 1, not 0"),
+        ("train_cartpole.py", "--workers=0", "--workers and --frames are at least 1"),
+        ("train_cartpole.py", "--frames=0", "--workers and --frames are at least 1"),
+        ("llm_rollout.py", "--updates=0", "--updates is at least 2: the reward"),
+    ],
+)
+def test_numbers_that_are_too_small_are_refused(name: str, option: str, problem: str) -> None:
+    done = run(name, option)
+    assert done.returncode == 2
+    assert f"error: {problem}" in done.stderr
 
 
 @pytest.mark.slow
@@ -247,13 +260,6 @@ def test_llm_rollout() -> None:
     assert [line.fullmatch(found)[1] for found in lines] == [str(number) for number in range(1, 13)]
     first, after = map(float, re.fullmatch(r"the reward rose from (\S+) to (\S+)", last).groups())
     assert after > first + 0.1
-
-
-@pytest.mark.slow
-def test_llm_rollout_with_too_few_updates() -> None:
-    done = run("llm_rollout.py", "--updates", "0")
-    assert done.returncode == 2
-    assert "--updates is at least 2" in done.stderr
 
 
 @pytest.mark.slow

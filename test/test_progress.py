@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import logging
 import os
 import pty
+import struct
+import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -109,6 +113,16 @@ def test_bar_on_a_terminal(terminal: Terminal, caplog: pytest.LogCaptureFixture)
 @pytest.mark.usefixtures("at_once")
 def test_a_bar_fits_into_one_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
+    transfer("sending weights to worker 0")
+    wait_until(lambda: terminal.text.endswith("\r" + " " * 29 + "\r"))
+    assert all(len(frame) < 30 for frame in terminal.frames)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_bar_fits_where_stdout_is_a_file(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr(sys, "__stdout__", None)
+    fcntl.ioctl(terminal.stderr, termios.TIOCSWINSZ, struct.pack("4H", 24, 30, 0, 0))
     transfer("sending weights to worker 0")
     wait_until(lambda: terminal.text.endswith("\r" + " " * 29 + "\r"))
     assert all(len(frame) < 30 for frame in terminal.frames)

@@ -136,7 +136,8 @@ def _find_terminal() -> TextIO | None:
 
 def _write(terminal: TextIO, text: str, *, whole: bool = False) -> None:
     """Write over the line of the cursor: a part that fits and that the next text replaces, or ``whole``."""
-    width = shutil.get_terminal_size().columns - 1
     with contextlib.suppress(OSError, ValueError):  # a transfer goes on if the terminal is gone
+        its_own = os.get_terminal_size(terminal.fileno()).columns or 80, 24
+        width = shutil.get_terminal_size(fallback=its_own).columns - 1  # stdout may be a file
         terminal.write(f"{text}\n" if whole else f"\r{text[:width]:<{width}}\r")
         terminal.flush()

@@ -9,10 +9,15 @@ _SOURCE = re.compile(r"\[\S+\.(cc|h):\d+\] ")
 
 def format_size(nbytes: int) -> str:
     """Return a number of bytes with three digits and its unit, such as ``"19.2 MB"``."""
-    for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, step in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= 0.9995 * step:
             return f"{nbytes / step:.3g} {unit}"
     return f"{nbytes} B"
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    """Return a number with so many digits, such as ``"1.23"``, or a larger one as an integer."""
+    return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:.0f}"
 
 
 def format_seconds(seconds: float) -> str:

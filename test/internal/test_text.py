@@ -7,7 +7,7 @@ import torch
 
 from weight_update import SchemaMismatchError, SyncReport, WeightSchema
 from weight_update.strategy.named_weights import NamedWeights
-from weight_update.text import brief, format_seconds, format_size, plural
+from weight_update.text import brief, format_number, format_seconds, format_size, plural
 
 ONE = {"weight": torch.zeros(2)}
 OTHER = {"weight": torch.zeros(3)}
@@ -22,10 +22,19 @@ OTHER = {"weight": torch.zeros(3)}
         (999_600, "1 MB"),
         (19_240_000, "19.2 MB"),
         (2_500_000_000, "2.5 GB"),
+        (1_540_000_000_000, "1.54 TB"),
     ],
 )
 def test_a_size_has_three_digits_and_a_unit(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "digits", "text"),
+    [(0.01234, 3, "0.0123"), (999.4, 3, "999"), (999.6, 3, "1000"), (12345.6, 4, "12346"), (240.0, 2, "240")],
+)
+def test_a_number_has_no_exponent(number: float, digits: int, text: str) -> None:
+    assert format_number(number, digits) == text
 
 
 @pytest.mark.parametrize(

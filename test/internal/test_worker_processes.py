@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import pytest
+from interpreters import run_python
 
-from weight_update.testing.workers import RemoteObject
+from weight_update.testing.workers import RemoteObject, WorkerDiedError
 
 
 class Sleeper:
@@ -17,6 +19,39 @@ class Sleeper:
 
     def end(self) -> None:
         """Do nothing."""
+
+
+def test_a_call_of_a_killed_process_says_that_it_is_gone() -> None:
+    process = RemoteObject(Sleeper)
+    process.runner.kill()
+    process.runner.join()
+    with pytest.raises(WorkerDiedError, match="process is gone"):
+        process.call("sleep")
+    process.stop()
+
+
+def test_processes_end_with_a_test_that_is_killed() -> None:
+    done = run_python("-c", KILLED, timeout=30.0)  # raises while any process has its output
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert done.stdout == "both run\n"
+
+
+KILLED = """
+import os, signal
+from weight_update.testing.workers import RemoteObject
+
+class Idle:
+    def run(self):
+        pass
+
+    def end(self):
+        pass
+
+for process in [RemoteObject(Idle), RemoteObject(Idle)]:
+    process.call("run")
+print("both run", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 @pytest.mark.slow  # it waits ten seconds for the process to end

@@ -20,6 +20,7 @@ from weight_update.cli.measuring.models import ModelSource
 from weight_update.cli.measuring.rounds import ENCODINGS, RAY, SCHEMES, Plan, Results, measure
 from weight_update.cli.options import MOST_SECONDS, FiniteRange
 from weight_update.cli.output import json_option, progress, show
+from weight_update.progress import show_progress
 from weight_update.text import format_size, plural
 from weight_update.transports.ray.rendezvous import import_ray
 
@@ -116,6 +117,7 @@ def command(
     """
     if path is not None and ctx.get_parameter_source("size") is not ParameterSource.DEFAULT:
         raise click.UsageError("--size is for a model that bench makes; leave it out, or leave out --model")
+    show_progress(False)  # bars of transfers would break the one of bench
     sys.path.insert(0, os.getcwd())  # for the module of the user, also in workers
     schemes, encodings = _in_order(SCHEMES, schemes), _in_order(ENCODINGS, encodings)
     left = max(_LEAST_SECONDS, seconds - (ctx.obj or 0.0))

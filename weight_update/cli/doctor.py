@@ -77,15 +77,18 @@ def command(ctx: click.Context, peers: list[tuple[str, int]], as_json: bool) -> 
     Each finding states what to do about it. The exit status is 1 if a check fails. Warnings and skipped
     checks concern only some programs.
     """
-    found = run(checks(peers))
-    rows = [
-        {"check": name, "status": one.status, "found": one.found, "cure": one.cure or None}
-        for name, one in found
-    ]
-    good = all(one.status != "fail" for _, one in found)
-    show({"good": good, "findings": rows}, as_json=as_json)
-    if still_running():
-        atexit.register(_leave, 0 if good else 1)
+    good = False
+    try:
+        found = run(checks(peers))
+        rows = [
+            {"check": name, "status": one.status, "found": one.found, "cure": one.cure or None}
+            for name, one in found
+        ]
+        good = all(one.status != "fail" for _, one in found)
+        show({"good": good, "findings": rows}, as_json=as_json)
+    finally:  # also after Ctrl-C
+        if still_running():
+            atexit.register(_leave, 0 if good else 1)
     ctx.exit(0 if good else 1)
 
 

@@ -23,8 +23,8 @@ def command(ctx: click.Context, path: Path, as_json: bool) -> None:
     """Print what PATH holds, and verify it.
 
     PATH is a directory of checkpoints, a version file in it (.json or .safetensors), or a file of one frame
-    or more of the wire format. Nothing is changed. The exit status is 1 if anything is damaged, and 2 if PATH
-    holds no weights or cannot be read.
+    or more of the wire format. Nothing is changed. The exit status is 1 if anything is damaged or unreadable,
+    and 2 if PATH holds no weights or cannot be read.
     """
     try:
         document = _read(path)

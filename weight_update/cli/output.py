@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from weight_update.text import format_size
+from weight_update.text import format_number, format_size
 
 Row = Mapping[str, Any]
 Document = Mapping[str, Any]
@@ -32,7 +32,8 @@ _UNFOLDED = 1_000_000
 """Columns within which no line is folded."""
 _LEGIBLE = 5
 """Characters that a column of a table is wide, unless its words are shorter; narrower ones cannot be read."""
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "damaged": "bold red", "skipped": "dim"}
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
+_STYLES |= {"damaged": "bold red", "unreadable": "bold red"}
 _STYLES |= {"joined": "green", "late": "yellow", "lost": "bold red", "failed": "bold red"}
 
 json_option: Callable[[Any], Any] = click.option(
@@ -173,7 +174,7 @@ def _text(key: str, value: Any) -> str:
     if key.endswith("bytes") and isinstance(value, int):
         return format_size(value)
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return format_number(value, 4)
     if isinstance(value, dict):
         return ", ".join(f"{name} {_text(name, item)}" for name, item in value.items()) or "-"
     if isinstance(value, list):

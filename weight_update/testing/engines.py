@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from weight_update.schemes import MemoryWeightSyncScheme
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.testing.models import fingerprint, scramble
 from weight_update.testing.watched_engines import Watched
+from weight_update.threads import call_in_thread
 
 ENCODINGS = ["dense", "bucket", "patch"]
 SEVERAL_UPDATES = 5
@@ -212,10 +213,10 @@ class EngineContract:
             assert self.generate(engine.engine) == before, "generate() gave two answers by the same weights"
             change(link.source, 1)
             engine.before = stop_at_the_last
-            sending = start(link.sender.send)
+            sending = call_in_thread("engine", link.sender.send)
             try:
                 assert reached.wait(self.limit), "the update did not begin"
-                request = start(partial(self.generate, engine.engine))
+                request = call_in_thread("engine", partial(self.generate, engine.engine))
                 wait([request], self.moment)
             finally:
                 goes_on.set()
@@ -239,7 +240,7 @@ class EngineContract:
 
         with self.connected() as link:
             self.generate(link.engine.engine)
-            generating = start(generate_until_over)
+            generating = call_in_thread("engine", generate_until_over)
             try:
                 for version in range(1, SEVERAL_UPDATES):
                     change(link.source, version)
@@ -256,7 +257,7 @@ class EngineContract:
             before = self.generate(engine)
             change(link.source, 1)
             self.fail_once(link, "last weight")
-            request = start(partial(self.generate, engine))
+            request = call_in_thread("engine", partial(self.generate, engine))
             wait([request], self.moment)
             if request.done() and request.exception() is None and request.result() != before:
                 pytest.fail("a request was answered after an update had failed: refuse it until one succeeds")
@@ -280,7 +281,7 @@ class EngineContract:
         with sender, receiver:
             sender.init_on_sender(model=source, num_workers=1)
             receiver.init_on_receiver(model=engine, worker_idx=0)
-            joining = start(receiver.connect)
+            joining = call_in_thread("engine", receiver.connect)
             try:
                 sender.connect()
             finally:
@@ -358,20 +359,6 @@ def numbers_of(source: nn.Module) -> dict[str, torch.Tensor]:
         for name, weight in state.items()
         if weight.numel() and weight.dtype is not torch.bool and not weight.is_complex()
     }
-
-
-def start(call: Callable[[], object]) -> Future[object]:
-    """Return the result of a call in a thread, which ends with the process if an engine does not return."""
-    future: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - the test gets it
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def require_expected_weights(engine: InferenceEngine) -> Mapping[str, torch.Tensor]:

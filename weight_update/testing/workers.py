@@ -174,7 +174,7 @@ class RemoteObject:
             self.runner.start()
         else:
             context: Any = multiprocessing.get_context(method)
-            self.runner = context.Process(target=_main, args=(theirs, make, *args), daemon=True)
+            self.runner = context.Process(target=_main, args=(self._pipe, theirs, make, *args), daemon=True)
             self.runner.start()
             theirs.close()
 
@@ -184,8 +184,15 @@ class RemoteObject:
         return self.answer()
 
     def post(self, command: str, *args: Any, **kwargs: Any) -> None:
-        """Send the request of :meth:`call`."""
-        self._pipe.send_bytes(dumps((command, args, kwargs)))
+        """Send the request of :meth:`call`.
+
+        Raises:
+            WorkerDiedError: nobody is there to read it.
+        """
+        try:
+            self._pipe.send_bytes(dumps((command, args, kwargs)))
+        except ConnectionError as error:
+            raise WorkerDiedError(f"{self.name} is gone") from error
 
     def answer(self, timeout: float = ANSWER_SECONDS) -> Any:
         """Wait for the answer of :meth:`call`.
@@ -224,7 +231,7 @@ class Worker(RemoteObject):
     Args:
         scheme: given to the worker as a user would: as an argument of the process, or copied for a thread.
         index: of the worker.
-        method: ``"fork"``, ``"forkserver"``, ``"spawn"``, ``"thread"`` or ``"ray"``.
+        method: ``"fork"``, ``"forkserver"``, ``"spawn"`` or ``"thread"``.
         make: called with scheme and index in the worker.
     """
 
@@ -253,7 +260,8 @@ def loads(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def _main(pipe: Connection, make: Callable[..., Any], *args: Any) -> None:
+def _main(ours: Connection, pipe: Connection, make: Callable[..., Any], *args: Any) -> None:
+    ours.close()  # while a forked child has it, too, the child does not notice that the test has died
     gc.freeze()  # garbage of a parent that used gloo ends a forked child that collects it
     torch.set_num_threads(1)  # a forked child hangs in parallel regions if its parent ever used one
     faulthandler.register(signal.SIGUSR2, file=2)

@@ -8,7 +8,7 @@ import resource
 from pathlib import Path
 
 from weight_update.cli.checks.base import BYTE, Finding, fail, ok, problem_of_reader, warn
-from weight_update.errors import NotEnoughMemoryError, TransportError
+from weight_update.errors import NotEnoughMemoryError
 from weight_update.text import format_size
 from weight_update.transports.listener import MAX_PENDING
 from weight_update.transports.memory_limits import entries, left_in_cgroups
@@ -51,7 +51,7 @@ def look_at_memfd() -> Finding:
         buffer = SharedBuffer(1)
     except NotEnoughMemoryError as error:
         return fail(str(error), "free memory, or raise the limits (ulimit -v, ulimit -n, container)")
-    except (OSError, TransportError) as error:
+    except OSError as error:
         return fail(str(error), cure)
     with contextlib.closing(buffer):
         buffer.tensor.fill_(BYTE)

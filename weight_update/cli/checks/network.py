@@ -13,13 +13,14 @@ import torch
 
 from weight_update.cli.checks.base import THREADS, Finding, fail, ok, warn
 from weight_update.errors import TransportError
+from weight_update.text import brief
 from weight_update.threads import start_thread
 from weight_update.transports.distributed.rendezvous import SenderStore
 from weight_update.transports.distributed.store import HashStore, ProcessGroupGloo
 
 _SECONDS = 3.0
-PEER_SECONDS = 3.0
-"""Seconds that a peer may take to accept a connection."""
+PEER_SECONDS = 2.0
+"""Seconds that each address of a peer may take to accept a connection; many names have two."""
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 GLOO_CURE = f"set {_INTERFACE} to a network interface that is up and has an address (ip -brief address)"
 
@@ -94,7 +95,7 @@ def _reduce(store: Any, rank: int) -> str:
         group = ProcessGroupGloo(store, rank, 2, timedelta(seconds=_SECONDS))
         group.allreduce([torch.ones(1)]).wait()
     except RuntimeError as error:
-        return str(error).partition("\n")[0].rpartition("] ")[2]  # without the line of gloo's source
+        return brief(error)
     return ""
 
 

@@ -51,7 +51,7 @@ def look_at_package(name: str) -> Finding:
         return fail(f"not installed {supported}", install)
     if requirement.specifier.contains(installed, prereleases=True):
         return ok(f"{installed} {supported}")
-    return fail(f"{installed} {supported}", install)
+    return (warn if extra else fail)(f"{installed} {supported}", install)
 
 
 def look_at_kernels() -> Finding:

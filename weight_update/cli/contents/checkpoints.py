@@ -88,7 +88,7 @@ def read_version_file(path: Path) -> dict[str, Any]:
         with contextlib.suppress(FileNotFoundError):  # the trainer removed the manifest
             row, manifest, weights = _read_version(index, version)
             if path.suffix != _SUFFIX or manifest is None or manifest.file == path.name:
-                cure = _cure(index, [row], _newest_complete(index)) if row["problem"] else {}
+                cure = _cure(index, [row], _newest_complete(index)) if row["state"] == "damaged" else {}
                 return {"good": row["state"] == "ok", **facts, **row, **cure, **_tensors(weights or {})}
     return _read_alone(path, facts)
 
@@ -104,7 +104,7 @@ def _newest_complete(index: ManifestIndex) -> int | None:
 
 def _cure(index: ManifestIndex, rows: Sequence[Mapping[str, Any]], newest: int | None) -> dict[str, str]:
     """Return the fact that states what to do about damaged versions; no fact if there are none."""
-    damaged = [row for row in rows if row["problem"]]
+    damaged = [row for row in rows if row["state"] == "damaged"]
     if not damaged:
         return {}
     complete = "wait for the next one" if newest is None else f"use version {newest}, the newest complete one"
@@ -142,7 +142,7 @@ def _read_version(
     Raises:
         FileNotFoundError: there is no such version (any more).
     """
-    manifest, weights, problem = None, None, None
+    manifest, weights, state, problem = None, None, "ok", None
     try:
         manifest = index.load(version)
         found = map_file(index.directory / manifest.file, manifest.digest)[1]
@@ -150,11 +150,13 @@ def _read_version(
         weights = found
     except FileNotFoundError:
         raise
-    except (CorruptCheckpointError, OSError) as error:
-        problem = str(error)
+    except CorruptCheckpointError as error:
+        state, problem = "damaged", str(error)
+    except OSError as error:  # such as a lack of permission, or of the file server
+        state, problem = "unreadable", str(error)
     row = {
         "version": version,
-        "state": "ok" if problem is None else "damaged",
+        "state": state,
         "step": None if manifest is None else manifest.step,
         "bytes": None if manifest is None else manifest.nbytes,
         "tensor_count": None if manifest is None else len(manifest.tensors),

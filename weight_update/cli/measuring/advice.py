@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weight_update.cli.measuring.rounds import Case, Results
+from weight_update.text import format_number
 
 _NETWORK = "distributed"
 
@@ -45,21 +46,27 @@ def recommendation(results: Results) -> dict[str, str | None]:
     The shortest median wins. Cases are in order of simplicity: the first whose lower quartile is not above
     that median is taken instead, because the difference lies within the spread.
     """
-    cases = [case for case in results.cases if case.seconds and not case.failure]
+    cases = _measured(results)
     if not cases:
         return {"recommended_scheme": None, "recommended_encoding": None, "reason": "nothing was measured"}
     medians = {case.name: statistics.median(case.seconds) for case in cases}
+    shown = {name: f"{format_number(1e3 * median)} ms" for name, median in medians.items()}
     best = min(cases, key=lambda case: medians[case.name])
     chosen = next(case for case in cases if (quartiles(case.seconds)[0] or 0.0) <= 1e3 * medians[best.name])
     others = sorted((case for case in cases if case is not chosen), key=lambda case: medians[case.name])
-    reason = f"{1e3 * medians[chosen.name]:.3g} ms per update"
+    reason = f"{shown[chosen.name]} per update"
     if results.copies:
-        reason += f", {medians[chosen.name] / statistics.median(results.copies):.2g} times a plain copy"
+        times = medians[chosen.name] / statistics.median(results.copies)
+        reason += f", {format_number(times, 2)} times a plain copy"
     if chosen is not best:
-        reason += f"; it is simpler than {best.name} ({1e3 * medians[best.name]:.3g} ms), within the spread"
+        reason += f"; it is simpler than {best.name} ({shown[best.name]}), within the spread"
     elif others:
-        reason += f"; the next is {others[0].name} with {1e3 * medians[others[0].name]:.3g} ms"
+        reason += f"; the next is {others[0].name} with {shown[others[0].name]}"
     return {"recommended_scheme": chosen.scheme, "recommended_encoding": chosen.encoding, "reason": reason}
+
+
+def _measured(results: Results) -> list[Case]:
+    return [case for case in results.cases if case.seconds and not case.failure]
 
 
 def network_advice(results: Results) -> str | None:
@@ -67,7 +74,7 @@ def network_advice(results: Results) -> str | None:
 
     A patch takes longer to make and saves bytes. At that speed, both times are equal.
     """
-    found = {case.encoding: case for case in results.cases if case.scheme == _NETWORK and case.seconds}
+    found = {case.encoding: case for case in _measured(results) if case.scheme == _NETWORK}
     dense, patch = found.get("dense"), found.get("patch")
     if dense is None or patch is None or dense.report is None or patch.report is None:
         return None
@@ -78,5 +85,5 @@ def network_advice(results: Results) -> str | None:
         return "between machines: distributed with dense; a patch is not smaller"
     if longer <= 0:
         return "between machines: distributed with patch; it is faster even over loopback"
-    speed = 8 * saved / longer / 1e9
-    return f"between machines: distributed with patch below {speed:.2g} Gbit/s, with dense on faster links"
+    speed = format_number(8 * saved / longer / 1e9, 2)
+    return f"between machines: distributed with patch below {speed} Gbit/s, with dense on faster links"

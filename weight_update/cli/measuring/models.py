@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import zlib
 from collections.abc import Mapping
@@ -60,6 +61,10 @@ def _imported(path: str) -> nn.Module:
     except (ImportError, AttributeError, ValueError) as error:
         raise _refused(f"{path!r}: {error}; give module:attribute") from None
     if not isinstance(found, nn.Module) and callable(found):
+        try:
+            inspect.signature(found).bind()
+        except (TypeError, ValueError) as error:
+            raise _refused(f"{path!r} needs arguments ({error}); give a function without any") from None
         found = found()
     if not isinstance(found, nn.Module):
         raise _refused(
@@ -81,12 +86,14 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def change(tensors: Mapping[str, torch.Tensor], share: float) -> None:
     """Change that share of the elements at random places by one unit in the last place."""
-    for value in tensors.values():
+    for value in {one.data_ptr(): one for one in tensors.values()}.values():  # tied ones once
         bits = BITS.get(value.dtype.itemsize)
         if bits is not None and value.numel() and value.is_contiguous():
             flat = value.view(-1).view(bits)
-            places = torch.randint(flat.numel(), (round(share * flat.numel()),))
-            flat[places] ^= 1
+            if share < 1:  # a place that is drawn twice changes once
+                flat[torch.randint(flat.numel(), (round(-math.log1p(-share) * flat.numel()),))] ^= 1
+            else:
+                flat ^= 1
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
