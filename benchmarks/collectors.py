@@ -29,12 +29,13 @@ OURS, VERSIONS, PLAIN = "ours", "torchrl, versions", "torchrl"
 """Our collector, TorchRL's with ``track_policy_version=True``, and TorchRL's as it is by default."""
 
 WORKERS = {"Collector": 0, "MultiSyncCollector": 2, "MultiAsyncCollector": 2}
-_FRAMES = 200  # of a process in one batch
+_FRAMES = 200  # of a batch, for each process
 _WARM_UP = 2  # batches
 _NOTE = (
-    f"CartPole, {_FRAMES} frames of each process in a batch, median (min .. max) of the turns. Multi "
-    "collectors have two workers. Our frames have the version of their policy. *torchrl, versions*: with "
-    "track_policy_version=True. The last columns: ours, divided by the columns before."
+    "CartPole, median (min .. max) of the turns. Multi collectors have two workers. A batch has "
+    f"{_FRAMES} frames of each process, or twice as many of one with a MultiAsyncCollector. Our frames have "
+    "the version of their policy. *torchrl, versions*: with track_policy_version=True. The last columns: "
+    "ours, divided by the columns before."
 )
 
 
@@ -66,9 +67,14 @@ def make_policy(width: int) -> ProbabilisticActor:
     )
 
 
-def make_collector(kind: str, variant: str, policy: nn.Module) -> Any:
-    """Return a collector of this kind."""
-    workers = WORKERS[kind]
+def class_of(kind: str, variant: str) -> Any:
+    """Import and return the class of this kind of collector."""
+    return getattr(importlib.import_module("collectors" if variant == OURS else "torchrl.collectors"), kind)
+
+
+def make_collector(cls: Any, variant: str, policy: nn.Module) -> Any:
+    """Return a collector of this class."""
+    workers = WORKERS[cls.__name__]
     options: dict[str, Any] = {
         "frames_per_batch": _FRAMES * max(workers, 1),
         "total_frames": -1,
@@ -79,16 +85,15 @@ def make_collector(kind: str, variant: str, policy: nn.Module) -> Any:
     if workers:
         library = weight_update if variant == OURS else torchrl.weight_update
         options["weight_sync_schemes"] = {"policy": library.SharedMemWeightSyncScheme()}
-    package = importlib.import_module("collectors" if variant == OURS else "torchrl.collectors")
-    return getattr(package, kind)([make_env] * workers or make_env, policy, **options)
+    return cls([make_env] * workers or make_env, policy, **options)
 
 
 def run(case: Case, variant: str, batches: int, found: Found) -> None:
     """Start a collector, update its policy before each batch, and shut it down."""
     kind, width = case
-    policy = make_policy(width)
+    policy, cls = make_policy(width), class_of(kind, variant)
     start = time.perf_counter()
-    collector = make_collector(kind, variant, policy)
+    collector = make_collector(cls, variant, policy)
     try:
         frames = iter(collector)
         next(frames)

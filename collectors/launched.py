@@ -88,10 +88,10 @@ class Launched(Remote):
             return self._scheme_class()
         return self._scheme_class(address=own_address())
 
-    def _announce(self, address: str) -> None:
+    def _announce(self) -> None:
         """Set the address of the rendezvous, and give each worker's collector its index and receivers."""
-        self.IPAddr = address
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(self.tcp_port)
+        self.IPAddr = "localhost" if self.launcher == "mp" else own_address()
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = self.IPAddr, str(self.tcp_port)
         receivers = {"weight_recv_schemes": self._updates.schemes} if self._updates.schemes else {}
         for idx, options in enumerate(self.collector_kwargs):
             options.update(worker_idx=idx, **receivers)
@@ -216,8 +216,15 @@ def endless(total_frames: float) -> float:
 
 
 def own_address() -> str:
-    """Return the address of this machine for workers on other hosts."""
-    return socket.gethostbyname(socket.gethostname())
+    """Return the address of this machine for workers on other hosts; raise OSError if its name has none."""
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise OSError(
+            f"{name!r}, the host name of this machine, has no address to which workers could connect: enter "
+            "the machine's own address into /etc/hosts"
+        ) from error
 
 
 def _portable_options(options: dict[str, Any]) -> dict[str, Any]:

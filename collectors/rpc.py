@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed import rpc
 from torchrl.data.utils import CloudpickleWrapper
 
 from collectors.closing import close_all
-from collectors.launched import Launched, own_address
+from collectors.launched import Launched
 from collectors.rpc_node import join_world, leave, made, make_collector, name_of, run_node, was_in_a_world
 from collectors.torchrl_names import tensorpipe_options
 from collectors.waiting import WaitingTimes
@@ -67,10 +68,11 @@ class RPCWorkers(Workers):
             raise WorkerError(f"workers could not start:\n{errors}")
 
     def join(self, join_world: Callable[[], None]) -> None:
-        """Call ``join_world`` once the processes have started."""
+        """Call ``join_world`` once the processes have started; raise if one of them ends, or is late."""
         self.nodes.await_ready(START_SECONDS)
         self._in_group = self.launcher == "submitit_delayed"  # TorchRL makes a process group, too
-        join_world()
+        # By itself it waits for half an hour, also for a process that has ended.
+        self.nodes.attend(join_world, START_SECONDS if self.launcher == "mp" else math.inf)
 
     def make_collectors(self, cls: Any, envs: Sequence[Any], several: int, options: Sequence[Any]) -> None:
         """Have each worker make its collector, of ``several`` environments if that is not 0."""
@@ -168,7 +170,7 @@ class RPCCollector(Launched, torchrl_distributed.RPCCollector):
 
     def _init(self) -> None:
         self.tensorpipe_options = {**tensorpipe_options, **self._given_options}
-        self._announce("localhost" if self.launcher == "mp" else own_address())
+        self._announce()
         arguments: list[Arguments] = [({}, self._arguments_of(idx)) for idx in range(self.num_workers)]
         self.jobs = self._workers.launch(self.launcher, self.slurm_kwargs, run_node, arguments)
         if self.launcher == "submitit_delayed":  # TorchRL's program waits there

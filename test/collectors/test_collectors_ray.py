@@ -23,9 +23,11 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms.module import RayModuleTransform
 
 from collectors import Collector, MultiSyncCollector, RayCollector, RayWeightUpdater
+from collectors.in_process import receive_here
 from collectors.ray_learner import LearnerSender
 from weight_update import (
     LifecycleError,
+    MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NothingToSendError,
     PolicyLag,
@@ -369,6 +371,15 @@ def test_schemes_that_know_no_actors(made: Any) -> None:
         make(make_policy(), 1, weight_sync_schemes={"policy": MultiProcessWeightSyncScheme()})
 
 
+def test_an_error_of_an_actor_that_connects_is_raised_at_once(made: Any) -> None:
+    collector = made(make, make_policy(), 1, weight_sync_schemes={"policy": MemoryWeightSyncScheme()})
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(LifecycleError, match="in other processes need another scheme, such as Shared"):
+            collector.update_policy_weights_()
+    assert time.monotonic() - start < 30.0
+
+
 def test_what_goes_wrong_in_the_constructor_leaves_nothing() -> None:
     with pytest.raises(TypeError, match="weight_update"):
         make(make_policy(), weight_sync_schemes={"policy": object()})
@@ -448,6 +459,17 @@ def test_a_learner_sends_the_policy(made: Any) -> None:
             collector.update_policy_weights_()
         sender.shutdown()
     assert seen(next(frames)) == ({9}, {9.0})
+
+
+def test_a_learner_sends_before_its_first_step_again(made: Any) -> None:
+    """TorchRL's does so after a restart and after a checkpoint, perhaps with version 0."""
+    scheme, policy = MemoryWeightSyncScheme(), make_policy(1.0)
+    receiver = made(receive_here, scheme, "policy", make_policy(), policy)
+    sender = made(LearnerSender, scheme, [])
+    for version, sent in ((0, 1), (0, 2), (5, 5)):
+        publish(sender, version, make_policy(float(sent)))
+        assert receiver.version == sent
+        assert policy.module.layers[0].tolist() == [float(sent)] * 3
 
 
 @pytest.mark.slow
