@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -192,11 +193,12 @@ class BufferPool:
             idle = [
                 one for one in self._slots if not one.in_use and self._updates - one.taken > _IDLE_UPDATES
             ]
+            counts = Counter(one.buffer.tensor.numel() for one in self._slots)
             for slot in idle:
                 nbytes = slot.buffer.tensor.numel()
-                same = sum(one.buffer.tensor.numel() == nbytes for one in self._slots)
-                if same > self._reserved.get(nbytes, 0):
+                if counts[nbytes] > self._reserved.get(nbytes, 0):
                     self._drop([slot])
+                    counts[nbytes] -= 1
             spare = 0
             for slot in reversed([slot for slot in self._slots if not slot.in_use]):
                 spare += slot.buffer.tensor.numel()
