@@ -54,7 +54,7 @@ from weight_update import (
     send_together,
 )
 from weight_update.compression import AnsCompression, Compression, NoCompression
-from weight_update.convert import cast
+from weight_update.convert import cast, gather_tensor_parallel
 from weight_update.encodings import base as encodings
 from weight_update.observers import ChromeTraceObserver, CsvObserver, LogObserver, PrometheusObserver
 from weight_update.receiver.gate import Gate
@@ -106,6 +106,11 @@ def test_a_converter_that_cannot_be_pickled_to_a_worker() -> None:
         forked.start()
         forked.join()
         assert forked.exitcode == 0
+
+
+def test_a_way_of_gathering_without_its_options() -> None:
+    with pytest.raises(ValueError, match=r"gather= takes a GatherShards, .*\(gather=function\), not partial"):
+        WeightStrategy(gather=gather_tensor_parallel())  # type: ignore[arg-type]
 
 
 def test_no_workers() -> None:

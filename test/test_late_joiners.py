@@ -121,6 +121,22 @@ def test_late_joiners_with_narrower_dtypes_are_told_the_remedy(caplog: pytest.Lo
         assert all("worker 3 joined after connect(), and gets updates of 0.0166 MB" in one for one in told)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float32), (torch.float32, torch.float16)])
+def test_a_late_joiner_with_dtypes_of_its_own_need_not_wait(dtypes: tuple[torch.dtype, ...]) -> None:
+    trainer, late = nn.Linear(8, 8), nn.Linear(8, 8).bfloat16()
+    with MemoryWeightSyncScheme(timeout=10.0) as scheme, ExitStack() as stack, ThreadPoolExecutor() as pool:
+        scheme.init_on_sender(model=trainer, num_workers=2)
+        for index, dtype in enumerate(dtypes):
+            receiver = stack.enter_context(copy.copy(scheme))
+            receiver.init_on_receiver(model=nn.Linear(8, 8, dtype=dtype), worker_idx=index)
+            pool.submit(receiver.connect)
+        scheme.connect()
+        receiver = stack.enter_context(copy.copy(scheme))
+        receiver.init_on_receiver(model=late, worker_idx=2)
+        receiver.connect(timeout=5.0)
+        assert torch.equal(late.weight, trainer.weight.bfloat16())
+
+
 def test_one_of_two_threads_becomes_a_late_joiner(monkeypatch: pytest.MonkeyPatch) -> None:
     both, admit = threading.Barrier(2), SenderSide.admit
 

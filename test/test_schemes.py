@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -260,6 +261,17 @@ def test_the_version_of_a_checkpoint(encoding: str) -> None:
             assert sender.send().version == receiver.version == 13
             sender.continue_from(20)
             assert sender.send().version == 21
+
+
+@pytest.mark.parametrize("encoding", ["dense", BucketEncoding(load_instant=False), "patch"])
+def test_a_worker_saves_the_weights_that_it_has(encoding: Any, tmp_path: Path) -> None:
+    source, target = nn.Linear(16, 3), nn.Linear(16, 3)
+    with SharedMemWeightSyncScheme(WeightStrategy("state_dict", encoding=encoding)) as sender:
+        receiver = connect_pair(sender, source, target)
+        torch.save(target.state_dict(), tmp_path / "policy.pt")
+        saved = torch.load(tmp_path / "policy.pt")
+        assert all(torch.equal(saved[name], weight) for name, weight in source.state_dict().items())
+        receiver.shutdown()
 
 
 @pytest.mark.parametrize("encoding", ["dense", "patch", "in flight"])

@@ -24,8 +24,9 @@ import torch
 from background import repeating
 from faults_tools import slots_mapped_for_reading
 from interpreters import run_python
+from pairs import connect_pair
 
-from weight_update import NotEnoughMemoryError
+from weight_update import BucketEncoding, NotEnoughMemoryError, SharedMemWeightSyncScheme, WeightStrategy
 from weight_update.testing.processes import eventually
 from weight_update.transports.shared_memory import slot_files, slots
 from weight_update.transports.shared_memory.slots import (
@@ -241,6 +242,20 @@ def test_a_slot_in_use_is_not_written_again_while_a_forked_child_lives() -> None
     assert len(os.listdir("/proc/self/fd")) == descriptors
     for buffer in (slot, free):
         buffer.close()
+
+
+def test_the_system_is_asked_only_for_the_slots_that_an_update_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[SharedBuffer] = []
+    monkeypatch.setattr(SharedBuffer, "is_read_elsewhere", lambda self: bool(asked.append(self)))
+    strategy = WeightStrategy(encoding=BucketEncoding(bucket_size=64))
+    source, target = torch.nn.Linear(16, 40), torch.nn.Linear(16, 40)
+    with SharedMemWeightSyncScheme(strategy, timeout=20.0) as sender:
+        receiver = connect_pair(sender, source, target)
+        sender.send()
+        asked.clear()
+        sender.send()
+        assert len(asked) == 43  # buckets; there are more slots
+        receiver.shutdown()
 
 
 def test_a_child_of_a_child_reads_a_slot_longer() -> None:

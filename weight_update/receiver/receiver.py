@@ -194,7 +194,8 @@ class Receiver:
             raise SyncTimeoutError(
                 f"worker {self.worker} was admitted, but its first weights did not arrive in time; "
                 "if they need longer, raise connect_timeout=, or timeout= of connect() if that was given; "
-                "with max_in_flight=, or after Ctrl-C in send(), they come with the next send()"
+                "with max_in_flight=, after Ctrl-C in send(), or if all other workers have narrower dtypes "
+                "than the trainer, they come with the next send()"
             )
         if chunk is None:
             raise SyncTimeoutError(

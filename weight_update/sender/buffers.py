@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -160,23 +161,25 @@ class BufferPool:
     def _find(self, nbytes: int) -> Slot:
         """Return a free slot of exactly this size, else a new one; NotEnoughMemoryError if there is none."""
         free = [slot for slot in self._slots if not slot.in_use]
-        for slot in free.copy():
-            if slot.abandoned or slot.buffer.is_read_elsewhere():
-                free.remove(slot)
-                self._drop([slot])
+        self._drop([slot for slot in free if slot.abandoned])
         for slot in free:
-            if slot.buffer.tensor.numel() == nbytes:
-                slot.buffer.use += 1
-                slot.taken = self._updates
-                if slot.buffer.use == 1:  # not before: memory of some sizes is used only once
-                    pin(slot.buffer.tensor)
-                return slot
+            if slot.abandoned or slot.buffer.tensor.numel() != nbytes:
+                continue
+            if slot.buffer.is_read_elsewhere():  # a call of the system: not for each of a thousand buckets
+                self._drop([slot])
+                continue
+            slot.buffer.use += 1
+            slot.taken = self._updates
+            if slot.buffer.use == 1:  # not before: memory of some sizes is used only once
+                pin(slot.buffer.tensor)
+            return slot
         try:
             self._slots.append(Slot(self._link.allocate(nbytes), self._updates))
         except NotEnoughMemoryError:
-            if not free:
+            others = [slot for slot in self._slots if not slot.in_use]
+            if not others:
                 raise
-            self._drop(free)  # of other sizes
+            self._drop(others)
             return self._find(nbytes)
         return self._slots[-1]
 
@@ -190,11 +193,12 @@ class BufferPool:
             idle = [
                 one for one in self._slots if not one.in_use and self._updates - one.taken > _IDLE_UPDATES
             ]
+            counts = Counter(one.buffer.tensor.numel() for one in self._slots)
             for slot in idle:
                 nbytes = slot.buffer.tensor.numel()
-                same = sum(one.buffer.tensor.numel() == nbytes for one in self._slots)
-                if same > self._reserved.get(nbytes, 0):
+                if counts[nbytes] > self._reserved.get(nbytes, 0):
                     self._drop([slot])
+                    counts[nbytes] -= 1
             spare = 0
             for slot in reversed([slot for slot in self._slots if not slot.in_use]):
                 spare += slot.buffer.tensor.numel()

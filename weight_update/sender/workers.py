@@ -353,7 +353,8 @@ class GroupAssignment:
             return group
         best = self._find(group.source, wire)
         if best is None and group.schema.digest != worker.schema.digest:
-            best = self._new(wire, worker.tracked, group.source)  # the group's is not ours either: wait
+            unrounded = self._find(group.source, worker.schema)
+            best = unrounded or self._new(wire, worker.tracked, group.source)  # of no weights: it waits
         if best is not None:
             self.move([worker], best)
         return best or group

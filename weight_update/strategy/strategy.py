@@ -132,6 +132,11 @@ class WeightStrategy(WeightReader):
             )
         if max_in_flight is not None:
             _require_chunks(max_in_flight, self.encoding)
+        if gather is not None and not isinstance(gather, GatherShards):
+            raise ValueError(
+                "gather= takes a GatherShards, such as GatherShards(group) or GatherShards(gather=function), "
+                f"not {type(gather).__name__}"
+            )
         self.select: Select | None = select
         self.convert: Convert | None = convert
         self.max_in_flight: int | None = max_in_flight

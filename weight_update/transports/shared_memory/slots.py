@@ -207,7 +207,8 @@ class HostSlotMapping(SlotMapping):
         return self._map[-1] != 0
 
     def _tensor(self) -> torch.Tensor:
-        return torch.frombuffer(self._map, dtype=torch.uint8)[:-1]
+        # A file of torch.save() can be read only if the storage has a whole number of elements of any dtype.
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=len(self._map) - 1)
 
     def first(self, nbytes: int) -> torch.Tensor:
         # share_memory(), or a queue of torch.multiprocessing, moves a weight with all tensors of its memory.
