@@ -338,15 +338,15 @@ class SenderSide:
         """
         report: SyncReport | None = None
         read = functools.partial(self._read, weights, worker_ids, context)
-        alone = self.ranks is None and group_commit is None
-        to_all = alone and worker_ids is None and not _is_per_worker(weights)
+        to_all = worker_ids is None and not _is_per_worker(weights)
         try:
             with self._sending, _outside_inference_mode():
                 start = time.perf_counter()
                 with self._in_step("send", read, self._patience) as named:
                     extract = time.perf_counter() - start
                     # nobody waits for late joiners that are still joining: they may fail to
-                    waited_for = {*named, *self.sender.workers} - {NOBODY}
+                    apart = {NOBODY} if group_commit is None else self.sender.incomplete
+                    waited_for = {*named, *self.sender.workers} - apart
                     report = self.sender.publish(named, group_commit=group_commit, to_all=to_all)
                     handle = SendHandle(self.sender, report, tuple(idx for idx in named if idx in waited_for))
                 report.began -= extract

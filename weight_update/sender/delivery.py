@@ -212,7 +212,7 @@ class Delivery:
                 group = worker.group
                 if not worker.joined or worker.inflight is not None or group is None or worker.lacks is None:
                     return None
-                update = group.update_for(worker.has)
+                update = group.update_for(worker.has, together=worker.together)
                 if update is not None:
                     if worker.has is not None and isinstance(group, DeltaGroup) and update in group.kept:
                         reason = "it lacks the version that changes refer to"

@@ -258,9 +258,10 @@ def _by_commit(
     """Yield workers with the group commit that they take part in.
 
     A worker in its first ``connect()`` connects its other models only when it has these weights, so it cannot
-    stage them.
+    stage them. Neither can a late joiner that has not connected all models.
     """
-    first = [one for one in states if commit is not None and one.connecting and one.has is None]
+    alone = [one for one in states if not one.together or (one.connecting and one.has is None)]
+    first = alone if commit is not None else []
     if first:
         yield first, None
     if len(first) < len(states):
