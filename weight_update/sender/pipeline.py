@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -41,6 +42,7 @@ class PipelineSender:
     def __init__(self, groups: GroupAssignment, limit: int, pool: BufferPool, delivery: Delivery) -> None:
         self._groups, self._limit, self._pool, self._delivery = groups, limit, pool, delivery
         self._unfinished: list[Pipeline] = []  # workers must forget these if the version fails
+        self._overdue: weakref.WeakSet[EncodedUpdate] = weakref.WeakSet()  # waited for long enough
 
     def send(self, weights: WorkerWeights, version: int, group_commit: str | None = None) -> SyncReport:
         """Convert, encode and send a version; ``group_commit`` is as in :meth:`Sender.publish`.
@@ -87,14 +89,22 @@ class PipelineSender:
         report.wire_bytes += pipeline.wire_bytes
 
     def _ready(self, states: list[WorkerState], step: Step) -> list[WorkerState]:
-        """Wait for workers that are busy with the version before; return those that can be sent one now."""
+        """Wait for workers that are busy with the version before; return those that can be sent one now.
+
+        A worker that was waited for in vain is not waited for again until it has answered.
+        """
 
         def busy(worker: WorkerState) -> bool:
             return worker.joined and (worker.inflight is not None or worker.writing)
 
+        def awaited(worker: WorkerState) -> bool:
+            return busy(worker) and worker.inflight not in self._overdue
+
         timeout = self._delivery.timeout
-        self._delivery.changed.wait_for(lambda: not any(map(busy, states)), timeout)
+        self._delivery.changed.wait_for(lambda: not any(map(awaited, states)), timeout)
         for worker in filter(busy, states):
+            if worker.inflight is not None:
+                self._overdue.add(worker.inflight)
             reason = (
                 f"was busy with an earlier version for {timeout:g} s: {delay_of(worker)}; the worker gets "
                 "all weights with the next send() (or raise timeout=)"
