@@ -18,7 +18,7 @@ from weight_update.arguments import require_instance
 from weight_update.encodings import Encoding
 from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError
 from weight_update.strategy.conversion import Convert, collect, convert_checked
-from weight_update.strategy.selection import extra_with
+from weight_update.strategy.selection import extra_with, refusing_endless
 from weight_update.text import plural
 from weight_update.wire.fixed import FixedTensors
 from weight_update.wire.memory import has_memory, is_freed, memory_identity
@@ -208,11 +208,12 @@ class WeightReader:
         """Whether receivers may have more weights than are sent."""
         return self.select is not None and self.encoding is self.encoding.whole
 
+    @refusing_endless()
     def named(self, source: Any) -> NamedWeights:
         """Return the weights of ``source`` by dotted name; the tensors are live references.
 
         Raises:
-            UnsupportedSourceError: ``source`` is of a type that has no weights; the message names the type.
+            UnsupportedSourceError: ``source`` is of a type that has no weights, or contains itself.
         """
         source = called(source)
         if isinstance(source, NamedWeights):
@@ -262,8 +263,7 @@ class WeightReader:
         from the items.
 
         Raises:
-            UnsupportedSourceError: as :meth:`named`; or a lazy module was not run yet, or ``convert`` gave a
-                name twice.
+            UnsupportedSourceError: as :meth:`named`; a lazy module never ran; ``convert`` gave a name twice.
         """
         named = self.named(source)
         require_initialized(named.tensors)

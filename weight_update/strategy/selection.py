@@ -1,9 +1,24 @@
-"""Selecting a part of a model's weights."""
+"""Selecting a part of a model's weights, and finding models that have no end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from weight_update.errors import UnsupportedSourceError
+
+
+@contextlib.contextmanager
+def refusing_endless() -> Iterator[None]:
+    """Return a context that raises UnsupportedSourceError in place of a RecursionError."""
+    try:
+        yield
+    except RecursionError as error:
+        raise UnsupportedSourceError(
+            "the model is nested without an end: it contains itself, directly or in one of its parts; keep a "
+            "reference to an outer module in a list, as in self.outer = [outer]"
+        ) from error
 
 
 def extra_with(chosen: Iterable[str], names: Iterable[str], extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from weight_update.strategy.named_weights import (
     Select,
     WeightReader,
 )
+from weight_update.strategy.selection import refusing_endless
 from weight_update.wire.schema import WeightSchema
 
 
@@ -201,11 +202,12 @@ class WeightStrategy(WeightReader):
             else:
                 binding.switch(schema.names, binding.prepare(schema, values))
 
+    @refusing_endless()
     def bind(self, destination: Any) -> Binding:
         """Return the places in ``destination`` that the weights of this strategy are written to.
 
         Raises:
-            UnsupportedSourceError: ``destination`` is of a type that cannot be written.
+            UnsupportedSourceError: ``destination`` is of a type that cannot be written, or contains itself.
         """
         return Binding(self.named, destination)
 
