@@ -50,7 +50,8 @@ def send_together(
     worker applies anything. When all workers have staged all models, each of them switches all its models. A
     worker that dies or is late from then on is named in the error, and the others have the update. Each of
     the two steps waits at most for the ``timeout`` of the schemes; with ``max_in_flight``, staging may wait
-    for ``timeout`` for each model.
+    for ``timeout`` for each model. A late joiner takes no part until it has connected all models: until then,
+    it gets each of them on its own, and the call does not wait for it.
 
     Args:
         weights: weights by scheme; as for :meth:`WeightSyncScheme.send`, None reads the scheme's source. All
