@@ -32,7 +32,7 @@ _UNFOLDED = 1_000_000
 """Columns within which no line is folded."""
 _LEGIBLE = 5
 """Characters that a column of a table is wide, unless its words are shorter; narrower ones cannot be read."""
-_SENTENCE, _PROSE_WIDTH = 4, 12
+_SENTENCE, _PROSE_WIDTH = 5, 12
 """Words from which on a text is a sentence, and characters that a column of sentences is wide."""
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "damaged": "bold red", "skipped": "dim"}
 _STYLES |= {"joined": "green", "late": "yellow", "lost": "bold red", "failed": "bold red"}
