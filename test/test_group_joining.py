@@ -60,6 +60,10 @@ class Fleet:
         reports = send_together({sender: mlp(self.number) for sender in self.senders})
         return [set(reports[sender].apply_seconds) for sender in self.senders]
 
+    def await_complete(self) -> None:
+        """Wait until the senders know that the late joiner has both models."""
+        wait_until(lambda: all(LATE in sender._sender.late_joiners for sender in self.senders))
+
     def late_versions(self) -> list[int | None]:
         return [self.receivers[place, LATE].version for place in range(2)]
 
@@ -94,7 +98,7 @@ def test_a_late_joiner_of_its_own_dtype_joins_while_models_are_only_sent_togethe
                 assert time.monotonic() < deadline
                 assert all(0 in applied for applied in fleet.send())
             joining.result()
-        wait_until(lambda: all(LATE in sender._sender.late_joiners for sender in fleet.senders))
+        fleet.await_complete()
         assert fleet.send() == [{0, LATE}, {0, LATE}]
         fleet.require_equal()
     finally:
@@ -108,6 +112,7 @@ def test_a_late_joiner_that_has_one_model_gets_its_updates_alone(fleet: Fleet) -
     fleet.join(1)
     assert fleet.late_versions() == [1, 1]
     fleet.require_equal()
+    fleet.await_complete()
     assert fleet.send() == [{0, LATE}, {0, LATE}]
     fleet.require_equal()
 
@@ -128,6 +133,7 @@ def test_one_that_joins_before_the_commit_gets_the_update_after_it(
     assert fleet.send() == [{0}, {0}]
     wait_until(lambda: fleet.late_versions() == [1, 1])
     fleet.require_equal()
+    fleet.await_complete()
     assert fleet.send() == [{0, LATE}, {0, LATE}]
 
 
@@ -147,6 +153,7 @@ def test_one_that_joins_while_weights_are_read_gets_them(
     monkeypatch.setattr(SenderSide, "_read", read_and_join)
     assert fleet.send() == [{0}, {0}]
     wait_until(lambda: fleet.late_versions() == [1, 1])
+    fleet.await_complete()
     assert fleet.send() == [{0, LATE}, {0, LATE}]
     fleet.require_equal()
     assert [len(sender._sender._groups.all()) for sender in fleet.senders] == [1, 1]
@@ -155,10 +162,10 @@ def test_one_that_joins_while_weights_are_read_gets_them(
 def test_a_late_joiner_that_came_back_takes_part_again(fleet: Fleet) -> None:
     for place in range(2):
         fleet.join(place)
-    wait_until(lambda: all(LATE in sender._sender.late_joiners for sender in fleet.senders))
+    fleet.await_complete()
     assert fleet.send() == [{0, LATE}, {0, LATE}]
     fleet.receivers[0, LATE]._receiver.link.disconnect()
     wait_until(lambda: fleet.senders[0].worker_versions.get(LATE) is None)
-    wait_until(lambda: LATE in fleet.senders[0]._sender.late_joiners)
+    fleet.await_complete()
     assert fleet.send() == [{0, LATE}, {0, LATE}]
     fleet.require_equal()
