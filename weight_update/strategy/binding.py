@@ -22,10 +22,10 @@ from weight_update.strategy.named_weights import (
     NamedWeights,
     any_freed,
     extra_owners,
-    key_name,
     named_parts,
     require_initialized,
 )
+from weight_update.strategy.selection import key_name
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema, require_not_freed, require_tensor
 

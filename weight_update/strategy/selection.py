@@ -1,24 +1,22 @@
-"""Selecting a part of a model's weights, and finding models that have no end."""
+"""Names of weights: the keys of dicts as names, and the selection of a part of a model."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weight_update.errors import UnsupportedSourceError
 
 
-@contextlib.contextmanager
-def refusing_endless() -> Iterator[None]:
-    """Return a context that raises UnsupportedSourceError in place of a RecursionError."""
-    try:
-        yield
-    except RecursionError as error:
+def key_name(key: Any, source: Mapping[Any, Any]) -> str:
+    """Return a key of ``source`` as a dotted name; UnsupportedSourceError if it is no name."""
+    if isinstance(key, tuple) and all(isinstance(part, str) for part in key):
+        return ".".join(key)
+    if not isinstance(key, str):
         raise UnsupportedSourceError(
-            "the model is nested without an end: it contains itself, directly or in one of its parts; keep a "
-            "reference to an outer module in a list, as in self.outer = [outer]"
-        ) from error
+            f"{type(source).__name__} with the key {key!r}: weights have string keys"
+        )
+    return key
 
 
 def extra_with(chosen: Iterable[str], names: Iterable[str], extra: Mapping[str, Any]) -> dict[str, Any]:

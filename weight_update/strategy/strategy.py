@@ -22,8 +22,8 @@ from weight_update.strategy.named_weights import (
     NamedWeights,
     Select,
     WeightReader,
+    refusing_endless,
 )
-from weight_update.strategy.selection import refusing_endless
 from weight_update.wire.schema import WeightSchema
 
 
