@@ -18,6 +18,7 @@ from marks import slow
 from test_observers_ready import report_of
 
 from weight_update.cli import main
+from weight_update.cli.checks.base import Finding
 from weight_update.cli.commands import COMMANDS
 from weight_update.cli.output import show
 from weight_update.observers import PrometheusObserver
@@ -98,6 +99,16 @@ def test_a_table_with_too_many_columns_for_the_terminal_becomes_lists(
     lines = on_terminal(document, 30, monkeypatch)
     assert lines.count("state joined") == lines.count("version 7") == lines.count("apply ms -") == 2
     assert "".join(lines).count("x") == 3 * 100  # nothing is cut
+
+
+def test_sentences_are_not_squeezed_into_narrow_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 40 columns, each word of a finding is whole."""
+    cure = "raise the limit of the container or job (docker run --memory, Slurm's --mem)"
+    found = Finding("warn", "the memory limit leaves 1.2 GB; the machine has 60 GB free", cure)
+    rows = [{"check": "memory limit", "status": found.status, "found": found.found, "cure": found.cure}]
+    assert "check status found cure" in on_terminal({"findings": rows}, 80, monkeypatch)
+    words = " ".join(on_terminal({"findings": rows}, 40, monkeypatch))
+    assert f"check memory limit status warn found {found.found} cure {cure}" in words
 
 
 def test_a_closed_output_is_no_error(run_7: Path, monkeypatch: pytest.MonkeyPatch) -> None:

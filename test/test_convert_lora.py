@@ -207,6 +207,26 @@ def test_an_adapter_with_several_ranks_is_refused() -> None:
         convert(merge_lora(2.0), weights.items())
 
 
+def test_layers_with_scalings_of_their_own() -> None:
+    """As with PEFT's ``alpha_pattern`` and ``rank_pattern``."""
+    weights, expected = {}, {}
+    for layer, rank in (("x", 2), ("deep.y", 1)):
+        a, b = numbers(rank, 4), numbers(4, rank, seed=rank)
+        weights[f"{PREFIX}{layer}.base_layer.weight"] = base = numbers(4, 4, seed=7)
+        weights[f"{PREFIX}{layer}.lora_A.default.weight"] = a
+        weights[f"{PREFIX}{layer}.lora_B.default.weight"] = b
+        expected[f"{layer}.weight"] = base + 4.0 / rank * (b @ a)
+    scales = {("x", "default"): 2.0, ("deep.y", "default"): 4.0}
+    same(convert(merge_lora(lambda layer, adapter: scales[layer, adapter]), weights.items()), expected)
+
+
+@pytest.mark.parametrize("returned", [None, float("inf")])
+def test_a_function_that_returns_no_scaling_is_named(returned: object) -> None:
+    weights = {"x.base_layer.weight": numbers(4, 4), **FACTORS}
+    with pytest.raises(ConversionError, match=rf"x \(d\): the function scaling= returned {returned}"):
+        convert(merge_lora(lambda layer, adapter: returned), weights.items())  # type: ignore[arg-type]
+
+
 def test_quantized_bases_are_refused() -> None:
     weights = {"x.base_layer.weight": torch.zeros(4, 4, dtype=torch.int8), **FACTORS}
     with pytest.raises(ConversionError, match=r"x: a base of torch\.int8"):

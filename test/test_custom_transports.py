@@ -24,9 +24,13 @@ from weight_update import (
     LinkClosedError,
     MemoryTransport,
     MemoryWeightSyncScheme,
+    SyncFailedError,
+    TransportBackend,
     WeightChunk,
     WeightSyncScheme,
 )
+from weight_update.schemes.base import End
+from weight_update.sender import delivery
 from weight_update.testing import LateJoinerContract, SchemeContract, TransportContract, greet
 from weight_update.testing.chunks import (
     Ends,
@@ -35,6 +39,7 @@ from weight_update.testing.chunks import (
     must_receive,
     number,
 )
+from weight_update.testing.processes import wait_until
 from weight_update.testing.transports import SIZES
 
 LARGE = 65_536
@@ -271,6 +276,35 @@ def test_a_transport_that_returns_no_chunk(tmp_path: Path) -> None:
         receiver.receive_weights(10.0)
     with pytest.raises(FormatError, match="a payload is a 1-D uint8 tensor"):
         replace(number(1), payload=b"bytes")
+
+
+class Broken(MemoryTransport):
+    """A transport whose worker may join again, and whose ``recv_chunk`` always raises."""
+
+    capabilities = Capabilities(allows_rejoin=True)
+    errors = itertools.chain([OverflowError("first")] * 20, itertools.repeat(ZeroDivisionError("second")))
+
+    def recv_chunk(self, timeout: float | None = None, allocate: Any = None) -> WeightChunk | None:
+        raise next(self.errors)
+
+
+class BrokenScheme(MemoryWeightSyncScheme):
+    def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
+        return Broken.pair()[0]
+
+
+def test_a_link_that_fails_again_and_again_does_not_flood_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each kind of error is logged once, with its traceback, and rarely again."""
+    monkeypatch.setattr(delivery, "_PAUSE_SECONDS", 0.001)
+    with BrokenScheme() as scheme:
+        scheme.init_on_sender(model=torch.nn.Linear(2, 2), num_workers=1)
+        with pytest.raises(SyncFailedError, match="worker 0: first"):
+            scheme.connect(timeout=5.0)
+        wait_until(lambda: caplog.records and caplog.records[-1].exc_info[0] is ZeroDivisionError)
+        time.sleep(0.1)
+    assert [record.exc_info[0] for record in caplog.records] == [OverflowError, ZeroDivisionError]
 
 
 class CountingScheme(MemoryWeightSyncScheme):

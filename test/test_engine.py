@@ -37,9 +37,11 @@ from weight_update import (
 )
 from weight_update.encodings.bucket import Joiner
 from weight_update.engines import ExclusiveEngine
-from weight_update.receiver import targets
+from weight_update.receiver import group_commit, targets
+from weight_update.receiver.updates import UpdateHandler
 from weight_update.testing import Apart, WorkerProcesses, Zoo, fingerprint, mlp, random_bits, scramble
 from weight_update.testing.models import Brittle
+from weight_update.testing.processes import wait_until
 from weight_update.testing.workers import Method
 
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
@@ -245,6 +247,30 @@ def test_an_engine_that_fails_in_a_step_of_several_models(group: Any) -> None:
     send_together(dict.fromkeys(schemes))
     have = [tensors_of(model), fingerprint(engine.loaded), tensors_of(last)]
     assert have == [tensors_of(source) for source in sources]
+
+
+def test_an_engine_that_loaded_before_another_one_failed_is_of_no_known_version(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot go back, so the sender must not take it for one that has the version before."""
+    sources, engines = [mlp(1), mlp(2)], [Notebook(), Notebook()]
+    schemes = group(sources, engines)
+    commit = UpdateHandler._commit
+
+    def second_is_last(handler: UpdateHandler, version: int) -> None:
+        if handler.staging.target._engine is engines[1]:
+            wait_until(lambda: group_commit._pending)
+        commit(handler, version)
+
+    monkeypatch.setattr(UpdateHandler, "_commit", second_is_last)
+    scramble(sources[0], 6, finite=True)
+    engines[1].fails = 2
+    with pytest.raises(SyncFailedError, match="the engine broke"):
+        send_together(dict.fromkeys(schemes))
+    assert fingerprint(engines[0].loaded) == tensors_of(sources[0])
+    assert [scheme.worker_versions for scheme in schemes] == [{0: None}, {0: None}]
+    send_together(dict.fromkeys(schemes))
+    assert [fingerprint(engine.loaded) for engine in engines] == [tensors_of(one) for one in sources]
 
 
 def test_extra_state_stays_if_the_engine_of_another_model_fails(group: Any) -> None:

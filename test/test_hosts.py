@@ -30,6 +30,7 @@ from weight_update.testing import Apart, ApartInTwos, Body, WorkerProcesses, fin
 from weight_update.testing.processes import eventually, freeze, wait_until
 from weight_update.testing.worker_processes import context_of, start_workers
 from weight_update.testing.workers import Worker
+from weight_update.transports.distributed import connection
 from weight_update.transports.distributed.checksum import BLOCK, Checksum, joint_hex
 from weight_update.transports.distributed.relay.host_relay import HostRelay
 from weight_update.transports.distributed.relay.router import Router
@@ -237,6 +238,28 @@ def test_a_worker_that_joins_maps_what_its_host_holds(hire: Hire) -> None:
     procs.hire(2, Large(-1.0)).call("connect")
     assert value_of(procs.workers[2]) == 1.0
     assert procs.scheme.network_bytes == before
+
+
+def test_a_worker_joins_though_the_one_that_has_the_weights_dies_meanwhile(hire: Hire) -> None:
+    procs = hire(ApartInTwos, 1)
+    procs.scheme.send(Large(1.0))
+    late = procs.hire(1, Large(-1.0))
+    late.call("run", kill_holder)
+    late.call("connect")
+    assert value_of(late) == 1.0
+
+
+def kill_holder(body: Body) -> None:
+    """Have this worker kill the one whose copy of the weights it is about to map."""
+    open_slot = connection.open_slot
+
+    def kill_first(pid: int, fd: int, key: str) -> Any:
+        connection.open_slot = open_slot
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not os.path.exists(f"/proc/{pid}/fd/{fd}"))
+        return open_slot(pid, fd, key)
+
+    connection.open_slot = kill_first
 
 
 @pytest.mark.parametrize("victim", quick_for([0, 1], 0), ids=["relay", "sibling"])

@@ -1149,6 +1149,9 @@ def test_a_pickled_scheme_is_the_same(url: str) -> None:
     [
         ({"url": "nosuch://x"}, ValueError, "Protocol not known"),
         ({"url": ""}, ValueError, "url is empty"),
+        ({"url": "/data/run::1"}, ValueError, "url='/data/run::1' has '::', by which fsspec chains file"),
+        ({"url": "run::1"}, ValueError, "has '::'"),
+        ({"url": "memory://bucket/run::1"}, ValueError, "has '::'"),
         ({"url": 5}, TypeError, "url is a string, such as 's3://bucket/run'"),
         ({"most_changes": -1}, ValueError, "most_changes is an integer of at least 0"),
         ({"poll_seconds": 0}, ValueError, "poll_seconds is a positive number"),

@@ -382,6 +382,26 @@ def test_a_stopped_worker_is_named_in_time_and_current_with_the_next_send(hire: 
     assert procs.ask("fingerprint") == [fingerprint(source)] * 2
 
 
+def test_a_held_worker_is_waited_for_once(hire: Any) -> None:
+    """It delays one more send() than the one that it missed, and none after that."""
+    source, timeout = layers(1), 1.0
+    procs = hire("memory", source, layers(2), workers=2, strategy=strategy(), timeout=timeout)
+    procs.workers[0].call("hold")
+    seconds = []
+    for seed in range(4):
+        scramble(source, seed)
+        start = time.monotonic()
+        with pytest.raises(SyncFailedError, match="worker 0") as caught:
+            procs.scheme.send()
+        seconds.append(time.monotonic() - start)
+        assert set(caught.value.failures) == {0}
+        assert procs.workers[1].call("fingerprint") == fingerprint(source)
+    assert max(seconds[2:]) < timeout / 2 < seconds[1]
+    procs.workers[0].call("release")
+    wait_until(lambda: procs.scheme.worker_versions[0] == 1)
+    assert set(procs.scheme.send().apply_seconds) == {0, 1}
+
+
 def test_everybody_is_gone(hire: Any) -> None:
     convert = Doubled()
     procs = hire("shared_mem", layers(), layers(5), strategy=strategy(convert=convert))

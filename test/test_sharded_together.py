@@ -84,6 +84,31 @@ def compare_two(body: Body) -> list[bool]:
     return found
 
 
+def send_while_one_joins(body: Body) -> dict[int, int | None]:
+    """Send the first model; on the leader, a worker joins after the weights were read."""
+    first = MODELS[0]
+    train(first.source, 1)
+    late = Model(first.source, first.scheme)
+    if dist.get_rank() == 0:
+        late.receiver = copy.copy(first.scheme)
+        late.receiver.init_on_receiver(model=late.target, worker_idx=1)
+        reader = first.scheme._sender_side._reader
+        read = reader.read
+
+        def read_and_join(*arguments: Any, **options: Any) -> Any:
+            del reader.read
+            found = read(*arguments, **options)
+            late.receiver.connect()
+            return found
+
+        reader.read = read_and_join
+    first.scheme.send()
+    MODELS.append(late)
+    if late.receiver is not None:
+        late.receiver.receive(timeout=10.0)
+    return first.scheme.worker_versions
+
+
 def leave_second(body: Body) -> None:
     """Have the worker leave the second scheme."""
     if (receiver := MODELS[1].receiver) is not None:
@@ -98,6 +123,16 @@ def end_two(body: Body) -> None:
 
 
 # -- tests ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"encoding": "patch"}], ids=["dense", "patch"])
+def test_a_worker_that_joins_while_weights_are_gathered_gets_them(
+    two: Ranks, options: dict[str, Any]
+) -> None:
+    two.all("run", connect_two, options)
+    assert two.all("run", send_while_one_joins)[0] == {0: 1, 1: 1}
+    assert two.all("run", compare_two)[0] == [True, True, True]
+    two.all("run", end_two)
 
 
 @pytest.mark.parametrize("options", [{}, {"encoding": "patch"}, BUCKETS], ids=["dense", "patch", "buckets"])

@@ -43,7 +43,8 @@ from weight_update import (
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.receiver.receiver import Receiver
 from weight_update.receiver.staging import Staging
-from weight_update.transports.shared_memory import slot_files, slots
+from weight_update.transports import memory_limits
+from weight_update.transports.shared_memory import slots
 from weight_update.transports.shared_memory.transport import SlotStream
 from weight_update.wire.frames import Kind, WeightChunk
 
@@ -113,7 +114,7 @@ def _let_go_soon(me) -> None:
 def test_too_little_anonymous_memory(kind, procs: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = procs.scheme(kind)
     with monkeypatch.context() as patch:
-        patch.setattr(slot_files, "available_memory", lambda: 900_000)
+        patch.setattr(memory_limits, "available_memory", lambda: 900_000)
         with pytest.raises(NotEnoughMemoryError, match=r"1\.0 MB .* 0\.9 MB"):
             scheme.init_on_sender(model=one_megabyte(), num_workers=1)
         assert not scheme.initialized_on_sender
@@ -257,6 +258,20 @@ def test_no_memory_to_receive_into(procs: Processes, monkeypatch: pytest.MonkeyP
     scheme.send(fill(model, 2))
     assert set(mine(START).tolist()) == {2.0}
     receiver.shutdown()
+
+
+@pytest.mark.parametrize("options", [{}, {"encoding": "patch"}], ids=["dense", "patch"])
+def test_a_worker_with_a_lower_limit_than_a_buffer(
+    procs: Processes, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """The kernel would kill it when it writes there."""
+    scheme = procs.scheme(MemoryWeightSyncScheme, timeout=20.0, strategy=WeightStrategy(**options))
+    model, mine = one_megabyte(), one_megabyte()
+    message = r"a buffer for weights of 1\.0 MB is needed and 0\.9 MB of memory are available to this process"
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_limits, "available_memory", lambda: 900_000)
+        with pytest.raises(SyncFailedError, match=message):
+            connect_pair(scheme, model, mine)
 
 
 def test_a_sender_that_does_not_read_of_a_shortage_in_time(

@@ -339,6 +339,27 @@ def test_send_that_shutdown_overtakes_says_so_and_keeps_no_memory(
         receiver.shutdown()
 
 
+@pytest.mark.parametrize("call", ["send", "connect"])
+def test_an_error_of_the_program_is_not_hidden_by_shutdown(call: str) -> None:
+    """A source raises an error after another thread has shut the scheme down."""
+    fails = threading.Event()
+
+    def read() -> nn.Module:
+        if fails.is_set():
+            sender.shutdown()
+            raise ZeroDivisionError("the source broke")
+        return nn.Linear(2, 2)
+
+    with MemoryWeightSyncScheme(timeout=20.0) as sender:
+        sender.init_on_sender(weights=read, num_workers=1 if call == "connect" else 0)
+        if call == "send":
+            sender.connect()
+        fails.set()
+        with pytest.raises(LifecycleError, match="was shut down") as caught:
+            getattr(sender, call)()
+        assert "the source broke" in str(caught.value.__cause__)
+
+
 @pytest.mark.parametrize("max_in_flight", [None, 2])
 def test_connect_that_shutdown_overtakes_before_it_waits_ends(
     monkeypatch: pytest.MonkeyPatch, max_in_flight: int | None

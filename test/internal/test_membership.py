@@ -271,11 +271,10 @@ def test_a_worker_comes_back_after_an_unexpected_error(
         with connect_pair(scheme, mlp(1), mlp(2)):
             scheme.send()
         monkeypatch.setattr(DeltaGroup, "prepare", failing)
-        for error in LinkClosedError, None:
-            told: dict[int, Exception] = {}
-            with receiver_of(scheme, scheme.token) as receiver:
-                try_to_join(receiver, 0, mlp(3), told)
-            assert list(map(type, told.values())) == ([] if error is None else [error])
+        told: dict[int, Exception] = {}
+        with receiver_of(scheme, scheme.token) as receiver:
+            try_to_join(receiver, 0, mlp(3), told)  # its connect() tries again
+        assert told == {}
 
 
 class LockProbe(logging.Handler):

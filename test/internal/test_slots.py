@@ -28,7 +28,8 @@ from pairs import connect_pair
 
 from weight_update import BucketEncoding, NotEnoughMemoryError, SharedMemWeightSyncScheme, WeightStrategy
 from weight_update.testing.processes import eventually
-from weight_update.transports.shared_memory import slot_files, slots
+from weight_update.transports import memory_limits
+from weight_update.transports.shared_memory import slots
 from weight_update.transports.shared_memory.slots import (
     HostSlotMapping,
     SharedBuffer,
@@ -83,7 +84,7 @@ def test_an_interrupt_while_a_slot_is_made_leaves_no_descriptor(
     monkeypatch: pytest.MonkeyPatch, directory: str | None
 ) -> None:
     """Handlers of signals run when a function begins, and after a call of C."""
-    monkeypatch.setattr(slot_files, "available_memory", lambda: None)  # makes a thousand calls
+    monkeypatch.setattr(memory_limits, "available_memory", lambda: None)  # makes a thousand calls
     before = len(os.listdir("/proc/self/fd"))
     for point in itertools.count(1):
         try:

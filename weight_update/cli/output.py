@@ -32,6 +32,8 @@ _UNFOLDED = 1_000_000
 """Columns within which no line is folded."""
 _LEGIBLE = 5
 """Characters that a column of a table is wide, unless its words are shorter; narrower ones cannot be read."""
+_SENTENCE, _PROSE_WIDTH = 5, 12
+"""Words from which on a text is a sentence, and characters that a column of sentences is wide."""
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
 _STYLES |= {"damaged": "bold red", "unreadable": "bold red"}
 _STYLES |= {"joined": "green", "late": "yellow", "lost": "bold red", "failed": "bold red"}
@@ -131,12 +133,10 @@ def _fits(keys: Sequence[str], rows: Sequence[Row], width: int) -> bool:
     """Return whether a table with these columns can be read in ``width`` characters."""
     needed = 3 * len(keys) - 2  # between columns
     for key in keys:
-        words = [
-            word
-            for text in (_title(key), *(_text(key, row.get(key)) for row in rows))
-            for word in text.split()
-        ]
-        needed += min(max(map(len, words), default=0), _LEGIBLE)
+        texts = [text.split() for text in (_title(key), *(_text(key, row.get(key)) for row in rows))]
+        longest = max((len(word) for text in texts for word in text), default=0)
+        is_prose = max(map(len, texts)) >= _SENTENCE
+        needed += _PROSE_WIDTH if is_prose else min(longest, _LEGIBLE)
     return needed <= width
 
 

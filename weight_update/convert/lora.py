@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ _FACTOR = re.compile(
 _SAVED = re.compile(r"(?P<layer>.+)\.(?:original_module|modules_to_save\.(?P<adapter>[^.]+))\.(?P<leaf>.+)")
 _KINDS = {"A": ".weight", "B": ".weight", "embedding_A": None, "embedding_B": None}
 _REMEDY = "merge in the trainer and send the merged model"
+_Scaling = float | Mapping[str, float] | Callable[[str, str], float]
 
 
 def merge_lora(
-    scaling: float | Mapping[str, float], *, fan_in_fan_out: bool = False, prefix: str = "base_model.model."
+    scaling: _Scaling, *, fan_in_fan_out: bool = False, prefix: str = "base_model.model."
 ) -> Converter:
     """Merge LoRA adapters into their base weights, with PEFT's names, out of place.
 
@@ -37,8 +38,9 @@ def merge_lora(
     Source: ``peft/tuners/lora/layer.py``.
 
     Args:
-        scaling: ``alpha / r`` (``alpha / sqrt(r)`` with ``use_rslora``), for all adapters; or a dict by
-            adapter, which merges only these adapters.
+        scaling: ``alpha / r`` (``alpha / sqrt(r)`` with ``use_rslora``), for all adapters; a dict by adapter,
+            which merges only these adapters; or a function of the layer ``X`` and the adapter, for adapters
+            with ``alpha_pattern`` or ``rank_pattern``.
         fan_in_fan_out: whether base weights of linear layers are ``(in, out)``, as in GPT-2's ``Conv1D``.
         prefix: prefix that is removed from names.
 
@@ -46,24 +48,29 @@ def merge_lora(
     :class:`~weight_update.ConversionError` if they are not adjacent, if a factor or base is missing, if an
     adapter of ``scaling`` belongs to no weight, if shapes do not fit, and for variants that it cannot merge:
     DoRA, biases of ``lora_B``, convolutions, parameters such as fused experts (``target_parameters``), single
-    tokens (``trainable_token_indices``), and an adapter with several ranks (``rank_pattern``). It cannot
-    notice ``alpha_pattern``, with which one scaling is wrong for some layers.
+    tokens (``trainable_token_indices``), and an adapter with several ranks and one scaling. It cannot notice
+    ``alpha_pattern``: unless ``scaling`` is a function, some layers are then merged wrongly.
     """
     factors: Iterable[Any] = scaling.values() if isinstance(scaling, Mapping) else [scaling]
-    if not all(isinstance(factor, numbers.Real) and math.isfinite(factor) for factor in factors):
-        raise ValueError(f"scaling= is alpha / r, or a dict of that by adapter, not {scaling!r}")
+    if not callable(scaling) and not all(map(_is_scaling, factors)):
+        raise ValueError(
+            "scaling= is alpha / r, a dict of that by adapter, or a function of the layer and the adapter, "
+            f"not {scaling!r}"
+        )
     return functools.partial(_merge, scaling, fan_in_fan_out, prefix)
 
 
-def _merge(
-    scaling: float | Mapping[str, float], fan_in_fan_out: bool, prefix: str, items: Iterator[Item]
-) -> Iterator[Item]:
+def _is_scaling(value: object) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def _merge(scaling: _Scaling, fan_in_fan_out: bool, prefix: str, items: Iterator[Item]) -> Iterator[Item]:
     merger = _Merger(scaling, fan_in_fan_out, prefix)
     return stream(items, merger.take, merger.finish)
 
 
 class _Merger:
-    def __init__(self, scaling: float | Mapping[str, float], fan_in_fan_out: bool, prefix: str) -> None:
+    def __init__(self, scaling: _Scaling, fan_in_fan_out: bool, prefix: str) -> None:
         self._scaling, self._fan_in_fan_out, self._prefix = scaling, fan_in_fan_out, prefix
         self._layer: str | None = None
         self._base: torch.Tensor | None = None
@@ -152,9 +159,18 @@ class _Merger:
                     f"{layer} ({adapter}): B @ A is {list(delta.shape)}, the base {list(total.shape)}; "
                     f"is fan_in_fan_out={self._fan_in_fan_out} right?"
                 )
-            scales = self._scaling
-            total.add_(delta, alpha=float(scales[adapter] if isinstance(scales, Mapping) else scales))
+            total.add_(delta, alpha=self._scale(layer, adapter))
         return total.to(base.dtype)
+
+    def _scale(self, layer: str, adapter: str) -> float:
+        scaling = self._scaling
+        if not callable(scaling):
+            return float(scaling[adapter] if isinstance(scaling, Mapping) else scaling)
+        if not _is_scaling(found := scaling(layer, adapter)):
+            raise ConversionError(
+                f"{layer} ({adapter}): the function scaling= returned {found!r}; return alpha / r"
+            )
+        return float(found)
 
     def _delta(
         self, layer: str, adapter: str, factors: Mapping[str, torch.Tensor], wide: torch.dtype
@@ -167,10 +183,10 @@ class _Merger:
         if a.shape[0] != b.shape[1]:
             raise ConversionError(f"{where}: A is {list(a.shape)} and B {list(b.shape)}, of another rank")
         rank, first = self._ranks.setdefault(adapter, (a.shape[0], layer))
-        if a.shape[0] != rank:
+        if a.shape[0] != rank and not callable(self._scaling):
             raise ConversionError(
                 f"{where}: has rank {a.shape[0]}, and {first} has rank {rank}, so one scaling= does not fit "
-                f"both; {_REMEDY}"
+                "both; give a function of the layer and the adapter"
             )
         delta = b.to(wide) @ a.to(wide)
         return delta.T if embedding or self._fan_in_fan_out else delta

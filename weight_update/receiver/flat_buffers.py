@@ -15,12 +15,14 @@ from weight_update.errors import SchemaMismatchError
 from weight_update.receiver.elements import Elements, few_elements, read_elements, write_elements
 from weight_update.receiver.targets import StagedUpdate, Storage, Target, with_own_buffers
 from weight_update.strategy.binding import Binding, count_writes
+from weight_update.transports.memory_limits import require_memory
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema
 from weight_update.wire.unchanged import TensorPlaces
 
 _MANY = 256  # tensors
 _SMALL = 4096  # bytes; pointing a tensor at other memory takes as long as copying a few thousand bytes
+_LARGE = 1 << 20  # bytes; for less, finding out how much memory is left is not worth its time
 _WRITES = operator.attrgetter("_version")
 
 
@@ -315,7 +317,7 @@ class OwnCopy(Storage):
         return torch.device("cpu") if self._binding is None else self._binding.home
 
     def _allocate(self) -> torch.Tensor:
-        return torch.empty(self.schema.nbytes, dtype=torch.uint8, device=self.device)
+        return new_buffer(self.schema.nbytes, self.device)
 
     def _find_copies(self) -> None:
         """Find out which of the model's tensors do not lie in the buffer, and how writes are counted."""
@@ -336,6 +338,13 @@ class OwnCopy(Storage):
 
     def _tensors(self) -> list[torch.Tensor]:
         return [] if self._binding is None else self._binding.tensors(self.schema.names)
+
+
+def new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory for weights; NotEnoughMemoryError if the kernel would end this process for using it."""
+    if nbytes >= _LARGE and device.type == "cpu":
+        require_memory("a buffer for weights", nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _sum(*numbers: list[int]) -> list[int]:

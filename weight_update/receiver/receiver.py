@@ -111,7 +111,8 @@ class Receiver:
     def connect(self, timeout: float) -> None:
         """Join the sender and apply the weights it has now.
 
-        A receiver that joins again keeps its weights if the sender has none to give now.
+        If the link fails after the sender has answered, this joins again: another worker of this host, whose
+        copy of the weights was to be mapped, may have died.
 
         Raises:
             UnsupportedSourceError: the model has weights that cannot be synchronized.
@@ -121,14 +122,22 @@ class Receiver:
             TransportError: the sender cannot be reached.
         """
         self._rejoin_seconds = max(_REJOIN_SECONDS, timeout)
-        try:
-            self._attempt(timeout)
-        except SyncTimeoutError:
-            if self._welcomed:
-                self._say_goodbye()  # nothing is read any more: the sender must not wait for this worker
-            raise
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                self._attempt(max(deadline - time.monotonic(), 0.0))
+                return
+            except SyncTimeoutError:
+                if self._welcomed:
+                    self._say_goodbye()  # nothing is read any more: the sender must not wait for this worker
+                raise
+            except LinkClosedError as error:
+                if not self._welcomed or not self._tries_again_after(error, deadline):
+                    raise
+                self.link.disconnect()
 
     def _attempt(self, timeout: float) -> None:
+        """Join the sender once. A receiver that joins again keeps its weights if the sender has none now."""
         try:
             with torch.inference_mode(False):  # the thread writes into the memory that is allocated here
                 self._join(timeout)

@@ -15,7 +15,7 @@ from weight_update.encodings import Decoder, decoder_for, read_delta
 from weight_update.encodings.dense import copy_tensors
 from weight_update.errors import FormatError, LifecycleError, undo_on_error
 from weight_update.receiver.engine_copy import DoubleBuffer, EngineCopy
-from weight_update.receiver.flat_buffers import FlatBuffer, OwnCopy
+from weight_update.receiver.flat_buffers import FlatBuffer, OwnCopy, new_buffer
 from weight_update.receiver.gate import Gate
 from weight_update.receiver.targets import EngineTarget, StagedUpdate, Storage, Target, target_for
 from weight_update.strategy.binding import Binding
@@ -263,9 +263,9 @@ class Staging:
             if (memory.numel(), memory.device) == (nbytes, device) and id(memory) not in taken:
                 pin(memory)  # not before: memory of some sizes is used only once
                 return memory
-        fresh = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._memory = [memory for memory in self._memory if id(memory) in taken] + [fresh]
-        return fresh
+        self._memory = [memory for memory in self._memory if id(memory) in taken]
+        self._memory.append(new_buffer(nbytes, device))
+        return self._memory[-1]
 
     def _owns(self, payload: torch.Tensor) -> bool:
         """Return whether ``payload`` is memory of this receiver, not of the sender."""

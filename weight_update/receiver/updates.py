@@ -149,8 +149,9 @@ class UpdateHandler:
         self.staging.forget()
         self._unwanted = version
         summary, text = summary_of(error)
-        # Weights that the worker wrote into are of no version; they may be another model's of the group.
-        kept = self.staging.version is not None and not isinstance(error, MissingBaseError)
+        # Weights that the worker wrote into are of no version; they may be another model's of the group. An
+        # engine that loaded this version before another engine of the group failed does not go back.
+        kept = self.staging.version not in (None, version) and not isinstance(error, MissingBaseError)
         self._answer(Kind.FAILED, {"version": version, "error": summary, "traceback": text, "kept": kept})
         return error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -50,7 +50,8 @@ def send_together(
     worker applies anything. When all workers have staged all models, each of them switches all its models. A
     worker that dies or is late from then on is named in the error, and the others have the update. Each of
     the two steps waits at most for the ``timeout`` of the schemes; with ``max_in_flight``, staging may wait
-    for ``timeout`` for each model.
+    for ``timeout`` for each model. A late joiner takes no part until it has connected all models: until then,
+    it gets each of them on its own, and the call does not wait for it.
 
     Args:
         weights: weights by scheme; as for :meth:`WeightSyncScheme.send`, None reads the scheme's source. All
@@ -77,6 +78,7 @@ def send_together(
     groups = {scheme.group for scheme in schemes}
     if len(groups) != 1 or None in groups:
         raise LifecycleError("call group_schemes([...]) on these schemes before their workers start")
+    _unite(schemes)
     step = f"{secrets.token_hex(8)}/{len(schemes)}"
     handles: dict[WeightSyncScheme, SendHandle] = {}
     settle = SendHandle.abort
@@ -102,6 +104,14 @@ def send_together(
         handle.report.seconds["ack"] = time.perf_counter() - start
     _raise_failures(handles, failures, "not every worker has all models")
     return {scheme: handle.report for scheme, handle in handles.items()}
+
+
+def _unite(schemes: Sequence[WeightSyncScheme]) -> None:
+    """Let late joiners that have the models of all schemes change them together from now on."""
+    senders = [scheme._require_sender().sender for scheme in schemes]
+    complete = set.intersection(*(sender.late_joiners for sender in senders))
+    for sender in senders:
+        sender.unite(complete)
 
 
 def _for_all(settle: Callable[[SendHandle], None], handles: Iterable[SendHandle]) -> None:

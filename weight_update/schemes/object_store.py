@@ -161,4 +161,12 @@ def _absolute(url: str) -> str:
     """Return a URL that means the same in processes with other working directories."""
     if not url:
         raise ValueError("url is empty; give one such as 's3://bucket/run', or the path of a directory")
-    return url if "://" in url or "::" in url else os.path.abspath(os.path.expanduser(url))
+    first, *chain = url.split("::")
+    begins = "://" in first or "/" not in first
+    ends = not chain or "://" in chain[-1] or chain[-1].startswith("/")
+    if chain and not (begins and ends):  # fsspec would leave a part of the name out
+        raise ValueError(
+            f"url={url!r} has '::', by which fsspec chains file systems, as in 'simplecache::s3://bucket/run'"
+            "; give such a chain, or a name without '::'"
+        )
+    return url if "://" in url or chain else os.path.abspath(os.path.expanduser(url))

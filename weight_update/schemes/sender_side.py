@@ -22,6 +22,7 @@ from weight_update.errors import (
     SyncTimeoutError,
     UnknownWorkerError,
     UnsupportedSourceError,
+    WeightSyncError,
     WorkerError,
 )
 from weight_update.report import SyncReport
@@ -48,7 +49,6 @@ _REMEMBERED = 64
 """Number of updates of ``sync=False`` that nobody waits for and whose errors are still reported."""
 SHUT_DOWN = "this scheme was shut down; make a new scheme"
 _T = TypeVar("_T")
-_UNCHANGED = contextlib.nullcontext()
 _Surveyed = Mapping[int, tuple[NamedWeights, NamedWeights | None]]
 _Unchecked = tuple[SendHandle, frozenset[tuple[int, str]]]  # with the errors that were raised, by worker
 
@@ -319,7 +319,7 @@ class SenderSide:
             with _outside_inference_mode(), self._in_step("connect", read, limit + self._patience) as named:
                 return sender.connect(named, limit, liveness(worker_alive))
         except Exception as error:
-            self._require_open()  # no worker is to blame
+            self._require_open(error)  # no worker is to blame
             self.failure = f" (connect() failed: {type(error).__name__}: {brief(error)})"
             # those two are errors of workers, and others may still get weights
             if isinstance(sender, Sender) and not isinstance(error, SyncTimeoutError | SyncFailedError):
@@ -338,15 +338,15 @@ class SenderSide:
         """
         report: SyncReport | None = None
         read = functools.partial(self._read, weights, worker_ids, context)
-        alone = self.ranks is None and group_commit is None
-        to_all = alone and worker_ids is None and not _is_per_worker(weights)
+        to_all = worker_ids is None and not _is_per_worker(weights)
         try:
             with self._sending, _outside_inference_mode():
                 start = time.perf_counter()
                 with self._in_step("send", read, self._patience) as named:
                     extract = time.perf_counter() - start
                     # nobody waits for late joiners that are still joining: they may fail to
-                    waited_for = {*named, *self.sender.workers} - {NOBODY}
+                    apart = {NOBODY} if group_commit is None else self.sender.incomplete
+                    waited_for = {*named, *self.sender.workers} - apart
                     report = self.sender.publish(named, group_commit=group_commit, to_all=to_all)
                     handle = SendHandle(self.sender, report, tuple(idx for idx in named if idx in waited_for))
                 report.began -= extract
@@ -354,15 +354,15 @@ class SenderSide:
         except BaseException as error:
             if report is not None and group_commit is not None:  # the caller has no handle to abort it
                 self.sender.abort(report.version, [*named])
-            if isinstance(error, Exception):
-                self._require_open()  # close() may have taken anything away
+            self._require_open(error)  # close() may have taken anything away
             raise
         return handle
 
-    def _require_open(self) -> None:
-        """Raise LifecycleError if another thread has closed the sender."""
-        if isinstance(self.sender, Sender) and self.sender.table.closed:
-            raise LifecycleError(SHUT_DOWN) from None
+    def _require_open(self, error: BaseException) -> None:
+        """Raise LifecycleError if the sender was closed; its cause is an ``error`` of the program."""
+        closed = isinstance(self.sender, Sender) and self.sender.table.closed
+        if closed and isinstance(error, Exception):
+            raise LifecycleError(SHUT_DOWN) from (None if isinstance(error, WeightSyncError) else error)
 
     def attend(self, call: Callable[[], _T]) -> _T:
         """Return the result of ``call()``, which publishes weights and waits for workers."""
@@ -435,7 +435,7 @@ def _is_per_worker(weights: Any) -> bool:
 def _outside_inference_mode() -> contextlib.AbstractContextManager[Any, Any]:
     """Leave ``torch.inference_mode()``: other threads could not write into buffers that are made in it."""
     if not torch.is_inference_mode_enabled():
-        return _UNCHANGED
+        return contextlib.nullcontext()
     modes = contextlib.ExitStack()
     modes.enter_context(torch.inference_mode(False))
     modes.enter_context(torch.no_grad())

@@ -27,6 +27,7 @@ from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.workers import NOBODY, GroupAssignment, Outbox, WorkerState, WorkerTable
 from weight_update.threads import start_thread
 from weight_update.transports.base import TransportBackend
+from weight_update.transports.rate_limit import RateLimitedLog
 from weight_update.wire.frames import Kind, WeightChunk, require_chunk
 
 _log = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ class Delivery:
                 group = worker.group
                 if not worker.joined or worker.inflight is not None or group is None or worker.lacks is None:
                     return None
-                update = group.update_for(worker.has)
+                update = group.update_for(worker.has, together=worker.together)
                 if update is not None:
                     if worker.has is not None and isinstance(group, DeltaGroup) and update in group.kept:
                         reason = "it lacks the version that changes refer to"
@@ -263,6 +264,7 @@ class AnswerThreads:
     ) -> None:
         self._table, self._delivery, self._groups, self._welcome = table, delivery, groups, welcome
         self._copies = groups.encoding.receiver_copies
+        self._log = RateLimitedLog(_log, burst=1)  # reading may fail forever
 
     def start(self, worker: WorkerState) -> None:
         """Start the thread of a worker, unless it runs."""
@@ -297,7 +299,7 @@ class AnswerThreads:
                 self._delivery.lose(worker, error, connection)
                 ended = not worker.link.capabilities.allows_rejoin
             except Exception as error:  # noqa: BLE001 - any error must reach the callers that wait
-                _log.exception("the link to worker %d ended", worker.idx)
+                self._log.exception(f"the link to worker {worker.idx} ended ({type(error).__name__})")
                 self._delivery.lose(worker, error)
                 ended = not worker.link.capabilities.allows_rejoin
                 if connection is not None:  # an error of recv_chunk itself may come again at once

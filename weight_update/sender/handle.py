@@ -343,7 +343,9 @@ class AnswerReader:
         chunk, nbytes = found
         with self._table.lock:
             update, group = worker.inflight, worker.group
-            if update is not None and (group is None or group.target(update.version_id) != update.version):
+            if update is not None and (
+                group is None or group.target(update.version_id, together=worker.together) != update.version
+            ):
                 return False  # a newer update is to be sent
             self._record(worker, chunk)
         arrivals.skip(nbytes)

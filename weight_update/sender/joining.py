@@ -161,7 +161,7 @@ class Admission:
                 worker.joined, worker.joining, worker.lost, worker.pid = True, False, None, header["pid"]
                 worker.connecting = not header.get("again", False)
                 worker.left = worker.replaced = False
-                worker.absence_told = worker.arrived = False
+                worker.absence_told = worker.arrived = worker.complete = False
                 worker.failures.clear()  # they were of another process, or of an earlier connection
         _log.info("worker %d (process %d) joined", worker.idx, worker.pid)
         if wire.nbytes < group.schema.nbytes and not self._told_of_dtypes:

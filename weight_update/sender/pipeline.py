@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ class PipelineSender:
 
     def __init__(self, groups: GroupAssignment, limit: int, pool: BufferPool, delivery: Delivery) -> None:
         self._groups, self._limit, self._pool, self._delivery = groups, limit, pool, delivery
+        self._overdue: weakref.WeakSet[EncodedUpdate] = weakref.WeakSet()  # waited for long enough
 
     def send(self, weights: WorkerWeights, version: int, group_commit: str | None = None) -> SyncReport:
         """Convert, encode and send a version; ``group_commit`` is as in :meth:`Sender.publish`.
@@ -86,14 +88,22 @@ class PipelineSender:
         report.wire_bytes += pipeline.wire_bytes
 
     def _ready(self, states: list[WorkerState], step: Step) -> list[WorkerState]:
-        """Wait for workers that are busy with the version before; return those that can be sent one now."""
+        """Wait for workers that are busy with the version before; return those that can be sent one now.
+
+        A worker that was waited for in vain is not waited for again until it has answered.
+        """
 
         def busy(worker: WorkerState) -> bool:
             return worker.joined and (worker.inflight is not None or worker.writing)
 
+        def awaited(worker: WorkerState) -> bool:
+            return busy(worker) and worker.inflight not in self._overdue
+
         timeout = self._delivery.timeout
-        self._delivery.changed.wait_for(lambda: not any(map(busy, states)), timeout)
+        self._delivery.changed.wait_for(lambda: not any(map(awaited, states)), timeout)
         for worker in filter(busy, states):
+            if worker.inflight is not None:
+                self._overdue.add(worker.inflight)
             reason = (
                 f"was busy with an earlier version for {timeout:g} s: {delay_of(worker)}; the worker gets "
                 "all weights with the next send() (or raise timeout=)"
@@ -257,9 +267,10 @@ def _by_commit(
     """Yield workers with the group commit that they take part in.
 
     A worker in its first ``connect()`` connects its other models only when it has these weights, so it cannot
-    stage them.
+    stage them. Neither can a late joiner that has not connected all models.
     """
-    first = [one for one in states if commit is not None and one.connecting and one.has is None]
+    alone = [one for one in states if not one.together or (one.connecting and one.has is None)]
+    first = alone if commit is not None else []
     if first:
         yield first, None
     if len(first) < len(states):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from weight_update.encodings import DeltaEncoding
@@ -249,6 +249,22 @@ class Sender(Outcomes):
         if weights:
             weights.update(dict.fromkeys(missing, next(iter(weights.values()))))
 
+    @property
+    def late_joiners(self) -> set[int]:
+        """Indices of the late joiners that have applied weights."""
+        return {one.idx for one in self.table if one.late and one.joined and one.arrived}
+
+    @property
+    def incomplete(self) -> set[int]:
+        """Indices of the late joiners that take no part in group commits yet."""
+        return {one.idx for one in self.table if not one.together}
+
+    def unite(self, complete: Collection[int]) -> None:
+        """Let late joiners take part in group commits if they have all models, which are ``complete``."""
+        with self.table.lock:
+            for worker in self.table:
+                worker.complete = worker.joined and worker.arrived and worker.idx in complete
+
     def tell_observers(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""
         self.table.tell(ObservedUpdate(self, report, workers))
@@ -335,7 +351,7 @@ class Sender(Outcomes):
         with self.table.lock:
             told = [one for one in states if one.inflight is not None and one.inflight.version == version]
         self._delivery.broadcast(told, WeightChunk(Kind.COMMIT, {"version": version}))
-        self._delivery.update(*(worker for worker in states if worker not in told))
+        self._delivery.update(*(worker for worker in self.table if worker not in told))
 
     def abort(self, version: int, workers: Iterable[int]) -> None:
         """Have workers forget the version that they staged, and go back to the one before."""

@@ -102,6 +102,7 @@ class WorkerState:
         window: the version it is being sent chunk by chunk.
         reached: the newest version it ever applied; kept when it leaves.
         arrived: whether it has applied weights since it joined.
+        complete: whether a late joiner has all models that are sent together.
         failures: errors of the last few versions that it did not apply, by version.
         apply_seconds, stall_seconds: times that it reported with the newest version.
         absence_told: whether observers were told, since it was last connected, of an update that it missed.
@@ -140,6 +141,7 @@ class WorkerState:
     window: ChunkWindow | None = None
     reached: int = -1
     arrived: bool = False
+    complete: bool = False
     failures: dict[int, Exception] = field(default_factory=dict)
     apply_seconds: float = 0.0
     stall_seconds: float = 0.0
@@ -154,6 +156,11 @@ class WorkerState:
     def required(self) -> bool:
         """Whether it is an error that the worker lacks an update; late joiners may leave at any time."""
         return self.joined or not (self.late and self.left)
+
+    @property
+    def together(self) -> bool:
+        """Whether it takes part in group commits; a late joiner gets its models one by one at first."""
+        return self.complete or not self.late
 
     @property
     def error(self) -> Exception | None:
@@ -176,7 +183,7 @@ class WorkerState:
     @property
     def lacks(self) -> int | None:
         """The version that it should be sent; None if it has that, or failed to apply it."""
-        target = None if self.group is None else self.group.target(self.has)
+        target = None if self.group is None else self.group.target(self.has, together=self.together)
         if target is None or target in self.failures:
             return None
         return target if self.version is None or self.version < target else None

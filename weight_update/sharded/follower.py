@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from weight_update.report import SyncReport, report_of
 from weight_update.sender.handle import Outcome
+from weight_update.sender.workers import NOBODY
 from weight_update.sharded.links import Message, failures_from_wire
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights
@@ -27,6 +28,7 @@ class Follower:
         self.version: int | None = None
         self.worker_versions: dict[int, int | None] = {}
         self.serving = False
+        self.late_joiners, self.incomplete = set[int](), {NOBODY}
         self._failures: dict[int, dict[int, Exception]] = {}
 
     @property
@@ -38,6 +40,9 @@ class Follower:
         """Take part until an update was sent, as :meth:`Sender.publish` on the leader."""
         del weights, how  # the leader has both
         return report_of(self._follow()["report"])
+
+    def unite(self, complete: Collection[int]) -> None:
+        """Do nothing: the leader serves late joiners."""
 
     connect = publish  # in which the first weights are sent
 

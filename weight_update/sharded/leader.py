@@ -37,7 +37,7 @@ class Leader(Sender):
     def publish(
         self, weights: dict[int, NamedWeights], *, group_commit: str | None = None, to_all: bool = False
     ) -> SyncReport:
-        publish = partial(super().publish, group_commit=group_commit)
+        publish = partial(super().publish, group_commit=group_commit, to_all=to_all)
         return self._gathered(weights, publish)
 
     def wait(

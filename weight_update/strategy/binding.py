@@ -22,10 +22,10 @@ from weight_update.strategy.named_weights import (
     NamedWeights,
     any_freed,
     extra_owners,
-    key_name,
     named_parts,
     require_initialized,
 )
+from weight_update.strategy.selection import key_name
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema, require_not_freed, require_tensor
 
@@ -68,7 +68,11 @@ class Binding:
         _rejoin(destination)
         is_module = self.points and not isinstance(destination, TensorDictBase)
         places = self._module_places(destination) if is_module else _places(destination)
-        self._places: dict[str, tuple[Any, str]] = dict(places)
+        self._places: dict[str, tuple[Any, str]] = {}
+        for name, place in places:
+            if name in self._places:
+                raise UnsupportedSourceError(f"{name!r} is the name of two different entries of the target")
+            self._places[name] = place
         self._parts = list(_parts(destination))
         modules = named_parts(destination) if self.points else []
         self._extra_owners = extra_owners(modules)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from weight_update.arguments import require_instance
 from weight_update.encodings import Encoding
 from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError
 from weight_update.strategy.conversion import Convert, collect, convert_checked
-from weight_update.strategy.selection import extra_with
+from weight_update.strategy.selection import extra_with, key_name
 from weight_update.text import plural
 from weight_update.wire.fixed import FixedTensors
 from weight_update.wire.memory import has_memory, is_freed, memory_identity
@@ -176,6 +177,17 @@ class NamedWeights:
             )
 
 
+@contextlib.contextmanager
+def refusing_endless() -> Iterator[None]:
+    """Return a context that raises UnsupportedSourceError in place of a RecursionError."""
+    try:
+        yield
+    except RecursionError as error:
+        raise UnsupportedSourceError(
+            "the model contains itself; keep that reference in a list, which is no part: self.outer = [outer]"
+        ) from error
+
+
 def called(source: Any) -> Any:
     """Return ``source`` or, if it is a function, its result; UnsupportedSourceError for a class."""
     while callable(source) and not isinstance(source, nn.Module | TensorDictBase | Mapping):
@@ -208,11 +220,12 @@ class WeightReader:
         """Whether receivers may have more weights than are sent."""
         return self.select is not None and self.encoding is self.encoding.whole
 
+    @refusing_endless()
     def named(self, source: Any) -> NamedWeights:
         """Return the weights of ``source`` by dotted name; the tensors are live references.
 
         Raises:
-            UnsupportedSourceError: ``source`` is of a type that has no weights; the message names the type.
+            UnsupportedSourceError: ``source`` is of a type that has no weights, or contains itself.
         """
         source = called(source)
         if isinstance(source, NamedWeights):
@@ -258,12 +271,10 @@ class WeightReader:
     ) -> NamedWeights:
         """Return the weights of ``source`` as they are sent: those ``chosen`` (None: all), converted.
 
-        With ``max_in_flight`` or ``later``, and if weights are sharded, each is converted when it is taken
-        from the items.
+        With ``max_in_flight`` or ``later``, or if sharded, each is converted when it is taken from the items.
 
         Raises:
-            UnsupportedSourceError: as :meth:`named`; or a lazy module was not run yet, or ``convert`` gave a
-                name twice.
+            UnsupportedSourceError: as :meth:`named`; a lazy module never ran; ``convert`` gave a name twice.
         """
         named = self.named(source)
         require_initialized(named.tensors)
@@ -393,17 +404,6 @@ def walk(source: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from walk(value, name + ".")
         else:
             yield name, value.data if in_tensordict and isinstance(value, NonTensorData) else value
-
-
-def key_name(key: Any, source: Mapping[Any, Any]) -> str:
-    """Return a key of ``source`` as a dotted name; UnsupportedSourceError if it is no name."""
-    if isinstance(key, tuple) and all(isinstance(part, str) for part in key):
-        return ".".join(key)
-    if not isinstance(key, str):
-        raise UnsupportedSourceError(
-            f"{type(source).__name__} with the key {key!r}: weights have string keys"
-        )
-    return key
 
 
 def from_module(module: nn.Module) -> NamedWeights:

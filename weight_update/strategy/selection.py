@@ -1,9 +1,22 @@
-"""Selecting a part of a model's weights."""
+"""Names of weights: the keys of dicts as names, and the selection of a part of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from weight_update.errors import UnsupportedSourceError
+
+
+def key_name(key: Any, source: Mapping[Any, Any]) -> str:
+    """Return a key of ``source`` as a dotted name; UnsupportedSourceError if it is no name."""
+    if isinstance(key, tuple) and all(isinstance(part, str) for part in key):
+        return ".".join(key)
+    if not isinstance(key, str):
+        raise UnsupportedSourceError(
+            f"{type(source).__name__} with the key {key!r}: weights have string keys"
+        )
+    return key
 
 
 def extra_with(chosen: Iterable[str], names: Iterable[str], extra: Mapping[str, Any]) -> dict[str, Any]:

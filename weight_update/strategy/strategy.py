@@ -22,6 +22,7 @@ from weight_update.strategy.named_weights import (
     NamedWeights,
     Select,
     WeightReader,
+    refusing_endless,
 )
 from weight_update.wire.schema import WeightSchema
 
@@ -206,11 +207,12 @@ class WeightStrategy(WeightReader):
             else:
                 binding.switch(schema.names, binding.prepare(schema, values))
 
+    @refusing_endless()
     def bind(self, destination: Any) -> Binding:
         """Return the places in ``destination`` that the weights of this strategy are written to.
 
         Raises:
-            UnsupportedSourceError: ``destination`` is of a type that cannot be written.
+            UnsupportedSourceError: ``destination`` is of a type that cannot be written, or contains itself.
         """
         return Binding(self.named, destination)
 

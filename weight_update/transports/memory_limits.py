@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from weight_update.errors import NotEnoughMemoryError
+
 
 class _Controller(NamedTuple):
     """Files in which a version of the cgroup interface accounts for memory."""
@@ -33,6 +35,16 @@ def available_memory(root: Path = Path("/")) -> int | None:
     with contextlib.suppress(OSError, ValueError, KeyError):
         limits.append(entries(root / "proc/meminfo")["MemAvailable:"] * 1024)
     return max(min(limits), 0) if limits else None
+
+
+def require_memory(purpose: str, nbytes: int) -> None:
+    """Raise NotEnoughMemoryError if this process may not use so many more bytes for ``purpose``."""
+    available = available_memory()
+    if available is not None and nbytes > available:
+        raise NotEnoughMemoryError(
+            f"{purpose} of {nbytes / 1e6:.1f} MB is needed and {available / 1e6:.1f} MB of memory are "
+            "available to this process; free memory, or raise the container's memory limit"
+        )
 
 
 def left_in_cgroups(root: Path) -> Iterator[int]:

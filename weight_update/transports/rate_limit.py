@@ -32,10 +32,17 @@ class RateLimitedLog:
 
     def warning(self, message: str, *args: object, **options: Any) -> None:
         """Log a warning as :meth:`logging.Logger.warning` does, unless ``message`` came too often."""
+        self._write(logging.WARNING, message, *args, **options)
+
+    def exception(self, message: str, *args: object) -> None:
+        """Log an error as :meth:`logging.Logger.exception` does, unless ``message`` came too often."""
+        self._write(logging.ERROR, message, *args, exc_info=True)
+
+    def _write(self, level: int, message: str, *args: object, **options: Any) -> None:
         omitted = self._admit(message)
         if omitted is not None:
             more = f" ({omitted} more like this were not logged)" if omitted else ""
-            self._log.warning(message + more, *args, stacklevel=2, **options)
+            self._log.log(level, message + more, *args, stacklevel=3, **options)
 
     def _admit(self, message: str) -> int | None:
         """Count an event; return how many were omitted before it, or None if this one is to be omitted."""

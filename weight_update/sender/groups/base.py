@@ -100,9 +100,16 @@ class SendGroup(ABC):
         """The committed and the staged update with all weights; the caller holds the sender's lock."""
         return self.whole, None if self._staged is None else self._staged.whole
 
-    def target(self, has: VersionId | None) -> int | None:
-        """Return the version that a worker with ``has`` is to be sent, if any."""
-        return self.version if self._staged_for(has) is None else self.pending
+    def target(self, has: VersionId | None, *, together: bool) -> int | None:
+        """Return the version that a worker with ``has`` is to be sent, if any.
+
+        Only a worker that changes several models ``together`` is sent a version that waits for COMMIT.
+        """
+        return self.version if self._offered_to(has, together) is None else self.pending
+
+    def _offered_to(self, has: VersionId | None, together: bool) -> Staged | None:
+        staged = self._staged_for(has)
+        return staged if staged is not None and (together or staged.step.commit) else None
 
     @abstractmethod
     def _staged_for(self, has: VersionId | None) -> Staged | None:
@@ -131,7 +138,7 @@ class SendGroup(ABC):
                 self.whole = None  # it was of the staged update
 
     @abstractmethod
-    def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
+    def update_for(self, has: VersionId | None, *, together: bool) -> EncodedUpdate | None:
         """Return the update that brings a worker from ``has`` to its target; None until :meth:`prepare` ran.
 
         The caller holds the sender's lock.
@@ -198,8 +205,8 @@ class FullGroup(SendGroup):
             self._staged = None
             self.whole, self.version_id = update, update.version_id
 
-    def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
-        staged = self._staged_for(has)
+    def update_for(self, has: VersionId | None, *, together: bool) -> EncodedUpdate | None:
+        staged = self._offered_to(has, together)
         return self.whole if staged is None else staged.whole
 
     def fork(self) -> SendGroup:

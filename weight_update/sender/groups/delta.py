@@ -159,8 +159,8 @@ class DeltaGroup(SendGroup):
                 self._step, self.version_id = done.step.committed(), done.version_id
                 self._first = self._first or self.version_id
 
-    def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
-        past, staged = self._changes_since(has), self._staged_for(has)
+    def update_for(self, has: VersionId | None, *, together: bool) -> EncodedUpdate | None:
+        past, staged = self._changes_since(has), self._offered_to(has, together)
         if staged is not None and staged.whole is not None:
             return staged.whole
         if past is None or self.version_id is None or has is None:

@@ -121,7 +121,7 @@ class RayConnection(LinkConnection):
         errors = running_ray().exceptions
         try:
             return result_of(ref, _ANSWER_SECONDS + nbytes / _LEAST_RATE)
-        except (errors.ObjectLostError, errors.GetTimeoutError) as error:
+        except errors.RayError as error:  # the object is lost or damaged, or does not come in time
             self._send_message(_PREFIX.pack(_LOST, 0), [])
             raise LinkClosedError(f"Ray's object store lost an update ({one_line(error)})") from None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from weight_update.errors import NotEnoughMemoryError, TransportError
-from weight_update.transports.memory_limits import available_memory
+from weight_update.transports.memory_limits import require_memory
 
 _ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
@@ -30,12 +30,7 @@ def new_file(key: str, size: int, directory: str | None) -> io.FileIO:
         raise TransportError(
             "shared memory slots need Linux (memfd_create); use the memory or a network transport here"
         )
-    available = available_memory()
-    if available is not None and size > available:
-        raise NotEnoughMemoryError(
-            f"a shared slot of {size / 1e6:.1f} MB is needed and {available / 1e6:.1f} MB of memory are "
-            "available to this process; free memory, or raise the container's memory limit"
-        )
+    require_memory("a shared slot", size)
     if directory is None:
         return _file_of(os.memfd_create, f"weight_update-{key}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     return _nameless_file(directory)
