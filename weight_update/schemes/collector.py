@@ -54,6 +54,16 @@ def resolve_path(root: Any, path: str) -> Any:
     return found
 
 
+def weights_in(context: weakref.ref[Any] | None, weights: Any) -> Any:
+    """Return ``weights`` or, if it is a name, the model of this name in the context."""
+    if not isinstance(weights, str):
+        return weights
+    where = None if context is None else context()
+    if where is None:
+        raise ValueError(f"weights={weights!r} names a model, but there is no context to find it in")
+    return resolve_path(where, weights)
+
+
 def devices_of(context: Any) -> list[torch.device | None]:
     """Return the policy device of each worker of ``context``; one entry if it names no workers."""
     devices = getattr(context, "policy_device", None)
