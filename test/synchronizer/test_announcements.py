@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from sync_parts import Waiting, connected, exchange, model_at, set_to, step_of, synchronizer, wait_until
 from torch import nn
 
-from weight_update import ExplorerClient, RunningStatus, SyncMethod, SyncStyle, TrainerClient
+from weight_update import ExplorerClient, RunningStatus, Synchronizer, SyncMethod, SyncStyle, TrainerClient
 from weight_update.synchronizer.plan import SyncPlan
 from weight_update.synchronizer.state_machine import StateMachine
 
@@ -97,6 +98,16 @@ def test_giving_up_ends_a_wait_for_a_trainer_that_has_not_come(method: SyncMetho
         explorer.blocking.give_up()
         assert waiting.result(5.0)["reason"] == "it went on"
         assert explorer.blocking.status()["explorers"][0] is RUNNING
+
+
+def test_the_end_of_the_thread_that_gave_up_is_not_the_end_of_the_client() -> None:
+    with Synchronizer(SyncMethod.MEMORY, lease=0.4) as where, ExplorerClient(where, model_at(-1)) as explorer:
+        timer = threading.Timer(0.1, explorer.blocking.give_up)
+        timer.start()
+        assert explorer.blocking.sync_weight()["reason"] == "it went on"
+        timer.join()
+        time.sleep(1.0)
+        assert list(where.service.status()["explorers"]) == ["0"]
 
 
 @pytest.mark.parametrize("role", ["trainer", "explorer"])
