@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shard_parts import Body, FailingConverter, Ranks, running, set_failing, whole_kinds
+from shard_parts import Body, FailingConverter, Ranks, free_port, running, set_failing, whole_kinds
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
-from weight_update import BucketEncoding, ConversionError, LifecycleError, SyncFailedError, SyncTimeoutError
+from weight_update import (
+    BucketEncoding,
+    ConversionError,
+    LifecycleError,
+    SchemaMismatchError,
+    SyncFailedError,
+    SyncTimeoutError,
+)
 from weight_update.sharded import batch, gathering
 from weight_update.testing.processes import freeze
 
@@ -143,6 +150,21 @@ def test_reports_that_the_leader_has_are_not_kept(three: Ranks) -> None:
             three.all("run", set_failing, fails, of=2)
             three.each("call", "send", of=2)
         assert three.all("run", reports_kept, of=2)[1] <= 1
+
+
+def make_whole_on_first(body: Body) -> None:
+    whole = body.net["second"].full_tensor()
+    if dist.get_rank() == 0:
+        body.net["second"] = whole
+
+
+def test_a_weight_that_only_the_leader_has_whole_is_an_error_on_all_ranks(three: Ranks) -> None:
+    three.all("run", make_large, 2, of=2)
+    three.all("run", make_whole_on_first, of=2)
+    errors = three.each("init", "shared_mem", 2, 1, free_port(), {}, of=2)
+    assert all(isinstance(error, SchemaMismatchError) for error in errors), errors
+    text = "second: rank 1 has float32[2, 512] (2,) (Shard(dim=0),), rank 0 float32[2, 512] whole"
+    assert [error.problems for error in errors] == [(text,)] * 2
 
 
 class PausingConverter:

@@ -54,14 +54,12 @@ def resolve_path(root: Any, path: str) -> Any:
     return found
 
 
-def weights_in(context: weakref.ref[Any] | None, weights: Any) -> Any:
-    """Return ``weights`` or, if it is a name, the model of this name in the context."""
-    if not isinstance(weights, str):
-        return weights
+def model_named(name: str, context: weakref.ref[Any] | None) -> Any:
+    """Return the model at a path in the context; raise ValueError if there is no context."""
     where = None if context is None else context()
     if where is None:
-        raise ValueError(f"weights={weights!r} names a model, but there is no context to find it in")
-    return resolve_path(where, weights)
+        raise ValueError(f"weights={name!r} names a model, but there is no context to find it in")
+    return resolve_path(where, name)
 
 
 def devices_of(context: Any) -> list[torch.device | None]:

@@ -25,7 +25,7 @@ from weight_update.errors import (
     WorkerError,
 )
 from weight_update.report import SyncReport
-from weight_update.schemes.collector import weights_in
+from weight_update.schemes.collector import model_named
 from weight_update.schemes.sources import Sources
 from weight_update.sender.handle import SendHandle, failed
 from weight_update.sender.joining import WorkerAlive, liveness
@@ -403,13 +403,16 @@ class SenderSide:
     ) -> contextlib.AbstractContextManager[dict[int, NamedWeights]]:
         """Return a context, as :meth:`_in_step`, with the weights for ``worker_ids``."""
 
+        def given() -> Any:
+            return model_named(weights, context) if isinstance(weights, str) else weights
+
         def choose() -> tuple[list[int], bool]:
             assert isinstance(self.sender, Sender), "no other rank chooses"
-            chosen = self._reader.select(worker_ids, weights_in(context, weights), self.sender.workers)
+            chosen = self._reader.select(worker_ids, given(), self.sender.workers)
             return chosen, self.sender.needs_all(chosen)
 
         def read(workers: Sequence[int], first: bool) -> dict[int, NamedWeights]:
-            return self._reader.read(weights_in(context, weights), workers, first)
+            return self._reader.read(given(), workers, first)
 
         return self._in_step(call, choose, read, self._patience)
 
