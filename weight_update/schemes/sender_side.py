@@ -246,10 +246,7 @@ class SenderSide:
     def _in_step(
         self, call: str, choose: Callable[[], Sequence[Any]], read: Callable[..., _T], patience: float
     ) -> contextlib.AbstractContextManager[_T]:
-        """Return a context with the result of ``read``; all ranks of a sharded trainer enter it together.
-
-        Its arguments are those that ``choose`` returns, on the rank that leads or the only one.
-        """
+        """Return a context with ``read(*choose())``; all ranks of a trainer enter it, and the leader chooses."""
         if self.ranks is None:
             return contextlib.nullcontext(read(*choose()))
         return self.ranks.step(call, patience, read, choose)
