@@ -246,7 +246,7 @@ class SenderSide:
     def _in_step(
         self, call: str, choose: Callable[[], Sequence[Any]], read: Callable[..., _T], patience: float
     ) -> contextlib.AbstractContextManager[_T]:
-        """Return a context with ``read(*choose())``; all ranks of a trainer enter it, and the leader chooses."""
+        """Return a context with ``read(*choose())``; all ranks enter it together, and the leader chooses."""
         if self.ranks is None:
             return contextlib.nullcontext(read(*choose()))
         return self.ranks.step(call, patience, read, choose)
