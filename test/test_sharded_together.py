@@ -129,6 +129,24 @@ def send_after_evaluation(body: Body, as_function: bool) -> bool:
     return received
 
 
+def send_in_step(body: Body) -> int | None:
+    """Send the result of a function that all ranks have to call; return the version."""
+    policy = fully_shard(nn.Linear(4, 4))
+
+    def source() -> Any:
+        dist.barrier()
+        return policy
+
+    with MemoryWeightSyncScheme(timeout=20.0) as scheme, ThreadPoolExecutor() as pool:
+        scheme.init_on_sender(weights=source, num_workers=1)
+        receiver = copy.copy(scheme)
+        if dist.get_rank() == 0:
+            receiver.init_on_receiver(model=nn.Linear(4, 4), worker_idx=0)
+            pool.submit(receiver.connect)
+        scheme.connect()
+        return scheme.send().version
+
+
 def evaluate(policy: nn.Module) -> None:
     with torch.no_grad():
         policy(torch.ones(1, 4))
@@ -181,3 +199,7 @@ def test_a_leader_that_waits_long_for_staging_is_waited_for(two: Ranks) -> None:
 @pytest.mark.parametrize("as_function", [False, True], ids=["model", "function"])
 def test_a_model_that_a_forward_pass_left_unsharded_is_sharded(two: Ranks, as_function: bool) -> None:
     assert two.all("run", send_after_evaluation, as_function) == [True, True]
+
+
+def test_a_source_may_be_a_function_with_collectives(two: Ranks) -> None:
+    assert two.all("run", send_in_step) == [1, 1]

@@ -55,7 +55,7 @@ class Ranks(RankLinks):
         Args:
             call: name of the call that the step belongs to, the same on all ranks.
             patience: seconds that the leader may be silent during the step.
-            read: called first on each rank, with the arguments that the leader chose.
+            read: called on all ranks at once, with the arguments that the leader chose.
             choose: called on the leader; returns these arguments, which travel as JSON.
 
         Raises:
@@ -70,8 +70,8 @@ class Ranks(RankLinks):
             if self.leads:
                 with self._leading(call):
                     arguments = choose()
-                    value = read(*arguments)
                     self.tell({"step": call, "arguments": arguments})
+                    value = read(*arguments)
                     self.hear()
                     yield value
             else:
