@@ -307,7 +307,7 @@ def test_a_call_that_is_cancelled_before_it_waits_does_not_wait(method: SyncMeth
             reply = call(name, *args)
             if name == "notify":
                 withdrawn.set()
-            elif name == "explorer_syncs" and "join" not in reply:
+            elif name in ("explorer_syncs", "explorer_gives_up") and "join" not in reply:
                 ended.set()
             return reply
 
