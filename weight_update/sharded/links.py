@@ -42,7 +42,8 @@ _numbers: dict[tuple[int, ...], Iterator[int]] = {}
 class RankLinks:
     """This rank's connections: to all other ranks on the leader, to the leader on all others.
 
-    Methods name a rank by its place in ``members``; the place of the leader is 0.
+    Methods name a rank by its place in ``members``; the place of the leader is 0. The leader numbers its
+    messages, and each says to which of them it has all reports, so that the others forget these.
 
     Args:
         members: numbers, in the default process group, of the ranks that take part; the first leads.
