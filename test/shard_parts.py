@@ -270,8 +270,8 @@ def running(
 
 
 @contextlib.contextmanager
-def added(ranks: Ranks, index: int) -> Iterator[Worker]:
-    """Yield a late joiner that has a scheme of its own."""
+def added(ranks: Ranks, index: int, joined: bool = True) -> Iterator[Worker]:
+    """Yield a late joiner that has a scheme of its own, ``joined`` or still in ``connect()``."""
     port = ranks.all("get", "port", of=1)[0]
     scheme = DistributedWeightSyncScheme(
         strategy=WeightStrategy(encoding=BUCKETS["encoding"]), port=port, token=TOKEN
@@ -279,7 +279,9 @@ def added(ranks: Ranks, index: int) -> Iterator[Worker]:
     worker = Worker(scheme, index, "forkserver")
     try:
         worker.call("init", Net(7))
-        worker.call("connect")
+        worker.post("connect")
+        if joined:
+            worker.answer()
         yield worker
     finally:
         worker.stop()

@@ -229,11 +229,11 @@ def late_threads() -> list[str]:
 
 def test_one_that_joins_while_weights_are_read_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading may take long; the worker would keep the version before until the next update."""
-    read, source, target = SenderSide._read, nn.Linear(4, 4), nn.Linear(4, 4)
+    reading, source, target = SenderSide._reading, nn.Linear(4, 4), nn.Linear(4, 4)
 
     def read_and_join(side: SenderSide, *arguments: Any) -> Any:
-        monkeypatch.setattr(SenderSide, "_read", read)
-        found = read(side, *arguments)
+        monkeypatch.setattr(SenderSide, "_reading", reading)
+        found = reading(side, *arguments)
         late.connect()
         return found
 
@@ -241,7 +241,7 @@ def test_one_that_joins_while_weights_are_read_gets_them(monkeypatch: pytest.Mon
         first = connect_pair(sender, source, nn.Linear(4, 4))
         late = copy.copy(sender)
         late.init_on_receiver(model=target, worker_idx=1)
-        monkeypatch.setattr(SenderSide, "_read", read_and_join)
+        monkeypatch.setattr(SenderSide, "_reading", read_and_join)
         add_one(source)
         report = sender.send()
         assert (report.version, sender.worker_versions) == (1, {0: 1, 1: 1})

@@ -553,6 +553,8 @@ def test_a_synchronizer_in_an_actor() -> None:
     source, model = mlp(1), mlp(2)
     with Synchronizer("memory", "trainer_driven") as made:
         host = made.as_ray_actor("synchronizer")
+        with pytest.raises(LifecycleError, match="serves clients"):
+            made.as_ray_actor("another")
         with TrainerClient(host, source) as trainer, ExplorerClient("ray:synchronizer", model) as explorer:
             assert not explorer.blocking.need_sync()
             assert trainer.blocking.sync_weight()["version"] == 0

@@ -51,7 +51,7 @@ from weight_update import (
 from weight_update.convert import rename
 from weight_update.sharded import ranks as ranks_module
 from weight_update.testing.models import fingerprint
-from weight_update.testing.processes import freeze
+from weight_update.testing.processes import freeze, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +262,20 @@ def test_a_late_joiner_has_the_next_version(four: Ranks, workers: int) -> None:
             assert four.all("get", "worker_versions", of=2) == [dict.fromkeys(indices, steps + 1)] * 2
 
 
+def test_a_late_joiner_of_another_dtype_gets_the_weights_that_updates_do_not_carry(four: Ranks) -> None:
+    four.all("make", 1, 2, of=2)
+    options = {"model": Net(7).bfloat16(), "encoding": "patch", "select": "trainable"}
+    with running(four, size=2, workers=1, **options), added(four, 5, joined=False) as late:
+        wait_until(lambda: 5 in four.all("get", "worker_versions", of=1)[0])
+        four.all("train", 1, of=2)
+        four.all("call", "send", of=2)
+        late.answer()
+        for _ in range(2):
+            assert same(late.call("fingerprint"), four.all("whole", of=2)[0])
+            four.all("train", 1, of=2)
+            four.all("call", "send", of=2)
+
+
 @pytest.mark.slow
 def test_nothing_is_left_open(four: Ranks) -> None:
     counts = []
@@ -304,12 +318,10 @@ def test_calls_that_differ_are_an_error(four: Ranks) -> None:
 def test_steps_that_differ_are_named_by_the_calls_of_users(call: str, step: str, text: str) -> None:
     """One rank has ``sync=True``, or does not wait for a handle."""
     ranks = object.__new__(ranks_module.Ranks)
-    messages = iter([{"step": step, "workers": None}, {"end": None}])
-    ranks.broken, ranks.members = None, [0, 1]
-    ranks.listen = lambda: next(messages)  # type: ignore[method-assign,assignment]
-    ranks.report = lambda *_: None  # type: ignore[method-assign]
+    ranks.members = [0, 1]
+    ranks.listen = lambda: {"step": step}  # type: ignore[method-assign]
     with pytest.raises(LifecycleError, match=text):
-        ranks._begin_to_follow(call, lambda _: None, 1.0)
+        ranks._begin_to_follow(call, lambda: None)
 
 
 def test_a_rank_that_does_not_call_is_named(four: Ranks) -> None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from shard_parts import Body, FailingConverter, Ranks, running, set_failing, whole_kinds
+from shard_parts import Body, FailingConverter, Ranks, free_port, running, set_failing, whole_kinds
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
-from weight_update import BucketEncoding, ConversionError, SyncFailedError
+from weight_update import (
+    BucketEncoding,
+    ConversionError,
+    LifecycleError,
+    SchemaMismatchError,
+    SyncFailedError,
+    SyncTimeoutError,
+)
 from weight_update.sharded import batch, gathering
+from weight_update.testing.processes import freeze
 
 ROWS = {"first": 2, "second": 2, "third": 2, "fourth": 1 << 14}
 """Number of rows of each weight; the last is much larger than the buffers of a socket."""
@@ -122,3 +132,95 @@ def test_without_workers_the_ranks_stay_in_step(three: Ranks) -> None:
         for _ in range(3):
             errors = three.each("call", "send", of=2)
             assert [list(error.failures) for error in errors] == [[0], [0]], errors
+
+
+def reports_kept(body: Body) -> int:
+    """Return the number of messages to the leader that this rank keeps because they may be on their way."""
+    side = body.scheme._sender_side  # type: ignore[union-attr]
+    assert side is not None
+    assert side.ranks is not None
+    return len(side.ranks._reports)
+
+
+def test_reports_that_the_leader_has_are_not_kept(three: Ranks) -> None:
+    three.all("run", make_large, 2, of=2)
+    options = {**IN_BATCHES, "convert": FailingConverter()}
+    with running(three, "shared_mem", size=2, workers=1, model=MODEL, **options):
+        for fails in (False, True, False, False):
+            three.all("run", set_failing, fails, of=2)
+            three.each("call", "send", of=2)
+        assert three.all("run", reports_kept, of=2)[1] <= 1
+
+
+def make_whole_on_first(body: Body) -> None:
+    whole = body.net["second"].full_tensor()
+    if dist.get_rank() == 0:
+        body.net["second"] = whole
+
+
+def test_a_weight_that_only_the_leader_has_whole_is_an_error_on_all_ranks(three: Ranks) -> None:
+    three.all("run", make_large, 2, of=2)
+    three.all("run", make_whole_on_first, of=2)
+    errors = three.each("init", "shared_mem", 2, 1, free_port(), {}, of=2)
+    assert all(isinstance(error, SchemaMismatchError) for error in errors), errors
+    text = "second: rank 1 has float32[2, 512] (2,) (Shard(dim=0),), rank 0 float32[2, 512] whole"
+    assert [error.problems for error in errors] == [(text,)] * 2
+
+
+class PausingConverter:
+    """A converter that takes a second for the third tensor."""
+
+    def __call__(self, items: Iterator[Any]) -> Iterator[Any]:
+        for number, item in enumerate(items):
+            if number == 2:
+                time.sleep(1.0)
+            yield item
+
+
+class Interrupted(Exception):
+    """An error of a signal handler."""
+
+
+def interrupt_second_soon(body: Body) -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupted("in the second rank")
+
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+
+
+def test_a_signal_handler_that_raises_on_a_rank_that_waits_for_the_leader(three: Ranks) -> None:
+    three.all("run", make_large, 2, of=2)
+    options = {**IN_BATCHES, "convert": PausingConverter()}
+    with running(three, "shared_mem", size=2, workers=1, model=MODEL, **options):
+        three.all("run", interrupt_second_soon, of=2)
+        start = time.monotonic()
+        leader, follower = three.each("call", "send", of=2)
+        assert isinstance(follower, Interrupted)
+        assert isinstance(leader, SyncFailedError)
+        assert str(leader).startswith("rank 1 of the trainer is gone")
+        leader, follower = three.each("call", "send", of=2)
+        assert time.monotonic() - start < 10.0, "the timeout is 20 s"
+        assert isinstance(leader, SyncFailedError)
+        assert isinstance(follower, LifecycleError)
+        assert "a signal handler raised" in str(follower)
+
+
+def test_a_leader_that_is_stopped_with_the_store_is_named_in_time() -> None:
+    """The store of the default process group is in its process."""
+    with Ranks(3) as ranks:
+        ranks.all("group", [0, 1, 2])
+        ranks.all("make", 1, 3)
+        with running(ranks, size=3, workers=1, timeout=1.0):
+            freeze(ranks.pid(0))
+            for rank in ranks.all_ranks[1:]:
+                rank.post("call", "send")
+            waiting = [rank.busy(20.0) for rank in ranks.all_ranks[1:]]
+            ranks.kill(0)
+            assert not any(waiting)
+            _, *errors = ranks.answers()
+            assert [type(error) for error in errors] == [SyncTimeoutError] * 2
+            assert all(str(error).startswith("rank 0 of the trainer took no part") for error in errors), (
+                errors
+            )

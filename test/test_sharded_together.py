@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from shard_parts import BUCKETS, Body, FailingConverter, Net, Ranks, set_failing, shard, train, whole
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from weight_update import (
     GatherShards,
@@ -21,6 +25,7 @@ from weight_update import (
     group_schemes,
     send_together,
 )
+from weight_update.sender.handle import Outcomes
 from weight_update.testing.models import fingerprint
 
 
@@ -44,16 +49,17 @@ class Model:
     receiver: WeightSyncScheme | None = None
 
 
+WAIT_STAGED = Outcomes.wait_staged
 MODELS: list[Model] = []
 """The models of this rank."""
 
 
-def connect_two(body: Body, options: dict[str, Any]) -> None:
+def connect_two(body: Body, options: dict[str, Any], timeout: float = 20.0) -> None:
     """Connect the schemes of two models, with one worker that has both."""
     MODELS.clear()
     for seed in range(2):
         strategy = WeightStrategy("state_dict", gather=GatherShards(body.groups[0, 1]), **options)
-        scheme = MemoryWeightSyncScheme(strategy, timeout=20.0)
+        scheme = MemoryWeightSyncScheme(strategy, timeout=timeout)
         MODELS.append(Model(shard(Net(seed), None), scheme))
     group_schemes(model.scheme for model in MODELS)
     with ThreadPoolExecutor() as pool:
@@ -109,6 +115,68 @@ def send_while_one_joins(body: Body) -> dict[int, int | None]:
     return first.scheme.worker_versions
 
 
+def stage_slowly(body: Body, seconds: float) -> None:
+    """Have the leader wait for ``seconds``, as while weights are written to a worker by a slow link."""
+    wait_staged = Outcomes.wait_staged
+
+    def wait_longer(*args: Any) -> dict[int, Exception]:
+        time.sleep(seconds)
+        return wait_staged(*args)
+
+    Outcomes.wait_staged = wait_longer  # type: ignore[method-assign]
+
+
+def stage_quickly(body: Body) -> None:
+    Outcomes.wait_staged = WAIT_STAGED  # type: ignore[method-assign]
+
+
+def send_after_evaluation(body: Body, as_function: bool) -> bool:
+    """Send a model that a forward pass alone left unsharded; return whether the worker has its weights."""
+    torch.manual_seed(3)
+    policy, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    fully_shard(policy, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    scheme, received = MemoryWeightSyncScheme(timeout=20.0, connect_timeout=5.0), True
+    evaluate(policy)
+    source: dict[str, Any] = {"weights": lambda: policy} if as_function else {"model": policy}
+    with scheme, ThreadPoolExecutor() as pool:
+        scheme.init_on_sender(**source, num_workers=1)
+        receiver = copy.copy(scheme)
+        if dist.get_rank() == 0:
+            receiver.init_on_receiver(model=model, worker_idx=0)
+            pool.submit(receiver.connect)
+        scheme.connect()
+        evaluate(policy)
+        scheme.send()
+        expected = whole(policy)
+        if dist.get_rank() == 0:
+            received = all(torch.equal(model.state_dict()[name], one) for name, one in expected.items())
+            receiver.shutdown()
+    return received
+
+
+def send_in_step(body: Body) -> int | None:
+    """Send the result of a function that all ranks have to call; return the version."""
+    policy = fully_shard(nn.Linear(4, 4))
+
+    def source() -> Any:
+        dist.barrier()
+        return policy
+
+    with MemoryWeightSyncScheme(timeout=20.0) as scheme, ThreadPoolExecutor() as pool:
+        scheme.init_on_sender(weights=source, num_workers=1)
+        receiver = copy.copy(scheme)
+        if dist.get_rank() == 0:
+            receiver.init_on_receiver(model=nn.Linear(4, 4), worker_idx=0)
+            pool.submit(receiver.connect)
+        scheme.connect()
+        return scheme.send().version
+
+
+def evaluate(policy: nn.Module) -> None:
+    with torch.no_grad():
+        policy(torch.ones(1, 4))
+
+
 def leave_second(body: Body) -> None:
     """Have the worker leave the second scheme."""
     if (receiver := MODELS[1].receiver) is not None:
@@ -153,3 +221,20 @@ def test_two_models_change_together_on_all_ranks(two: Ranks, options: dict[str, 
     assert all(str(error).startswith("no model was updated on any worker") for error in errors), errors
     assert [list(error.failures) for error in errors] == [[0], [0]]
     two.all("run", end_two)
+
+
+def test_a_leader_that_waits_long_for_staging_is_waited_for(two: Ranks) -> None:
+    two.all("run", connect_two, {}, 1.0)
+    two.all("run", stage_slowly, 2.5)
+    assert two.all("run", send_two) == [[{0: 1}, {0: 1}]] * 2
+    two.all("run", stage_quickly)
+    two.all("run", end_two)
+
+
+@pytest.mark.parametrize("as_function", [False, True], ids=["model", "function"])
+def test_a_model_that_a_forward_pass_left_unsharded_is_sharded(two: Ranks, as_function: bool) -> None:
+    assert two.all("run", send_after_evaluation, as_function) == [True, True]
+
+
+def test_a_source_may_be_a_function_with_collectives(two: Ranks) -> None:
+    assert two.all("run", send_in_step) == [1, 1]

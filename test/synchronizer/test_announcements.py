@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sync_parts import Waiting, connected, exchange, model_at, set_to, step_of, synchronizer, wait_until
 from torch import nn
 
-from weight_update import ExplorerClient, RunningStatus, SyncMethod, SyncStyle, TrainerClient
+from weight_update import ExplorerClient, RunningStatus, Synchronizer, SyncMethod, SyncStyle, TrainerClient
+from weight_update.synchronizer import methods
 from weight_update.synchronizer.plan import SyncPlan
 from weight_update.synchronizer.state_machine import StateMachine
+from weight_update.synchronizer.transfer import Subscriber
 
 REQUIRE_SYNC, RUNNING = RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING
 HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
@@ -97,6 +101,34 @@ def test_giving_up_ends_a_wait_for_a_trainer_that_has_not_come(method: SyncMetho
         explorer.blocking.give_up()
         assert waiting.result(5.0)["reason"] == "it went on"
         assert explorer.blocking.status()["explorers"][0] is RUNNING
+
+
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_giving_up_while_the_explorer_connects_ends_the_wait(
+    method: SyncMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect_slowly(*args: Any, **options: Any) -> Subscriber:
+        subscriber = Subscriber(*args, **options)
+        explorer.blocking.give_up()
+        return subscriber
+
+    monkeypatch.setattr(methods, "Subscriber", connect_slowly)
+    clients = connected(method, SyncStyle.EXPLORER_DRIVEN, tmp_path, model_at(0), model_at(-1))
+    with clients as (_, trainer, explorer):
+        if method is SyncMethod.MEMORY:
+            trainer.blocking.sync_weight()
+        assert Waiting(explorer).result(5.0)["reason"] == "it went on"  # timeout= is 60 s
+        assert not trainer.blocking.need_sync()
+
+
+def test_the_end_of_the_thread_that_gave_up_is_not_the_end_of_the_client() -> None:
+    with Synchronizer(SyncMethod.MEMORY, lease=0.4) as where, ExplorerClient(where, model_at(-1)) as explorer:
+        timer = threading.Timer(0.1, explorer.blocking.give_up)
+        timer.start()
+        assert explorer.blocking.sync_weight()["reason"] == "it went on"
+        timer.join()
+        time.sleep(1.0)
+        assert list(where.service.status()["explorers"]) == ["0"]
 
 
 @pytest.mark.parametrize("role", ["trainer", "explorer"])

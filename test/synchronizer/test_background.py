@@ -119,6 +119,17 @@ def test_an_explorer_that_is_dropped_is_freed_and_counts_as_gone(tmp_path: Path)
         wait_until(lambda: not trainer.blocking.status()["explorers"])
 
 
+@pytest.mark.parametrize("ending", ["close", "drop"])
+def test_a_model_without_a_client_has_no_hooks(tmp_path: Path, ending: str) -> None:
+    model = model_at(-1)
+    with Synchronizer(SyncMethod.CHECKPOINT, directory=tmp_path) as where:
+        explorer = ExplorerClient(where, model)
+        if ending == "close":
+            explorer.close()
+        del explorer
+        wait_until(lambda: not model._forward_pre_hooks and not model._forward_hooks)
+
+
 def test_an_error_of_the_model_does_not_end_later_updates(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -38,6 +38,7 @@ from weight_update import (
     JoinRefusedError,
     LifecycleError,
     LinkClosedError,
+    PatchEncoding,
     RunningStatus,
     SchemaMismatchError,
     Synchronizer,
@@ -582,6 +583,16 @@ def test_max_in_flight_without_files_is_refused(method: SyncMethod, tmp_path: Pa
     if method is SyncMethod.MEMORY:
         with pytest.raises(ValueError, match="max_in_flight keeps no weights"):
             Synchronizer(method, strategy=strategy)
+
+
+@pytest.mark.parametrize("options", [{"init_sync": False}, {"init_sync_prefixes": ["0"]}])
+def test_changes_of_weights_that_the_synchronizer_does_not_have_are_refused(options: dict[str, Any]) -> None:
+    strategy = WeightStrategy("state_dict", encoding=PatchEncoding(**options))
+    text = "the synchronizer needs all weights at first"
+    with pytest.raises(ValueError, match=text):
+        Synchronizer(SyncMethod.MEMORY, strategy=strategy)
+    with Synchronizer(SyncMethod.MEMORY) as where, pytest.raises(ValueError, match=text):
+        TrainerClient(where, model_at(5), strategy=strategy)
 
 
 def test_shards_are_not_written_to_a_file(tmp_path: Path) -> None:

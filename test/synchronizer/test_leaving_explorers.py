@@ -345,6 +345,41 @@ def test_weights_that_are_sent_to_all_when_the_time_of_one_ends_reach_it(
         assert hasty.version == 1
 
 
+def test_nothing_is_kept_for_an_explorer_that_leaves_while_weights_are_sent_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after the death of its process; another explorer's call sends to both."""
+    with (
+        synchronizer(SyncMethod.MEMORY, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, model_at(0)) as trainer,
+        ExplorerClient(where, model_at(-1)) as one,
+        ExplorerClient(where, model_at(-1)) as other,
+    ):
+        trainer.blocking.sync_weight()
+        for explorer in (one, other):
+            explorer.blocking.sync_weight()
+            explorer.step = 1
+        service = where.service
+        assert isinstance(service, MemoryService)
+        assert service._newest is not None
+        publisher, waiting = service._newest.publisher, [Waiting(one), Waiting(other)]
+        send = publisher.send
+
+        def send_late(*args: Any, **options: Any) -> Any:
+            handle = send(*args, **options)
+            (leaving,) = (thread for thread in waiting if thread is not threading.current_thread())
+            leaving.client.close()
+            leaving.join()
+            return handle
+
+        monkeypatch.setattr(publisher, "send", send_late)
+        wait_until(lambda: service.status()["explorers"] == {"0": "require_sync", "1": "require_sync"})
+        trainer.step = 1
+        trainer.blocking.sync_weight()
+        assert sorted("reason" in thread.result(10.0) for thread in waiting) == [False, True]
+        assert not service._transfers
+
+
 def test_an_unexpected_error_of_a_send_ends_the_wait_of_all_that_it_was_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

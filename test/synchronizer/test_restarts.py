@@ -307,7 +307,7 @@ def test_a_call_that_is_cancelled_before_it_waits_does_not_wait(method: SyncMeth
             reply = call(name, *args)
             if name == "notify":
                 withdrawn.set()
-            elif name == "explorer_syncs" and "join" not in reply:
+            elif name in ("explorer_syncs", "explorer_gives_up") and "join" not in reply:
                 ended.set()
             return reply
 
@@ -589,3 +589,10 @@ def test_a_synchronizer_that_restarts_while_an_explorer_connects_to_it(
     assert (said["version"], said.get("reason")) == (1, None)
     for one in (trainer, explorer, made[1]):
         one.close()
+
+
+def test_a_synchronizer_that_starts_after_the_trainer_knows_the_step_of_its_version() -> None:
+    """The trainer may have gone on since, and then failed to publish."""
+    with Synchronizer(SyncMethod.NCCL) as where:
+        where.service.hello("trainer", "trainer", step=25, synced_at=10, version=3)
+        assert (where.service.status()["version"], where.service.status()["step"]) == (3, 10)

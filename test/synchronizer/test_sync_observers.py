@@ -270,3 +270,5 @@ def test_after_the_end_and_in_an_actor(tmp_path: Path) -> None:
     where.close()
     with pytest.raises(LifecycleError, match="shut down"):
         where.add_observer(print)
+    with pytest.raises(LifecycleError, match="is closed"):
+        where.as_ray_actor("unused")

@@ -160,13 +160,17 @@ class ManifestIndex:
 
     def good(self, version: int) -> Manifest | None:
         """Return the manifest of a version; None if it is missing or broken, which is warned about once."""
+        marks: list[object] | None = None
         try:
-            if self._broken.get(version) == (marks := self.marks(version)):
+            if version in self._broken and self._broken[version] == (marks := self.marks(version)):
                 return None
             manifest = self.load(version)
         except FileNotFoundError:
             return None
         except CorruptCheckpointError as error:
+            if marks is None:  # it takes long to find them among many files, so only then are they read first
+                self._broken[version] = []
+                return self.good(version)
             self.distrust(version, error, marks)
             return None
         except OSError as error:

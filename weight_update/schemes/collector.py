@@ -54,6 +54,14 @@ def resolve_path(root: Any, path: str) -> Any:
     return found
 
 
+def model_named(name: str, context: weakref.ref[Any] | None) -> Any:
+    """Return the model at a path in the context; raise ValueError if there is no context."""
+    where = None if context is None else context()
+    if where is None:
+        raise ValueError(f"weights={name!r} names a model, but there is no context to find it in")
+    return resolve_path(where, name)
+
+
 def devices_of(context: Any) -> list[torch.device | None]:
     """Return the policy device of each worker of ``context``; one entry if it names no workers."""
     devices = getattr(context, "policy_device", None)

@@ -26,7 +26,7 @@ from weight_update.errors import (
     WorkerError,
 )
 from weight_update.report import SyncReport
-from weight_update.schemes.collector import resolve_path
+from weight_update.schemes.collector import model_named
 from weight_update.schemes.sources import Sources
 from weight_update.sender.handle import SendHandle, failed
 from weight_update.sender.joining import WorkerAlive, liveness
@@ -107,7 +107,7 @@ class _SourceReader:
         self._chosen = {idx: chosen[id(source)] for idx, source in sources.items()}
         return {idx: found[id(source)] for idx, source in sources.items()}
 
-    def read(self, weights: Any, workers: Sequence[int], *, first: bool = False) -> dict[int, NamedWeights]:
+    def read(self, weights: Any, workers: Sequence[int], first: bool) -> dict[int, NamedWeights]:
         """Return the weights for each of ``workers``; workers that get the same weights share one object.
 
         ``first`` reads all weights that workers are to have, not only those that updates carry.
@@ -244,12 +244,12 @@ class SenderSide:
             self._reader.gathering = part_of(self.ranks, gather)
 
     def _in_step(
-        self, call: str, read: Callable[[Sequence[int] | None], _T], patience: float
+        self, call: str, choose: Callable[[], Sequence[Any]], read: Callable[..., _T], patience: float
     ) -> contextlib.AbstractContextManager[_T]:
-        """Return a context with the result of ``read``; all ranks of a sharded trainer enter it together."""
+        """Return a context with ``read(*choose())``; all ranks enter it together, and the leader chooses."""
         if self.ranks is None:
-            return contextlib.nullcontext(read(None))
-        return self.ranks.step(call, patience, read)
+            return contextlib.nullcontext(read(*choose()))
+        return self.ranks.step(call, patience, read, choose)
 
     # -- connecting --------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class SenderSide:
         ranks, patience = self.ranks, self._connect_timeout + self._patience
         with _outside_inference_mode(), contextlib.ExitStack() as undo:
             undo.callback(close_all, ranks)
-            with self._in_step("init_on_sender", lambda _: self._reader.survey(), patience) as surveyed:
+            with self._in_step("init_on_sender", tuple, self._reader.survey, patience) as surveyed:
                 if ranks is not None and not ranks.leads:
                     ranks.follow()
                     self.sender = Follower(ranks, self._timeout)
@@ -305,18 +305,17 @@ class SenderSide:
         """
         sender = self.sender
 
-        def read(workers: Sequence[int] | None) -> dict[int, NamedWeights]:
-            if workers is None:  # on the rank that leads, or the only one
-                prepare()
-                workers = (*self.sources.nobody, *sender.workers)
-            return self._reader.read(weights, workers, first=True)
+        def choose() -> tuple[list[int], bool]:
+            prepare()
+            return [*self.sources.nobody, *sender.workers], True
 
         if self.listener is not None and isinstance(sender, Sender):
             self.listener.refusals.clear()  # of an earlier call
             sender.refusals = self.listener.refusals
             self.listener.start()
         try:
-            with _outside_inference_mode(), self._in_step("connect", read, limit + self._patience) as named:
+            read, patience = functools.partial(self._reader.read, weights), limit + self._patience
+            with _outside_inference_mode(), self._in_step("connect", choose, read, patience) as named:
                 return sender.connect(named, limit, liveness(worker_alive))
         except Exception as error:
             self._require_open(error)  # no worker is to blame
@@ -337,12 +336,11 @@ class SenderSide:
         the sender was closed meanwhile.
         """
         report: SyncReport | None = None
-        read = functools.partial(self._read, weights, worker_ids, context)
         to_all = worker_ids is None and not _is_per_worker(weights)
         try:
             with self._sending, _outside_inference_mode():
                 start = time.perf_counter()
-                with self._in_step("send", read, self._patience) as named:
+                with self._reading("send", weights, worker_ids, context) as named:
                     extract = time.perf_counter() - start
                     # nobody waits for late joiners that are still joining: they may fail to
                     apart = {NOBODY} if group_commit is None else self.sender.incomplete
@@ -394,26 +392,26 @@ class SenderSide:
 
     def read(self, weights: Any, context: weakref.ref[Any] | None) -> NamedWeights | None:
         """Return the weights that :meth:`publish` would send; None on ranks that do not lead."""
-        read = functools.partial(self._read, weights, None, context)
-        with self._in_step("prepare_weights", read, self._patience) as named:
+        with self._reading("prepare_weights", weights, None, context) as named:
             return self.sender.whole_weights(named)
 
-    def _read(
-        self,
-        weights: Any,
-        worker_ids: Any,
-        context: weakref.ref[Any] | None,
-        workers: Sequence[int] | None,
-    ) -> dict[int, NamedWeights]:
-        """Return the weights for ``worker_ids``, or for the ``workers`` that another rank names."""
-        if isinstance(weights, str):
-            where = None if context is None else context()
-            if where is None:
-                raise ValueError(f"weights={weights!r} names a model, but there is no context to find it in")
-            weights = resolve_path(where, weights)
-        chosen = self._reader.select(worker_ids, weights, self.sender.workers) if workers is None else workers
-        first = isinstance(self.sender, Sender) and self.ranks is None and self.sender.needs_all(chosen)
-        return self._reader.read(weights, chosen, first=first)
+    def _reading(
+        self, call: str, weights: Any, worker_ids: Any, context: weakref.ref[Any] | None
+    ) -> contextlib.AbstractContextManager[dict[int, NamedWeights]]:
+        """Return a context, as :meth:`_in_step`, with the weights for ``worker_ids``."""
+
+        def given() -> Any:
+            return model_named(weights, context) if isinstance(weights, str) else weights
+
+        def choose() -> tuple[list[int], bool]:
+            assert isinstance(self.sender, Sender), "no other rank chooses"
+            chosen = self._reader.select(worker_ids, given(), self.sender.workers)
+            return chosen, self.sender.needs_all(chosen)
+
+        def read(workers: Sequence[int], first: bool) -> dict[int, NamedWeights]:
+            return self._reader.read(given(), workers, first)
+
+        return self._in_step(call, choose, read, self._patience)
 
 
 def _schemas_of(surveyed: _Surveyed) -> tuple[dict[int, WeightSchema], dict[int, frozenset[str] | None]]:

@@ -14,6 +14,7 @@ from weight_update.arguments import whole_number
 from weight_update.errors import NothingToSendError
 from weight_update.schemes.collector import devices_of, factories_of, resolve_model
 from weight_update.sender.workers import NOBODY
+from weight_update.sharded.gathering import is_sharded
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.text import plural
 
@@ -147,7 +148,7 @@ class Sources:
     def sharded(self, strategy: WeightStrategy) -> bool:
         """Return whether other processes hold parts of the weights of a source."""
         distinct = {id(one): one for one in self.by_worker.values() if one is not None}
-        return any(strategy.named(one).sharded for one in distinct.values())
+        return any(is_sharded(strategy, one) for one in distinct.values())
 
 
 def _device(given: Any) -> torch.device | None:

@@ -64,7 +64,7 @@ class Follower:
         self, version: int, workers: Sequence[int], since: float | None = None
     ) -> dict[int, Exception]:
         """Wait until the leader has waited for workers to stage; return the errors that it found."""
-        with self._ranks.step("wait_staged", 2 * self.timeout):
+        with self._ranks.step("wait_staged", _PATIENCE * self.timeout):
             return failures_from_wire(self._follow()["failures"])
 
     def settled(self, version: int, workers: Sequence[int]) -> bool:

@@ -31,8 +31,15 @@ from weight_update.sharded.links import Message
 from weight_update.sharded.plan import Batch, Row, local_of, plan, reshard, rows_of
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.conversion import Convert
-from weight_update.strategy.named_weights import NamedWeights
+from weight_update.strategy.named_weights import NamedWeights, called
 from weight_update.strategy.strategy import GatherShards, WeightStrategy
+
+
+def is_sharded(strategy: WeightStrategy, source: Any) -> bool:
+    """Return whether other processes hold parts of the weights of ``source``."""
+    source = called(source)
+    reshard(source)  # parameters that a forward pass alone left unsharded are no DTensors
+    return strategy.named(source).sharded
 
 
 class Gathering:
@@ -48,6 +55,7 @@ class Gathering:
 
     def read(self, strategy: WeightStrategy, source: Any, chosen: frozenset[str] | None) -> NamedWeights:
         """Return the weights of ``source``; going through their items takes all ranks, in step."""
+        source = called(source)
         reshard(source)
         named = strategy.outgoing(source, chosen, later=True)
         self._weights.append(named)
@@ -168,17 +176,15 @@ class GatherFollower(Gathering):
                 self._in_batches(first, rest)
 
     def _one_by_one(self, gather: Convert, first: Message, messages: Iterator[Message]) -> None:
-        with self._ranks.answering():
-            items = iter(gather(iter(self._weights[first["pass"]].tensors.items())))
+        items = iter(gather(iter(self._weights[first["pass"]].tensors.items())))
+        self._ranks.report({})
         for _ in messages:
-            with self._ranks.answering() as answer:
-                answer["more"] = next(items, None) is not None
+            self._ranks.report({"more": next(items, None) is not None})
 
     def _in_batches(self, first: Message, messages: Iterator[Message]) -> None:
-        with self._ranks.answering() as answer:
-            tensors = self._weights[first["pass"]].tensors
-            before, self._rows = self._rows, rows_of(tensors)
-            answer["rows"] = None if first["known"] and self._rows == before else self._rows
+        tensors = self._weights[first["pass"]].tensors
+        before, self._rows = self._rows, rows_of(tensors)
+        self._ranks.report({"rows": None if first["known"] and self._rows == before else self._rows})
         orders = next(messages, {"plan": None})["plan"]
         self._orders = self._orders if orders is None else orders
         for go in messages:
@@ -187,13 +193,13 @@ class GatherFollower(Gathering):
     @torch.no_grad()
     def _give(self, order: Message, tensors: Tensors, tag: int) -> None:
         """Send this rank's parts of a batch; return when they have left."""
-        with self._ranks.answering():
-            for name in order["whole"]:
-                whole_of(tensors, name)
-            parts = [local_of(tensors[name]) for name in order["push"]]
-            memory, views = flat([(tuple(part.shape), part.dtype) for part in parts])
-            for view, part in zip(views, parts, strict=True):
-                view.copy_(part)
+        for name in order["whole"]:
+            whole_of(tensors, name)
+        parts = [local_of(tensors[name]) for name in order["push"]]
+        memory, views = flat([(tuple(part.shape), part.dtype) for part in parts])
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part)
+        self._ranks.report({})
         if views:
             self._ranks.finish(0, self._ranks.push(memory, tag))
 

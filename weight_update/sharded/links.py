@@ -22,8 +22,10 @@ from weight_update.errors import (
     WeightSyncError,
     WorkerError,
     kept_error,
+    undo_on_error,
 )
 from weight_update.text import brief
+from weight_update.threads import start_thread
 from weight_update.transports.distributed.store import PrefixStore, ProcessGroupGloo, disown, own
 
 Message = dict[str, Any]
@@ -33,14 +35,15 @@ _FRAME = 4096
 _LENGTH_BYTES = 8
 _FIRST, _REST, _DATA = 0, 1, 2  # tags; data takes all from there
 _MOMENT = 0.001
-_LAST_WORDS = timedelta(seconds=2)
+_REASON_SECONDS = 2.0
 _numbers: dict[tuple[int, ...], Iterator[int]] = {}
 
 
 class RankLinks:
     """This rank's connections: to all other ranks on the leader, to the leader on all others.
 
-    Methods name a rank by its place in ``members``; the place of the leader is 0.
+    Methods name a rank by its place in ``members``; the place of the leader is 0. The leader numbers its
+    messages, and each says to which of them it has all reports, so that the others forget these.
 
     Args:
         members: numbers, in the default process group, of the ranks that take part; the first leads.
@@ -62,7 +65,8 @@ class RankLinks:
         self.broken: Exception | None = None
         self._gone: set[int] = set()
         self._told = 0  # number of the leader's last message; a report answers one of them
-        self._reports: list[Any] = []
+        self._heard = 0  # on the leader, number of its last message to which it has all reports
+        self._reports: list[tuple[int, Any]] = []  # that the leader may not have: number, transfer
         self._pulls: dict[int, Any] = {}  # what the leader receives, by the place of the sender
         self._store: Any = None
         self.tags = itertools.count(_DATA)
@@ -84,9 +88,12 @@ class RankLinks:
 
     def close(self) -> None:
         """Close the connections: ranks that wait for this one get an error."""
+        self.broken = self.broken or LifecycleError(
+            "this scheme was shut down, or a signal handler raised in a call of it; make a new scheme on all "
+            "ranks"
+        )
         group, self._group = self._group, None
         self._reports.clear()
-        self.broken = self.broken or LifecycleError("this scheme was shut down")
         disown(group)
 
     def finish(self, place: int, work: Any, deadline: float | None = None) -> None:
@@ -111,7 +118,8 @@ class RankLinks:
         for to, message in messages.items():
             if to not in self._gone:
                 try:
-                    sent += [(to, work) for work in self._send(to, {**message, "number": self._told})]
+                    numbered = {**message, "number": self._told, "heard": self._heard}
+                    sent += [(to, work) for work in self._send(to, numbered)]
                 except WeightSyncError as error:
                     problems.append(error)
         deadline = time.monotonic() + self.patience
@@ -132,6 +140,7 @@ class RankLinks:
         deadline = time.monotonic() + self.patience
         pulls, self._pulls = self._pulls, {}
         heard = [self._hear(place, deadline) for place in self.others]
+        self._heard = self._told
         for place, message in zip(self.others, heard, strict=True):
             if place in pulls and "error" not in message:
                 self.finish(place, pulls[place])
@@ -171,15 +180,20 @@ class RankLinks:
     # -- on the other ranks ------------------------------------------------------------------------
 
     def listen(self) -> Message:
-        """Return the next message of the leader, on the other ranks."""
-        message = self._receive(0)
+        """Return the next message of the leader, on the other ranks.
+
+        A signal handler that raises would lose the message: the connections are closed then.
+        """
+        with undo_on_error(self.close):
+            message = self._receive(0)
         self._told = message["number"]
+        self._reports = [(to, work) for to, work in self._reports if to > message["heard"]]
         return message
 
     def report(self, message: Message) -> None:
         """Answer the leader, without waiting: it may never receive the answer."""
-        self._reports = [work for work in self._reports if not work.is_completed()]
-        self._reports += self._send(0, {**message, "to": self._told})
+        sent = self._send(0, {**message, "to": self._told})
+        self._reports += [(self._told, work) for work in sent]
 
     def push(self, data: torch.Tensor, tag: int, to: int = 0) -> Any:
         """Begin to send bytes; do not change them before :meth:`finish`."""
@@ -214,12 +228,13 @@ class RankLinks:
         return self._begin(place, lambda: self._group.recv([into], place, tag))
 
     def _begin(self, place: int, begin: Callable[[], Any]) -> Any:
-        if self._group is None:
-            raise kept_error(self.broken or LifecycleError("this scheme was shut down"))
         try:
             return begin()
-        except RuntimeError as error:
-            raise self._lost(place, error) from None
+        except (AttributeError, RuntimeError) as error:
+            if self._group is not None:
+                raise self._lost(place, error) from None
+        assert self.broken is not None, "it was closed, perhaps by another thread"
+        raise kept_error(self.broken)
 
     def _lost(self, place: int, error: Exception) -> Exception:
         """Mark a rank as lost, which is never waited for again: its next message could belong to any call."""
@@ -242,10 +257,19 @@ class RankLinks:
         return lost
 
     def _last_words(self) -> Message | None:
-        with contextlib.suppress(RuntimeError):
-            self._store.wait(["why"], _LAST_WORDS)
-            return json.loads(self._store.get("why"))  # type: ignore[no-any-return]
-        return None
+        """Return the reason that the leader left in the store; None without one.
+
+        PyTorch's client waits without a limit for a store whose process has stopped, so a thread asks.
+        """
+        said: list[Message] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):  # the store is gone too, or has no reason
+                self._store.wait(["why"], timedelta(seconds=_REASON_SECONDS))
+                said.append(json.loads(self._store.get("why")))
+
+        start_thread("weight_update-why", ask, in_order=True).join(2 * _REASON_SECONDS)
+        return said[0] if said else None
 
     def _rendezvous(self, timeout: float) -> Any:
         number = next(_numbers.setdefault(tuple(self.members), itertools.count()))

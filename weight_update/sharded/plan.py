@@ -161,7 +161,7 @@ def _differences(mine: Sequence[Row], theirs: Mapping[str, Row], them: str, me: 
     yield from (f"{name}: {me} does not have it" for name in theirs if name not in names)
     for row in mine:
         other = theirs.get(row.name)
-        if other is None or row.layout is None:
+        if other is None or row.layout is other.layout is None:
             continue
         here, there = (f"{one.dtype}{list(one.shape)} {one.layout or 'whole'}" for one in (row, other))
         if here != there:

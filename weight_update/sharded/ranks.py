@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from weight_update.errors import LifecycleError, WeightSyncError, kept_error
 from weight_update.sharded.links import Message, RankLinks, error_from_wire, error_to_wire
 
-_T = TypeVar("_T")
-Read = Callable[[Sequence[int] | None], _T]
-"""Reads weights for workers, given by index; None leaves it to this rank to find out which."""
 _CALLS = {
     "send": "send(), send_async() or send_together()",
     "wait": "send() with sync=True, send_together() or wait() of an update",
@@ -27,7 +24,7 @@ class Ranks(RankLinks):
 
     A step takes these messages; ``<-`` is the answer of each other rank, or its error::
 
-        -> {"step": name of the call, "workers": indices of workers, or null}
+        -> {"step": name of the call, "arguments": arguments that the leader chose}
         <- {}
         ...                                  passes of the gather, if the call has some
         -> {"end": error or null, "step": name of the call, ...}      with the result of the call
@@ -46,14 +43,20 @@ class Ranks(RankLinks):
         self._working = threading.RLock()
 
     @contextlib.contextmanager
-    def step(self, call: str, patience: float, read: Read[Any] = lambda _: None) -> Iterator[Any]:
-        """Return a context in which all ranks do one thing together.
+    def step(
+        self,
+        call: str,
+        patience: float,
+        read: Callable[..., Any] = lambda: None,
+        choose: Callable[[], Sequence[Any]] = tuple,
+    ) -> Iterator[Any]:
+        """Return a context in which all ranks do one thing together, with the result of ``read``.
 
         Args:
             call: name of the call that the step belongs to, the same on all ranks.
             patience: seconds that the leader may be silent during the step.
-            read: called first on each rank; where it gives the leader a mapping, the others are given its
-                keys.
+            read: called on all ranks at once, with the arguments that the leader chose.
+            choose: called on the leader; returns these arguments, which travel as JSON.
 
         Raises:
             SyncFailedError: another rank failed or is gone; the message names it and the reason. An error of
@@ -63,19 +66,21 @@ class Ranks(RankLinks):
         with self._working:
             if self.broken is not None:
                 raise kept_error(self.broken)
+            self.result = {}
             if self.leads:
                 with self._leading(call):
-                    value = read(None)
-                    workers = list(value) if isinstance(value, Mapping) else None
-                    self.tell({"step": call, "workers": workers})
+                    arguments = choose()
+                    self.tell({"step": call, "arguments": arguments})
+                    value = read(*arguments)
                     self.hear()
                     yield value
             else:
-                yield self._begin_to_follow(call, read, patience)
+                self.patience = patience
+                with self._following():
+                    yield self._begin_to_follow(call, read)
 
     @contextlib.contextmanager
     def _leading(self, call: str) -> Iterator[None]:
-        self.result = {}
         try:
             yield
         except BaseException as error:
@@ -88,17 +93,29 @@ class Ranks(RankLinks):
             if self.broken is not None:
                 self.cut()  # ranks that wait for this one, or will, get an error now
 
-    def _begin_to_follow(self, call: str, read: Read[_T], patience: float) -> _T:
-        self.patience, self.result = patience, {}
-        message = self.listen()
+    @contextlib.contextmanager
+    def _following(self) -> Iterator[None]:
+        """Return a context for the other ranks; the leader tells its error to all before it is raised."""
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(WeightSyncError):  # this error is raised
+                while not self.result and self.broken is None:
+                    self.report({"error": error_to_wire(error)})
+                    self._next()
+            raise
+
+    def _begin_to_follow(self, call: str, read: Callable[..., Any]) -> Any:
+        message = self._next()
         self._require_no_error(message)
-        with self.answering():
-            if message["step"] != call:
-                raise LifecycleError(
-                    f"this rank called {_named(call)} where rank {self.members[0]} called "
-                    f"{_named(message['step'])}"
-                )
-            return read(message["workers"])
+        if message["step"] != call:
+            raise LifecycleError(
+                f"this rank called {_named(call)} where rank {self.members[0]} called "
+                f"{_named(message['step'])}"
+            )
+        value = read(*message["arguments"])
+        self.report({})
+        return value
 
     def follow(self) -> Message:
         """Take part until the end of the step; return the last message of the leader."""
@@ -108,27 +125,15 @@ class Ranks(RankLinks):
         return self.result
 
     def _until_end(self) -> Iterator[Message]:
-        while "end" not in (message := self.listen()):
+        while "end" not in (message := self._next()):
             yield message
-        self.result = message
 
-    @contextlib.contextmanager
-    def answering(self) -> Iterator[Message]:
-        """Return a context with an answer to the leader, which is reported at the end.
-
-        An error is reported instead, and raised here when the leader has told it to all others.
-        """
-        answer: Message = {}
-        try:
-            yield answer
-        except BaseException as error:
-            if self.broken is None:
-                with contextlib.suppress(WeightSyncError):  # this error is raised
-                    self.report({"error": error_to_wire(error)})
-                    while "end" not in self.listen():
-                        pass
-            raise
-        self.report(answer)
+    def _next(self) -> Message:
+        """Return the leader's next message, and keep the last one of the step as the result."""
+        message = self.listen()
+        if "end" in message:
+            self.result = message
+        return message
 
     def _require_no_error(self, message: Message) -> None:
         if message.get("end") is not None:

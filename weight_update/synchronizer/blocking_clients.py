@@ -12,6 +12,7 @@ from torch import nn
 from weight_update.arguments import require_reachable, whole_number
 from weight_update.engines.base import InferenceEngine
 from weight_update.errors import TransportError, UnsupportedSourceError, undo_on_error
+from weight_update.sharded.gathering import is_sharded
 from weight_update.strategy.strategy import GatherShards, WeightStrategy
 from weight_update.synchronizer.checkpoint import CheckpointExplorer, CheckpointTrainer
 from weight_update.synchronizer.client import ClientBase
@@ -110,7 +111,7 @@ def _require_one_rank(strategy: WeightStrategy, source: Any) -> None:
     """Raise UnsupportedSourceError if a source cannot be read, or if several ranks hold parts of it."""
     readable = not callable(source) or isinstance(source, nn.Module)
     gather = strategy.gather
-    if readable and strategy.named(source).sharded and gather is None:
+    if readable and is_sharded(strategy, source) and gather is None:
         gather = GatherShards()
     if gather is not None and len(gather.members()) > 1:
         raise UnsupportedSourceError(

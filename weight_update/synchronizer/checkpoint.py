@@ -75,8 +75,8 @@ class CheckpointExplorer(ExplorerMethod):
         self._unfit = -1
         self._step = 0
         self.gate = Gate()
-        if isinstance(model, nn.Module):
-            self.gate.guard(model)
+        unguard = self.gate.guard(model) if isinstance(model, nn.Module) else lambda: None
+        self._unguard = weakref.finalize(self, unguard)
         if client.plan.style is SyncStyle.FULLY_ASYNC:
             args = weakref.ref(client), client.closed
             self._reader = start_thread("weight_update-files", self._read_all, *args)
@@ -109,6 +109,7 @@ class CheckpointExplorer(ExplorerMethod):
             self._reader.join(self._timeout)
             if self._reader.is_alive():
                 _log.warning("explorer %s was closed, but still reads a file", self._id)
+        self._unguard()
 
     def _read(self, client: ClientBase, version: int) -> tuple[int | None, int, str]:
         """Read a version, or else the newest that can be read, and put it into the model.

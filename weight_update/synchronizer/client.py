@@ -88,8 +88,9 @@ class ClientBase:
         """End the wait of ``sync_weight()``, if another thread is inside it; the version does not change."""
         if (given_up := self._given_up) is not None:
             given_up.set()
+        told = {"session": self.session, "step": self.step, "status": RunningStatus.RUNNING.value}
         with contextlib.suppress(LinkClosedError):  # sync_weight() does not try to reach it again
-            self.ask("notify", time.monotonic(), step=self.step, status=RunningStatus.RUNNING.value)
+            self._retry("notify", told, time.monotonic(), wait=False)
 
     def latest_version(self) -> int | None:
         """Return the newest published version; None before the first."""

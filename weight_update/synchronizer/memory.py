@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from weight_update.encodings import PatchEncoding
 from weight_update.errors import (
     LifecycleError,
     LinkClosedError,
@@ -37,6 +38,7 @@ class MemoryTrainer(StoringTrainer):
     """The trainer's part: a publisher that the synchronizer subscribes to."""
 
     def __init__(self, client: ClientBase, source: Any, address: str | None) -> None:
+        require_all_at_first(client.strategy)
         found = address or client.channel.address
         there = None if is_loopback(found) else found
         self.publisher: Publisher = Publisher(source, there, client.strategy, client.transfer_timeout)
@@ -237,7 +239,18 @@ class MemoryService(Service):
         else:
             with self.changed:
                 self._record(publisher.endpoint, transfer.version, newest.version, newest.step)
-                self._transfers.update(dict.fromkeys(going, (newest.version, transfer)))
+                waiting = [one for one in going if not has_ended(one)]  # the others may have left for good
+                self._transfers.update(dict.fromkeys(waiting, (newest.version, transfer)))
+
+
+def require_all_at_first(strategy: WeightStrategy) -> None:
+    """Raise ValueError if a strategy sends no weights, or only some, before it sends changes."""
+    encoding = strategy.encoding
+    if isinstance(encoding, PatchEncoding) and (not encoding.init_sync or encoding.init_sync_prefixes):
+        raise ValueError(
+            "with SyncMethod.MEMORY, the synchronizer needs all weights at first, because it has no model: "
+            "leave init_sync and init_sync_prefixes of the PatchEncoding as they are"
+        )
 
 
 def _passing_on(strategy: WeightStrategy) -> WeightStrategy:

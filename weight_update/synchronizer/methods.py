@@ -125,6 +125,8 @@ class SubscribingExplorer(ExplorerMethod):
         start = time.perf_counter()
         deadline, again = time.monotonic() + client.timeout, False
         while True:
+            if client.gives_up:  # while it connected, when there was no wait to end
+                return client.ask("explorer_gives_up", reason="it went on")
             held = self.held(client.version)
             reply = client.ask("explorer_syncs", deadline, wait=True, step=step, held=held, again=again)
             if "join" not in reply:

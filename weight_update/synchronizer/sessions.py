@@ -219,7 +219,8 @@ class SessionManager:
             elif role == "trainer":
                 self.table.replace(self.machine.trainer)
                 if version is not None and (self.machine.newest is None or version > self.machine.newest):
-                    self._restore(version, step)  # started after the trainer, without its versions
+                    made = step if synced_at is None else synced_at
+                    self._restore(version, made)  # started after the trainer, without its versions
                 self.table.add(session, self.machine.trainer_joined(step, synced_at))
             else:
                 known = self.machine.explorers

@@ -18,7 +18,7 @@ from weight_update.sender.observers import Observers
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.checkpoint import CheckpointService
 from weight_update.synchronizer.direct import DirectService
-from weight_update.synchronizer.memory import MemoryService
+from weight_update.synchronizer.memory import MemoryService, require_all_at_first
 from weight_update.synchronizer.plan import SyncMethod, SyncPlan, SyncStyle
 from weight_update.synchronizer.ray_actor import RayHost
 from weight_update.synchronizer.rpc import Server
@@ -52,7 +52,7 @@ class Synchronizer:
 
     Raises:
         ValueError: as :class:`SyncPlan`; or CHECKPOINT without a directory; or the directory is a file or a
-            URL.
+            URL; or MEMORY with a strategy that keeps no weights, or sends only changes at first.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Synchronizer:
         }
         if self.plan.method is SyncMethod.MEMORY:
             require_no_pipeline(self._options["strategy"])
+            require_all_at_first(self._options["strategy"])
         if self.plan.method is SyncMethod.CHECKPOINT and directory is None:
             raise ValueError("SyncMethod.CHECKPOINT needs directory=, one that trainer and explorers share")
         if self._directory is not None and os.path.isfile(self._directory):
@@ -202,11 +203,11 @@ class Synchronizer:
         Raises:
             ImportError: Ray is not installed.
             SyncTimeoutError: the actor did not start in 300 s.
+            LifecycleError: this synchronizer is closed, serves clients already, or has observers.
         """
-        if self._service is not None:
-            raise LifecycleError(
-                "this synchronizer already serves this process; create another one for an actor"
-            )
+        self._require_open()
+        if self._service is not None or self._in_actor:
+            raise LifecycleError("this synchronizer already serves clients; create another one for an actor")
         if self._observers.functions:
             raise LifecycleError("a synchronizer in a Ray actor has no observers; remove them, or serve() it")
         make = functools.partial(type(self), self.plan, directory=self._directory, **self._options)
