@@ -23,15 +23,17 @@ from weight_update.errors import (
     UnknownWorkerError,
     UnsupportedSourceError,
     WorkerError,
+    close_all,
 )
 from weight_update.report import SyncReport
 from weight_update.schemes.collector import resolve_path
 from weight_update.schemes.sources import Sources
 from weight_update.sender.handle import SendHandle, failed
 from weight_update.sender.joining import WorkerAlive, liveness
+from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import NOBODY
-from weight_update.sharded.follower import Follower
+from weight_update.sharded.follower import PATIENCE, Follower
 from weight_update.sharded.gathering import Gathering, part_of
 from weight_update.sharded.leader import Leader
 from weight_update.sharded.ranks import Ranks
@@ -219,8 +221,8 @@ class SenderSide:
     :class:`~weight_update.sharded.follower.Follower`.
 
     Attributes:
-        sender: sends versions to the workers, or follows the rank that does; set by :meth:`open`.
-        listener: admits workers; None if links need no listener.
+        sender: sends versions to the workers, or follows the rank that does.
+        listener: admits workers; None if links need no listener, and on ranks that do not lead.
         failure: remark on how :meth:`connect` failed last; empty if it did not.
         ranks: connection to the other ranks; None if the trainer is not sharded.
     """
@@ -228,13 +230,18 @@ class SenderSide:
     sender: Sender | Follower
 
     def __init__(
-        self, sources: Sources, strategy: WeightStrategy, timeout: float, connect_timeout: float
+        self,
+        sources: Sources,
+        strategy: WeightStrategy,
+        token: str,
+        timeout: float,
+        connect_timeout: float,
+        observers: Observers,
+        open_links: Callable[[Sequence[int]], tuple[Mapping[int, TransportBackend], SenderListener | None]],
     ) -> None:
         self.sources, self._reader = sources, _SourceReader(sources, strategy)
         self.listener: SenderListener | None = None
         self.failure = ""
-        self._strategy, self._timeout, self._connect_timeout = strategy, timeout, connect_timeout
-        self._patience = 4 * timeout  # for messages of the leader, which waits for workers in between
         self._sending = threading.Lock()
         self._unchecked: list[_Unchecked] = []  # updates that nobody waits for
         self.ranks: Ranks | None = None
@@ -242,37 +249,28 @@ class SenderSide:
             gather = strategy.gather or GatherShards()
             self.ranks = Ranks(gather.members(), timeout, connect_timeout)
             self._reader.gathering = part_of(self.ranks, gather)
-
-    def _in_step(
-        self, call: str, read: Callable[[Sequence[int] | None], _T], patience: float
-    ) -> contextlib.AbstractContextManager[_T]:
-        """Return a context with the result of ``read``; all ranks of a sharded trainer enter it together."""
-        if self.ranks is None:
-            return contextlib.nullcontext(read(None))
-        return self.ranks.step(call, patience, read)
-
-    # -- connecting --------------------------------------------------------------------------------
-
-    def open(
-        self,
-        token: str,
-        open_links: Callable[[Sequence[int]], tuple[Mapping[int, TransportBackend], SenderListener | None]],
-    ) -> None:
-        """Make the sender, with the links and the listener that ``open_links`` makes for workers."""
-        ranks, patience = self.ranks, self._connect_timeout + self._patience
+        ranks, survey = self.ranks, self._reader.survey
         with _outside_inference_mode(), contextlib.ExitStack() as undo:
             undo.callback(close_all, ranks)
-            with self._in_step("init_on_sender", lambda _: self._reader.survey(), patience) as surveyed:
+            with (
+                contextlib.nullcontext(survey())
+                if ranks is None
+                else ranks.step("init_on_sender", PATIENCE * timeout + connect_timeout, lambda _: survey())
+            ) as surveyed:
                 if ranks is not None and not ranks.leads:
                     ranks.follow()
-                    self.sender = Follower(ranks, self._timeout)
+                    self.sender = Follower(ranks, timeout)
                 else:
                     schemas, tracked = _schemas_of(surveyed)
                     links, self.listener = open_links(sorted(schemas))
                     undo.callback(close_all, *links.values(), self.listener)
-                    arguments = links, schemas, tracked, self._strategy, token, self._timeout
-                    self.sender = Sender(*arguments) if ranks is None else Leader(ranks, *arguments)
+                    arguments = links, schemas, tracked, strategy, token, timeout
+                    self.sender = sender = Sender(*arguments) if ranks is None else Leader(ranks, *arguments)
+                    sender.table.observers = observers
+                    sender.refusals = () if self.listener is None else self.listener.refusals
             undo.pop_all()
+
+    # -- connecting --------------------------------------------------------------------------------
 
     def admit(self, worker_idx: int, make_link: Callable[[], TransportBackend]) -> TransportBackend:
         """Return the link for a worker that joins late.
@@ -311,19 +309,18 @@ class SenderSide:
                 workers = (*self.sources.nobody, *sender.workers)
             return self._reader.read(weights, workers, first=True)
 
-        if self.listener is not None and isinstance(sender, Sender):
+        if self.listener is not None:
             self.listener.refusals.clear()  # of an earlier call
-            sender.refusals = self.listener.refusals
             self.listener.start()
         try:
-            with _outside_inference_mode(), self._in_step("connect", read, limit + self._patience) as named:
+            with _outside_inference_mode(), sender.step("connect", read, limit) as named:
                 return sender.connect(named, limit, liveness(worker_alive))
         except Exception as error:
             self._require_open()  # no worker is to blame
             self.failure = f" (connect() failed: {type(error).__name__}: {brief(error)})"
             # those two are errors of workers, and others may still get weights
-            if isinstance(sender, Sender) and not isinstance(error, SyncTimeoutError | SyncFailedError):
-                sender.admission.dismiss(error)
+            if not isinstance(error, SyncTimeoutError | SyncFailedError):
+                sender.dismiss(error)
             raise
 
     # -- sending -----------------------------------------------------------------------------------
@@ -338,12 +335,11 @@ class SenderSide:
         """
         report: SyncReport | None = None
         read = functools.partial(self._read, weights, worker_ids, context)
-        alone = self.ranks is None and group_commit is None
-        to_all = alone and worker_ids is None and not _is_per_worker(weights)
+        to_all = group_commit is None and worker_ids is None and not _is_per_worker(weights)
         try:
             with self._sending, _outside_inference_mode():
                 start = time.perf_counter()
-                with self._in_step("send", read, self._patience) as named:
+                with self.sender.step("send", read) as named:
                     extract = time.perf_counter() - start
                     # nobody waits for late joiners that are still joining: they may fail to
                     waited_for = {*named, *self.sender.workers} - {NOBODY}
@@ -361,12 +357,8 @@ class SenderSide:
 
     def _require_open(self) -> None:
         """Raise LifecycleError if another thread has closed the sender."""
-        if isinstance(self.sender, Sender) and self.sender.table.closed:
+        if self.sender.closed:
             raise LifecycleError(SHUT_DOWN) from None
-
-    def attend(self, call: Callable[[], _T]) -> _T:
-        """Return the result of ``call()``, which publishes weights and waits for workers."""
-        return self.sender.reader.attend(call) if isinstance(self.sender, Sender) else call()
 
     def raise_earlier_error(self, handle: SendHandle) -> None:
         """Raise the first error of an update that nobody waits for; remember ``handle`` as one more.
@@ -395,7 +387,7 @@ class SenderSide:
     def read(self, weights: Any, context: weakref.ref[Any] | None) -> NamedWeights | None:
         """Return the weights that :meth:`publish` would send; None on ranks that do not lead."""
         read = functools.partial(self._read, weights, None, context)
-        with self._in_step("prepare_weights", read, self._patience) as named:
+        with self.sender.step("prepare_weights", read) as named:
             return self.sender.whole_weights(named)
 
     def _read(
@@ -412,8 +404,19 @@ class SenderSide:
                 raise ValueError(f"weights={weights!r} names a model, but there is no context to find it in")
             weights = resolve_path(where, weights)
         chosen = self._reader.select(worker_ids, weights, self.sender.workers) if workers is None else workers
-        first = isinstance(self.sender, Sender) and self.ranks is None and self.sender.needs_all(chosen)
+        first = self.ranks is None and self.sender.needs_all(chosen)
         return self._reader.read(weights, chosen, first=first)
+
+
+def require_links(owner: str, workers: Sequence[int], links: object) -> None:
+    """Raise TypeError unless ``links`` is a dict with a transport of its own for each of ``workers``."""
+    found = links if isinstance(links, dict) else {}
+    distinct = {id(link) for link in found.values() if isinstance(link, TransportBackend)}
+    if found is not links or {*found} != {*workers} or len(distinct) < len(found):
+        raise TypeError(
+            f"{owner}.open_sender() returned {links!r:.100}; return a dict with a TransportBackend of its "
+            f"own for each of the workers {workers}"
+        )
 
 
 def _schemas_of(surveyed: _Surveyed) -> tuple[dict[int, WeightSchema], dict[int, frozenset[str] | None]]:
@@ -440,11 +443,3 @@ def _outside_inference_mode() -> contextlib.AbstractContextManager[Any, Any]:
     modes.enter_context(torch.inference_mode(False))
     modes.enter_context(torch.no_grad())
     return modes
-
-
-def close_all(*parts: Any) -> None:
-    """Close all parts that are not None, in this order, whatever one of them raises."""
-    with contextlib.ExitStack() as rest:
-        for part in reversed(parts):
-            if part is not None:
-                rest.callback(part.close)

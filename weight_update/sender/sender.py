@@ -6,7 +6,8 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TypeVar
 
 from weight_update.encodings import DeltaEncoding
 from weight_update.errors import JoinRefusedError
@@ -25,6 +26,9 @@ from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import Kind, Step, WeightChunk
 from weight_update.wire.schema import WeightSchema
 
+_T = TypeVar("_T")
+Read = Callable[[Sequence[int] | None], _T]
+"""Reads weights for workers, given by index; None leaves it to this rank to find out which."""
 _PARTING_SECONDS = 5.0
 _ADMITTED_SECONDS = 30.0
 """Seconds within which a connection reaches its link once its worker was admitted."""
@@ -39,9 +43,12 @@ class Sender(Outcomes):
         tracked: names of the weights that updates carry, for each worker; None for all of its schema.
 
     Attributes:
+        leads: whether this rank of the trainer serves the workers.
         admission: welcomes or refuses receivers.
         refusals: reasons for which the listener refused join requests, for the errors of :meth:`connect`.
     """
+
+    leads = True
 
     def __init__(
         self,
@@ -103,6 +110,11 @@ class Sender(Outcomes):
         """Whether :meth:`connect` was called, and :meth:`close` was not."""
         return self._number >= 0 and not self.table.closed
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self.table.closed
+
     # -- joining -----------------------------------------------------------------------------------
 
     def admit(self, idx: int, make_link: Callable[[], TransportBackend]) -> TransportBackend:
@@ -135,6 +147,10 @@ class Sender(Outcomes):
         if worker.thread is None:  # nothing was read from it yet
             self.table.remove(worker)
         self.table.changed.wait_for(lambda: worker.idx not in self.table or self.table.closed, self.timeout)
+
+    def dismiss(self, error: Exception) -> None:
+        """Refuse workers that wait for weights, because ``connect()`` failed with ``error``."""
+        self.admission.dismiss(error)
 
     def connect(
         self, weights: Mapping[int, NamedWeights], timeout: float, alive: Callable[[int], bool] | None = None
@@ -205,6 +221,13 @@ class Sender(Outcomes):
 
     # -- sending -----------------------------------------------------------------------------------
 
+    def step(self, call: str, read: Read[_T], limit: float = 0.0) -> AbstractContextManager[_T]:
+        """Return a context with the weights that ``read(None)`` returns, for the call of that name.
+
+        All ranks of a sharded trainer enter it together; ``limit`` are the seconds that the call may take.
+        """
+        return nullcontext(read(None))
+
     def publish(
         self, weights: dict[int, NamedWeights], *, group_commit: str | None = None, to_all: bool = False
     ) -> SyncReport:
@@ -250,6 +273,10 @@ class Sender(Outcomes):
         missing = [one.idx for one in late if one.idx not in weights]
         if weights:
             weights.update(dict.fromkeys(missing, next(iter(weights.values()))))
+
+    def attend(self, call: Callable[[], _T]) -> _T:
+        """Return the result of ``call()``, which publishes weights and waits for workers."""
+        return self.reader.attend(call)
 
     def tell_observers(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""
