@@ -8,6 +8,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,7 +19,7 @@ from weight_update.receiver.forked_threads import warn_if_forked
 from weight_update.receiver.gate import shared_gate
 from weight_update.receiver.staging import ReceiverOptions
 from weight_update.schemes.collector import register_with_torchrl, resolve_model
-from weight_update.schemes.process_state import ProcessState
+from weight_update.schemes.process_state import ProcessState, require_picklable
 from weight_update.schemes.receiver_side import ReceiverSide, close_receiver
 from weight_update.schemes.sender_side import SenderListener, SenderSide, require_links
 from weight_update.schemes.sources import DeviceMap, Sources
@@ -182,15 +183,12 @@ class WeightSyncScheme(SchemeUpdates):
         self, ctx: Any, workers: Sequence[int]
     ) -> tuple[dict[int, TransportBackend], SenderListener | None]:
         """Return the links to ``workers``, which may be ``NOBODY`` alone, and the listener."""
-        asked = [idx for idx in workers if idx != NOBODY]
+        name, asked = type(self).__name__, [idx for idx in workers if idx != NOBODY]
         links = self.open_sender(asked, ctx)
-        require_links(type(self).__name__, asked, links)
+        require_links(name, asked, links)
         if NOBODY in workers:
             if self.listener is None:
-                raise ValueError(
-                    f"num_workers=0, but workers of {type(self).__name__} cannot join later; give their "
-                    "number"
-                )
+                raise ValueError(f"num_workers=0, but workers of {name} cannot join later; give their number")
             with undo_on_error(self.listener.close):
                 links = {NOBODY: self._transport_of(NOBODY, "sender")}
         return links, self.listener
@@ -227,7 +225,6 @@ class WeightSyncScheme(SchemeUpdates):
 
     def _find_sender(self, timeout: float) -> None:
         """Find out where the sender is, for a receiver, if that takes communication."""
-        del timeout
 
     # -- initialization ----------------------------------------------------------------------------
 
@@ -390,24 +387,21 @@ class WeightSyncScheme(SchemeUpdates):
             self._connect_receiver(process.receiver, worker_idx, weights, limit)
         elif worker_idx is not None:
             raise LifecycleError("connect(worker_idx=...) is for receivers")
-        elif (side := process.sender) is not None and side.sender.leads:
+        elif (side := process.sender) is not None and side.leads:
             self._connect_sender(side, weights, limit)
         elif side is not None:
             self.last_report = side.connect(weights, limit, self.worker_alive)
         process.connected = True
 
     def _connect_sender(self, side: SenderSide, weights: Any, limit: float) -> None:
-        """Connect the sender, on the rank that leads."""
         self.last_report = side.connect(weights, limit, self.worker_alive)
         self._process.observers.tell(self.last_report)
 
-    def _connect_receiver(
-        self, side: ReceiverSide, worker_idx: int | None, weights: Any, limit: float
-    ) -> None:
+    def _connect_receiver(self, side: ReceiverSide, worker: int | None, weights: Any, limit: float) -> None:
         if weights is not None:
             raise LifecycleError("connect(weights=...) is for the sender")
-        if worker_idx is not None:
-            self.worker_idx = self._index_of(worker_idx)
+        if worker is not None:
+            self.worker_idx = self._index_of(worker)
         if (idx := self.worker_idx) is None:
             raise ValueError("a receiver needs worker_idx, in init_on_receiver() or connect()")
         deadline, process = time.monotonic() + limit, self._process
@@ -431,8 +425,6 @@ class WeightSyncScheme(SchemeUpdates):
         # The model may keep the receiver alive longer than this object.
         process.close_at_end(receiver, close_receiver, weakref.ref(receiver))
 
-    # -- other processes ---------------------------------------------------------------------------
-
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker needs: options, token and addresses; no models, links or threads.
 
@@ -443,7 +435,11 @@ class WeightSyncScheme(SchemeUpdates):
         fresh = object.__new__(type(self))
         fresh._reset()
         state = {name: value for name, value in self.__dict__.items() if name not in fresh.__dict__}
-        return {**state, "strategy": self._process.strategy_for_worker(self.strategy)}
+        if self._process.end == "sender":  # here, or in the process that this one was forked from
+            state["strategy"] = self.strategy.for_receiver()
+        elif get_spawning_popen() is not None:
+            require_picklable(self.strategy.convert)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from weight_update.schemes.receiver_side import ReceiverSide
 from weight_update.schemes.sender_side import SHUT_DOWN, SenderSide
 from weight_update.sender.joining import WorkerAlive
 from weight_update.sender.observers import Observers
-from weight_update.strategy.strategy import WeightStrategy
+from weight_update.strategy.conversion import Convert
 
 
 @dataclass(eq=False)
@@ -57,24 +56,6 @@ class ProcessState:
         self.require_open()
         if self.end is not None:
             raise LifecycleError(f"this scheme is initialized already; {cure}")
-
-    def strategy_for_worker(self, strategy: WeightStrategy) -> WeightStrategy:
-        """Return the strategy to pickle for a worker, which needs no converter of an initialized sender.
-
-        Raise LifecycleError if a process is being started, and its converter cannot be pickled.
-        """
-        if self.end == "sender":  # here, or in the process that this one was forked from
-            return strategy.for_receiver()
-        if get_spawning_popen() is not None:
-            try:
-                ForkingPickler.dumps(strategy.convert)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                raise LifecycleError(
-                    f"the converter of this scheme cannot be pickled ({error}): call init_on_sender() before "
-                    "the workers start, which then get the scheme without it, or give convert= a function of "
-                    "a module"
-                ) from error
-        return strategy
 
     def close_at_end(self, owner: Any, close: Callable[..., None], *parts: Any) -> None:
         """Have :meth:`shut_down` call ``close(*parts)``, or the end of ``owner`` or of the process.
@@ -118,3 +99,14 @@ def _finalizer_of(owner: Any, close: Callable[..., None], *parts: Any) -> weakre
     finalizer = weakref.finalize(owner, close, *parts)
     Finalize(owner, finalizer, exitpriority=11)  # queues end at 10
     return finalizer
+
+
+def require_picklable(convert: Convert | None) -> None:
+    """Raise LifecycleError if a converter cannot be pickled with a scheme that is not initialized yet."""
+    try:
+        ForkingPickler.dumps(convert)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LifecycleError(
+            f"the converter of this scheme cannot be pickled ({error}): call init_on_sender() before the "
+            "workers start, which then get the scheme without it, or give convert= a function of a module"
+        ) from error

@@ -25,11 +25,7 @@ class ReceiverSide:
         self.receiver: Receiver | None = None  # until it is connected
 
     def connect(self, options: ReceiverOptions, timeout: float) -> Receiver:
-        """Join the sender and return the receiver; after an error, keep the link if it is usable.
-
-        Raises:
-            Exception: as :meth:`Receiver.connect`.
-        """
+        """Join the sender as :meth:`Receiver.connect` does; after an error, keep the link if it is usable."""
         self.options = options
         receiver = Receiver(options, self.model)
         try:

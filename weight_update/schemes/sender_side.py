@@ -33,10 +33,10 @@ from weight_update.sender.joining import WorkerAlive, liveness
 from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import NOBODY
-from weight_update.sharded.follower import PATIENCE, Follower
+from weight_update.sharded.follower import Follower
 from weight_update.sharded.gathering import Gathering, part_of
 from weight_update.sharded.leader import Leader
-from weight_update.sharded.ranks import Ranks
+from weight_update.sharded.ranks import Ranks, Read
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.repeated import RepeatedRead
 from weight_update.strategy.strategy import GatherShards, WeightStrategy
@@ -51,6 +51,7 @@ _REMEMBERED = 64
 SHUT_DOWN = "this scheme was shut down; make a new scheme"
 _T = TypeVar("_T")
 _UNCHANGED = contextlib.nullcontext()
+AnySender = Sender | Follower
 _Surveyed = Mapping[int, tuple[NamedWeights, NamedWeights | None]]
 _Unchecked = tuple[SendHandle, frozenset[tuple[int, str]]]  # with the errors that were raised, by worker
 
@@ -223,11 +224,10 @@ class SenderSide:
     Attributes:
         sender: sends versions to the workers, or follows the rank that does.
         listener: admits workers; None if links need no listener, and on ranks that do not lead.
+        leads: whether this rank serves the workers.
         failure: remark on how :meth:`connect` failed last; empty if it did not.
         ranks: connection to the other ranks; None if the trainer is not sharded.
     """
-
-    sender: Sender | Follower
 
     def __init__(
         self,
@@ -242,6 +242,7 @@ class SenderSide:
         self.sources, self._reader = sources, _SourceReader(sources, strategy)
         self.listener: SenderListener | None = None
         self.failure = ""
+        self._patience = 4 * timeout  # for messages of the leader, which waits for workers in between
         self._sending = threading.Lock()
         self._unchecked: list[_Unchecked] = []  # updates that nobody waits for
         self.ranks: Ranks | None = None
@@ -249,17 +250,14 @@ class SenderSide:
             gather = strategy.gather or GatherShards()
             self.ranks = Ranks(gather.members(), timeout, connect_timeout)
             self._reader.gathering = part_of(self.ranks, gather)
-        ranks, survey = self.ranks, self._reader.survey
+        ranks, patience = self.ranks, connect_timeout + self._patience
+        self.leads = ranks is None or ranks.leads
         with _outside_inference_mode(), contextlib.ExitStack() as undo:
             undo.callback(close_all, ranks)
-            with (
-                contextlib.nullcontext(survey())
-                if ranks is None
-                else ranks.step("init_on_sender", PATIENCE * timeout + connect_timeout, lambda _: survey())
-            ) as surveyed:
+            with self._in_step("init_on_sender", lambda _: self._reader.survey(), patience) as surveyed:
                 if ranks is not None and not ranks.leads:
                     ranks.follow()
-                    self.sender = Follower(ranks, timeout)
+                    self.sender: AnySender = Follower(ranks, timeout)
                 else:
                     schemas, tracked = _schemas_of(surveyed)
                     links, self.listener = open_links(sorted(schemas))
@@ -269,6 +267,12 @@ class SenderSide:
                     sender.table.observers = observers
                     sender.refusals = () if self.listener is None else self.listener.refusals
             undo.pop_all()
+
+    def _in_step(self, call: str, read: Read[_T], patience: float) -> contextlib.AbstractContextManager[_T]:
+        """Return a context with the result of ``read``; all ranks of a sharded trainer enter it together."""
+        if self.ranks is None:
+            return contextlib.nullcontext(read(None))
+        return self.ranks.step(call, patience, read)
 
     # -- connecting --------------------------------------------------------------------------------
 
@@ -301,26 +305,25 @@ class SenderSide:
             SchemaMismatchError, SyncTimeoutError, SyncFailedError: as :meth:`Sender.connect`.
             LifecycleError: the sender was closed meanwhile.
         """
-        sender = self.sender
 
         def read(workers: Sequence[int] | None) -> dict[int, NamedWeights]:
             if workers is None:  # on the rank that leads, or the only one
                 prepare()
-                workers = (*self.sources.nobody, *sender.workers)
+                workers = (*self.sources.nobody, *self.sender.workers)
             return self._reader.read(weights, workers, first=True)
 
         if self.listener is not None:
             self.listener.refusals.clear()  # of an earlier call
             self.listener.start()
         try:
-            with _outside_inference_mode(), sender.step("connect", read, limit) as named:
-                return sender.connect(named, limit, liveness(worker_alive))
+            with _outside_inference_mode(), self._in_step("connect", read, limit + self._patience) as named:
+                return self.sender.connect(named, limit, liveness(worker_alive))
         except Exception as error:
             self._require_open()  # no worker is to blame
             self.failure = f" (connect() failed: {type(error).__name__}: {brief(error)})"
             # those two are errors of workers, and others may still get weights
             if not isinstance(error, SyncTimeoutError | SyncFailedError):
-                sender.dismiss(error)
+                self.sender.dismiss(error)
             raise
 
     # -- sending -----------------------------------------------------------------------------------
@@ -339,7 +342,7 @@ class SenderSide:
         try:
             with self._sending, _outside_inference_mode():
                 start = time.perf_counter()
-                with self.sender.step("send", read) as named:
+                with self._in_step("send", read, self._patience) as named:
                     extract = time.perf_counter() - start
                     # nobody waits for late joiners that are still joining: they may fail to
                     waited_for = {*named, *self.sender.workers} - {NOBODY}
@@ -387,7 +390,7 @@ class SenderSide:
     def read(self, weights: Any, context: weakref.ref[Any] | None) -> NamedWeights | None:
         """Return the weights that :meth:`publish` would send; None on ranks that do not lead."""
         read = functools.partial(self._read, weights, None, context)
-        with self.sender.step("prepare_weights", read) as named:
+        with self._in_step("prepare_weights", read, self._patience) as named:
             return self.sender.whole_weights(named)
 
     def _read(

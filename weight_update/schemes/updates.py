@@ -16,12 +16,10 @@ from weight_update.receiver.receiver import Receiver
 from weight_update.report import Observer, SyncReport
 from weight_update.schemes.collector import ContextObserver
 from weight_update.schemes.process_state import ProcessState
-from weight_update.schemes.sender_side import SenderSide
+from weight_update.schemes.sender_side import AnySender, SenderSide
 from weight_update.schemes.sources import ModelOf
 from weight_update.sender.handle import SendHandle
 from weight_update.sender.joining import WorkerAlive, require_workers
-from weight_update.sender.sender import Sender
-from weight_update.sharded.follower import Follower
 from weight_update.strategy.strategy import WeightStrategy
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -69,7 +67,7 @@ class SchemeUpdates(ABC):
         return receiver
 
     @property
-    def _sender(self) -> Sender | Follower | None:
+    def _sender(self) -> AnySender | None:
         return None if self._process.sender is None else self._process.sender.sender
 
     @property

@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import TypeVar
 
 from weight_update.encodings import DeltaEncoding
@@ -27,8 +27,6 @@ from weight_update.wire.frames import Kind, Step, WeightChunk
 from weight_update.wire.schema import WeightSchema
 
 _T = TypeVar("_T")
-Read = Callable[[Sequence[int] | None], _T]
-"""Reads weights for workers, given by index; None leaves it to this rank to find out which."""
 _PARTING_SECONDS = 5.0
 _ADMITTED_SECONDS = 30.0
 """Seconds within which a connection reaches its link once its worker was admitted."""
@@ -43,12 +41,9 @@ class Sender(Outcomes):
         tracked: names of the weights that updates carry, for each worker; None for all of its schema.
 
     Attributes:
-        leads: whether this rank of the trainer serves the workers.
         admission: welcomes or refuses receivers.
         refusals: reasons for which the listener refused join requests, for the errors of :meth:`connect`.
     """
-
-    leads = True
 
     def __init__(
         self,
@@ -220,13 +215,6 @@ class Sender(Outcomes):
             return group
 
     # -- sending -----------------------------------------------------------------------------------
-
-    def step(self, call: str, read: Read[_T], limit: float = 0.0) -> AbstractContextManager[_T]:
-        """Return a context with the weights that ``read(None)`` returns, for the call of that name.
-
-        All ranks of a sharded trainer enter it together; ``limit`` are the seconds that the call may take.
-        """
-        return nullcontext(read(None))
 
     def publish(
         self, weights: dict[int, NamedWeights], *, group_commit: str | None = None, to_all: bool = False

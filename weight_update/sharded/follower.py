@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from weight_update.report import SyncReport, report_of
 from weight_update.sender.handle import Outcome
-from weight_update.sender.sender import Read
 from weight_update.sharded.links import Message, failures_from_wire
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights
 
 _T = TypeVar("_T")
 _REMEMBERED = 64
-PATIENCE = 4
-"""Multiple of the timeout for which the leader may be silent in a step: it waits for workers in between."""
-_WAIT_PATIENCE = 8  # for wait(); there the timeout starts on the leader when all was sent
+_PATIENCE = 8  # times the timeout, which starts on the leader when all was sent
 
 
 class Follower:
@@ -28,7 +24,6 @@ class Follower:
     leader at the end of the last call.
     """
 
-    leads = False
     closed = False  # an error of the ranks tells of the end
 
     def __init__(self, ranks: Ranks, timeout: float) -> None:
@@ -43,10 +38,6 @@ class Follower:
         """Indices of the workers at the end of the last call."""
         return tuple(self.worker_versions)
 
-    def step(self, call: str, read: Read[_T], limit: float = 0.0) -> AbstractContextManager[_T]:
-        """Return a context with the weights that are read; see :meth:`Sender.step`."""
-        return self._ranks.step(call, PATIENCE * self.timeout + limit, read)
-
     def publish(self, *weights: object, **how: object) -> SyncReport:
         """Take part until an update was sent, as :meth:`Sender.publish` on the leader."""
         del weights, how  # the leader has both
@@ -58,7 +49,7 @@ class Follower:
         self, report: SyncReport, workers: Sequence[int], timeout: float | None, since: float | None = None
     ) -> dict[int, Exception]:
         """Wait until the leader has waited for workers; return the errors that it found."""
-        limit = _WAIT_PATIENCE * self.timeout if timeout is None else timeout + self.timeout
+        limit = _PATIENCE * self.timeout if timeout is None else timeout + self.timeout
         with self._ranks.step("wait", limit):
             message = self._follow()
         heard = report_of(message["report"])
@@ -105,19 +96,10 @@ class Follower:
         """Return False: the leader chooses what is read."""
         return False
 
-    def commit(self, version: int, workers: Sequence[int]) -> None:
-        """Do nothing: the leader tells the workers."""
+    def commit(self, *what: object, **how: object) -> None:
+        """Do nothing: the leader tells the workers and observers, and numbers the versions."""
 
-    abort = commit
-
-    def dismiss(self, error: Exception) -> None:
-        """Do nothing: workers wait for the leader."""
-
-    def tell_observers(self, report: SyncReport, workers: Sequence[int]) -> None:
-        """Do nothing: the leader tells its observers."""
-
-    def continue_from(self, version: int) -> None:
-        """Do nothing: the leader numbers the versions."""
+    abort = dismiss = tell_observers = continue_from = commit
 
     def close(self) -> None:
         """Take part in no more calls."""

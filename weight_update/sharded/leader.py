@@ -6,18 +6,15 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from weight_update.report import SyncReport
 from weight_update.sender.handle import Outcome
-from weight_update.sender.sender import Read, Sender
+from weight_update.sender.sender import Sender
 from weight_update.sharded.links import Message, failures_to_wire
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights
-
-_T = TypeVar("_T")
 
 
 class Leader(Sender):
@@ -30,9 +27,6 @@ class Leader(Sender):
     def __init__(self, ranks: Ranks, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._ranks = ranks
-
-    def step(self, call: str, read: Read[_T], limit: float = 0.0) -> AbstractContextManager[_T]:
-        return self._ranks.step(call, self.timeout, read)
 
     def connect(
         self, weights: Mapping[int, NamedWeights], timeout: float, alive: Callable[[int], bool] | None = None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weight_update.errors import LifecycleError, WeightSyncError, kept_error
-from weight_update.sender.sender import Read
 from weight_update.sharded.links import Message, RankLinks, error_from_wire, error_to_wire
 
 _T = TypeVar("_T")
+Read = Callable[[Sequence[int] | None], _T]
+"""Reads weights for workers, given by index; None leaves it to this rank to find out which."""
 _CALLS = {
     "send": "send(), send_async() or send_together()",
     "wait": "send() with sync=True, send_together() or wait() of an update",
