@@ -35,7 +35,8 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
     process creates its own scheme, as under torchrun, give all of them the same ``address``, ``port`` and
     ``token``. Or initialize torch.distributed first; workers then ask the store of the default process group.
 
-    The arguments are those of :class:`RemoteWeightSyncScheme`.
+    The arguments are those of :class:`RemoteWeightSyncScheme`. A number in the place of ``strategy`` is the
+    ``timeout``, as in TorchRL.
     """
 
     @takes_options_of(RemoteWeightSyncScheme.__init__)
@@ -43,7 +44,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         self,
         backend: str = "gloo",
         sync: bool = True,
-        strategy: str | WeightStrategy = "tensordict",
+        strategy: str | WeightStrategy | float = "tensordict",
         **options: Unpack[RemoteOptions],
     ) -> None:
         try:
@@ -54,9 +55,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
                 "as strategy='state_dict' or strategy=WeightStrategy(encoding='patch')"
             ) from None
         if isinstance(strategy, (int, float)):
-            raise ValueError(
-                f"the third argument is the strategy; give the timeout by name: timeout={strategy!r}"
-            )
+            options, strategy = RemoteOptions(timeout=strategy, **options), "tensordict"
         super().__init__(strategy, backend, sync, **options)
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
