@@ -394,11 +394,7 @@ class SenderSide:
             return self.sender.whole_weights(named)
 
     def _read(
-        self,
-        weights: Any,
-        worker_ids: Any,
-        context: weakref.ref[Any] | None,
-        workers: Sequence[int] | None,
+        self, weights: Any, worker_ids: Any, context: weakref.ref[Any] | None, workers: Sequence[int] | None
     ) -> dict[int, NamedWeights]:
         """Return the weights for ``worker_ids``, or for the ``workers`` that another rank names."""
         if isinstance(weights, str):

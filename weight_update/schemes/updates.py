@@ -275,11 +275,9 @@ class SchemeUpdates(ABC):
         Assign another model on a connected receiver, and it gets the weights and extra state in force. The
         model before keeps its version. After an error, the receiver keeps the model before.
         """
-        if (receiver := self._process.receiver) is not None:
-            return receiver.model
-        if (sender := self._process.sender) is None:
-            return None
-        first = next(iter(sender.sources.by_worker.values()))
+        if (side := self._process.sender) is None:
+            return None if self._process.receiver is None else self._process.receiver.model
+        first = next(iter(side.sources.by_worker.values()))
         return first() if isinstance(first, ModelOf) else first
 
     @model.setter
