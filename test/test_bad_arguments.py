@@ -566,8 +566,12 @@ def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_a_timeout_in_the_place_of_the_strategy() -> None:
-    with pytest.raises(ValueError, match=r"give the timeout by name: timeout=600.0"):
-        DistributedWeightSyncScheme("gloo", True, 600.0)
+    scheme = DistributedWeightSyncScheme("gloo", True, 600, address="127.0.0.1")
+    assert (scheme.timeout, scheme.strategy_str) == (600.0, "tensordict")
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'timeout'"):
+        DistributedWeightSyncScheme("gloo", True, 600.0, timeout=60.0)
+    with pytest.raises(ValueError, match="timeout is a positive number of seconds"):
+        DistributedWeightSyncScheme("gloo", True, 0.0)
 
 
 @contextmanager

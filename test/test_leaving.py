@@ -195,10 +195,10 @@ def test_a_worker_forked_from_the_trainer_is_not_called_the_sender(ended: bool) 
             scheme.hold()
         if ended:
             scheme.shutdown()
-        owner, scheme._owner = scheme._owner, -1  # as a forked child finds it
+        owner, scheme._process.owner = scheme._process.owner, -1  # as a forked child finds it
         with pytest.raises(LifecycleError, match="not a connected receiver; call init_on_receiver"):
             scheme.hold()
-        scheme._owner = owner
+        scheme._process.owner = owner
 
 
 def test_connect_does_not_miss_a_worker_that_took_the_weights() -> None:

@@ -334,7 +334,7 @@ def test_closed_observers_leave_their_sources() -> None:
     observers = Observers(scheme.add_observer)
     observers.add(told)
     observers.close()
-    assert (scheme._observers.functions, observers.functions) == ((), ())
+    assert (scheme._process.observers.functions, observers.functions) == ((), ())
     scheme.shutdown()
 
 

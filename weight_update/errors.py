@@ -228,6 +228,14 @@ def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
         raise
 
 
+def close_all(*parts: Any) -> None:
+    """Close all parts that are not None, in this order, whatever one of them raises."""
+    with contextlib.ExitStack() as rest:
+        for part in reversed(parts):
+            if part is not None:
+                rest.callback(part.close)
+
+
 def optional(module: str, extra: str) -> Any:
     """Import ``module``; raise an ImportError that names the extra of this package that installs it."""
     try:

@@ -188,7 +188,7 @@ def test_a_removed_observer_leaves_nothing(made):
     collector.update_policy_weights_()
     assert eventually(lambda: other.versions == [1, 2])
     removes[1]()
-    assert scheme._observers.functions == ()  # an update costs nothing extra again
+    assert scheme._process.observers.functions == ()  # an update costs nothing extra again
     collector.add_observer(told)
     collector.update_policy_weights_()
     assert eventually(lambda: told.versions == [1, 3])

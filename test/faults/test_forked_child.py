@@ -118,7 +118,7 @@ def test_a_child_does_not_send_in_the_name_of_the_trainer(kind: type[WeightSyncS
         scheme.init_on_sender(model=model, num_workers=1)
         assert "init_on_receiver() in this process first" in error_in_a_child(scheme.connect)
         with connect_pair(scheme, model, target) as receiver:
-            with scheme._sender_side._sending:
+            with scheme._process.sender._sending:
                 assert "not a sender in this process" in error_in_a_child(scheme.send)
             assert "init_on_receiver() in this process first" in error_in_a_child(receiver.connect)
             assert "gets no updates" in error_in_a_child(receiver.receive)

@@ -72,10 +72,10 @@ def test_interrupts_while_the_trainer_waits(reads: bool) -> None:
     with closing(Processes()) as processes:
         scheme, model = processes.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), two_layers()
         workers = processes.launch(scheme, model, two_layers, 2)
-        side = scheme._require_sender()
+        sender = scheme._require_sender().sender
         for version in range(1, UPDATES):
             update = functools.partial(interrupted_update, scheme, fill(model, version), rng)
-            interrupted += side.attend(update) if reads else update()
+            interrupted += sender.attend(update) if reads else update()
         assert interrupted > UPDATES // 10
         assert scheme.send(fill(model, UPDATES)).version == UPDATES
         assert [worker.call(version_of) for worker in workers] == [UPDATES, UPDATES]

@@ -496,7 +496,7 @@ def test_writes_of_the_worker_do_not_come_back_after_an_error_of_an_observer(cal
     source, target, observer = Statistics(), Statistics(), FailingObserver()
     sender = SharedMemWeightSyncScheme(timeout=WAIT)
     with sender, connect_pair(sender, source, target) as receiver:
-        receiver._receiver_options.observer = observer
+        receiver._process.receiver.options.observer = observer
         for version in range(1, 8):
             add_one(source)
             if version == 3:
@@ -513,7 +513,7 @@ def test_writes_of_the_worker_do_not_come_back_after_an_error_of_an_observer(cal
 def test_extra_state_is_that_of_the_weights_after_an_error_of_an_observer(join: Join) -> None:
     source, target = (nn.Sequential(Moments(), nn.Linear(2, 2)) for _ in range(2))
     sender, receiver = join(source, target)
-    receiver._receiver_options.observer = observer = FailingObserver()
+    receiver._process.receiver.options.observer = observer = FailingObserver()
     add_one(source[1])
     source[0].sums["count"] = 7
     observer.fails = "switched"

@@ -8,23 +8,22 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, get_args
 
 import torch
 
 from weight_update.arguments import require_bool, require_seconds, whole_number
-from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError, undo_on_error
+from weight_update.errors import JoinRefusedError, LifecycleError, close_all, undo_on_error
 from weight_update.receiver.forked_threads import warn_if_forked
 from weight_update.receiver.gate import shared_gate
-from weight_update.receiver.receiver import Receiver
 from weight_update.receiver.staging import ReceiverOptions
-from weight_update.receiver.targets import require_target
-from weight_update.report import SyncReport
-from weight_update.schemes.collector import ContextObserver, register_with_torchrl, resolve_model
-from weight_update.schemes.sender_side import SenderListener, SenderSide, close_all
+from weight_update.schemes.collector import register_with_torchrl, resolve_model
+from weight_update.schemes.process_state import ProcessState, require_picklable
+from weight_update.schemes.receiver_side import ReceiverSide, close_receiver
+from weight_update.schemes.sender_side import SenderListener, SenderSide, require_links
 from weight_update.schemes.sources import DeviceMap, Sources
 from weight_update.schemes.updates import SchemeUpdates
-from weight_update.sender.sender import Sender
 from weight_update.sender.workers import NOBODY
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.transports.base import TransportBackend
@@ -95,6 +94,9 @@ class WeightSyncScheme(SchemeUpdates):
             starts it, and ``shutdown()`` closes it.
     """
 
+    listener: SenderListener | None
+    _first_worker: int = 0  # number by which the caller of a receiver names the first worker
+
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",
@@ -164,23 +166,29 @@ class WeightSyncScheme(SchemeUpdates):
         """
         return {idx: self._transport_of(idx, "sender") for idx in workers}
 
+    def process_state(self) -> dict[str, Any]:
+        """Return the attributes of a subclass that no other process inherits, with their first values.
+
+        Override it for sockets, handles, caches and the like. They are set to these values when a scheme is
+        created, when it arrives in a worker, and when a forked child initializes it; all other attributes are
+        options, which are pickled. Other attributes may not be set yet when this is called::
+
+            class MyScheme(WeightSyncScheme):
+                def process_state(self):
+                    return {**super().process_state(), "socket": None}
+        """
+        return {}
+
     def _open_links(
         self, ctx: Any, workers: Sequence[int]
     ) -> tuple[dict[int, TransportBackend], SenderListener | None]:
         """Return the links to ``workers``, which may be ``NOBODY`` alone, and the listener."""
-        asked = [idx for idx in workers if idx != NOBODY]
+        name, asked = type(self).__name__, [idx for idx in workers if idx != NOBODY]
         links = self.open_sender(asked, ctx)
-        if not _one_for_each(asked, links):
-            raise TypeError(
-                f"{type(self).__name__}.open_sender() returned {links!r:.100}; return a dict with a "
-                f"TransportBackend of its own for each of the workers {asked}"
-            )
+        require_links(name, asked, links)
         if NOBODY in workers:
             if self.listener is None:
-                raise ValueError(
-                    f"num_workers=0, but workers of {type(self).__name__} cannot join later; give their "
-                    "number"
-                )
+                raise ValueError(f"num_workers=0, but workers of {name} cannot join later; give their number")
             with undo_on_error(self.listener.close):
                 links = {NOBODY: self._transport_of(NOBODY, "sender")}
         return links, self.listener
@@ -205,22 +213,39 @@ class WeightSyncScheme(SchemeUpdates):
 
         def admit(worker_idx: int) -> TransportBackend:
             scheme = myself()
-            if scheme is None or scheme._sender_side is None:
+            if scheme is None or (side := scheme._process.sender) is None:
                 raise JoinRefusedError("the scheme was shut down")
-            make = functools.partial(scheme._transport_of, worker_idx, "sender")
-            return scheme._sender_side.admit(worker_idx, make)
+            return side.admit(worker_idx, functools.partial(scheme._transport_of, worker_idx, "sender"))
 
         return admit
 
     def _index_of(self, worker: int) -> int:
         """Return the index for the ``worker_idx`` that the caller of a receiver gave."""
-        return worker
+        return whole_number(worker, "worker_idx", least=self._first_worker) - self._first_worker
 
     def _find_sender(self, timeout: float) -> None:
         """Find out where the sender is, for a receiver, if that takes communication."""
-        del timeout
 
     # -- initialization ----------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        """Set the attributes that belong to one process, as they are before initialization."""
+        self._process = ProcessState()
+        self.last_report = self.listener = self.worker_idx = None
+        self.__dict__.update(self.process_state())
+
+    def _begin(self) -> ProcessState:
+        """Return the state for an initialization; in a forked child, drop the state of the parent first.
+
+        Raise LifecycleError if the ``__init__`` of a subclass did not call the one of its base.
+        """
+        if not self._process.owner:
+            raise LifecycleError(f"{type(self).__name__}.__init__() has to call super().__init__()")
+        if not self._process.here:
+            if self._process.finalizer is not None:
+                self._process.finalizer.detach()
+            self._reset()
+        return self._process
 
     def init_on_sender(
         self,
@@ -267,20 +292,18 @@ class WeightSyncScheme(SchemeUpdates):
                 modules).
             NotEnoughMemoryError: shared memory for the model does not fit on this machine.
         """
-        self._begin("use one scheme for each model")
+        process = self._begin()
+        process.require_new("use one scheme for each model")
         register_with_torchrl(WeightSyncScheme)
         given = {"context": context, "model": model, "weights": weights, "params_map": params_map}
         sources = Sources.of(given, model_id, devices, device_map_fn, num_workers)
         self.model_id, self.context = model_id, context
-        side = SenderSide(sources, self.strategy, self.timeout, self.connect_timeout)
-        with undo_on_error(self._undo.close):
-            side.open(self.token, functools.partial(self._open_links, ctx))
-        self._sender_side, self._end = side, "sender"
-        if isinstance(side.sender, Sender):
-            side.sender.table.observers = self._observers
-        self._close_at_end(
-            self, close_all, self._observers, side.sender, side.listener, self._undo, side.ranks
-        )
+        limits, open_links = (self.timeout, self.connect_timeout), functools.partial(self._open_links, ctx)
+        with undo_on_error(process.undo.close):
+            side = SenderSide(sources, self.strategy, self.token, *limits, process.observers, open_links)
+        process.sender, process.end = side, "sender"
+        parts = process.observers, side.sender, side.listener, process.undo, side.ranks
+        process.close_at_end(self, close_all, *parts)
 
     def init_on_receiver(
         self,
@@ -305,7 +328,8 @@ class WeightSyncScheme(SchemeUpdates):
             ValueError: ``context`` was given without ``model_id``.
             UnsupportedSourceError: ``model`` is of a type that cannot take weights.
         """
-        self._begin(
+        process = self._begin()
+        process.require_new(
             "give each receiver its own copy (a scheme that is pickled, as by passing it to a process, "
             "arrives fresh)"
         )
@@ -314,11 +338,13 @@ class WeightSyncScheme(SchemeUpdates):
             if model_id is None:
                 raise ValueError("init_on_receiver(context=...) needs model_id as well")
             model = resolve_model(context, model_id)
-        require_target(model)
-        idx = getattr(context, "worker_idx", None) if worker_idx is None else self._index_of(worker_idx)
-        self.worker_idx = None if idx is None else whole_number(idx, "worker_idx", least=0)
-        self.model_id, self.context, self._model = model_id, context, model
-        self._end, self._instance = "receiver", secrets.token_hex(8)
+        side = ReceiverSide(model)
+        if worker_idx is not None:
+            self.worker_idx = self._index_of(worker_idx)
+        elif (idx := getattr(context, "worker_idx", None)) is not None:
+            self.worker_idx = whole_number(idx, "worker_idx", least=0)
+        self.model_id, self.context = model_id, context
+        process.receiver, process.end = side, "receiver"
 
     # -- connecting --------------------------------------------------------------------------------
 
@@ -347,103 +373,77 @@ class WeightSyncScheme(SchemeUpdates):
             SyncFailedError: on the sender, workers died or failed; the message names them.
             TransportError: on a receiver, the sender is gone or refuses this worker.
         """
-        limit = self._connect_limit(timeout)
-        if not (self.initialized_on_sender or self.initialized_on_receiver):
+        limit = self.connect_timeout if timeout is None else require_seconds("timeout", timeout)
+        process = self._process
+        if process.end is None or not process.here:
             raise LifecycleError("call init_on_sender() or init_on_receiver() in this process first")
-        if self._connected:
+        if process.connected:
             raise LifecycleError(
                 "this scheme was connected already; give each model, collector and worker a scheme of its "
                 "own, and create a new scheme to join again after LinkClosedError"
             )
-        self._require_open()
-        side = self._sender_side
-        if side is not None and worker_idx is not None:
+        process.require_open()
+        if process.receiver is not None:
+            self._connect_receiver(process.receiver, worker_idx, weights, limit)
+        elif worker_idx is not None:
             raise LifecycleError("connect(worker_idx=...) is for receivers")
-        if side is not None and isinstance(side.sender, Sender):
+        elif (side := process.sender) is not None and side.leads:
             self._connect_sender(side, weights, limit)
         elif side is not None:
-            self.last_report: SyncReport | None = side.connect(weights, limit, self.worker_alive)
-        else:
-            self._connect_receiver(worker_idx, weights, limit)
-        self._connected = True
-
-    @property
-    def context(self) -> Any | None:
-        """The context given at initialization, while it exists; only a weak reference is kept."""
-        return None if self._context is None else self._context()
-
-    @context.setter
-    def context(self, context: Any) -> None:
-        self._context = None if context is None else weakref.ref(context)
-        if self._receiver_options is not None:
-            self._receiver_options.observer = self._observer()
-
-    def _observer(self) -> ContextObserver | None:
-        """Return the observer that tells the context, if there is one, of a receiver's updates."""
-        context, export = self.context, self.strategy.export
-        return None if context is None else ContextObserver(context, self._model_name, export)
-
-    @property
-    def _model_name(self) -> str:
-        return self.model_id or "policy"
-
-    def _connect_limit(self, timeout: float | None) -> float:
-        return self.connect_timeout if timeout is None else require_seconds("timeout", timeout)
+            self.last_report = side.connect(weights, limit, self.worker_alive)
+        process.connected = True
 
     def _connect_sender(self, side: SenderSide, weights: Any, limit: float) -> None:
         self.last_report = side.connect(weights, limit, self.worker_alive)
-        self._observers.tell(self.last_report)
+        self._process.observers.tell(self.last_report)
 
-    def _connect_receiver(self, worker_idx: int | None, weights: Any, limit: float) -> None:
+    def _connect_receiver(self, side: ReceiverSide, worker: int | None, weights: Any, limit: float) -> None:
         if weights is not None:
             raise LifecycleError("connect(weights=...) is for the sender")
-        if worker_idx is not None:
-            self.worker_idx = whole_number(self._index_of(worker_idx), "worker_idx", least=0)
+        if worker is not None:
+            self.worker_idx = self._index_of(worker)
         if (idx := self.worker_idx) is None:
             raise ValueError("a receiver needs worker_idx, in init_on_receiver() or connect()")
-        deadline = time.monotonic() + limit
-        self._close_at_end(self, close_all, self._link)  # from now on, shutdown() ends this call
+        deadline, process = time.monotonic() + limit, self._process
+        process.close_at_end(self, close_all, side.link)  # from now on, shutdown() ends this call
         self._find_sender(limit)
-        link, self._link = self._link or self._transport_of(idx, "receiver"), None
-        self._close_at_end(self, link.close)
-        options = self._receiver_options = ReceiverOptions(
+        link = side.link = side.link or self._transport_of(idx, "receiver")
+        process.close_at_end(self, link.close)
+        options = ReceiverOptions(
             link=link,
             strategy=self.strategy,
             gate=shared_gate(self.group),
             worker=idx,
             token=self.token,
-            instance=self._instance,
+            instance=side.instance,
             stable_addresses=self.stable_addresses,
             timeout=self.timeout,
             late_updates_wait=self.late_updates_wait,
             observer=self._observer(),
         )
-        receiver = Receiver(options, self._model)
-        try:
-            receiver.connect(max(deadline - time.monotonic(), 0.0))
-        except BaseException as error:
-            if isinstance(error, TransportError | FormatError) and not receiver.refused:
-                receiver.close()
-            else:
-                receiver.staging.unguard()
-                self._link = link  # it is usable
-            raise
-        receiver.start()
-        self._receiver = receiver
+        receiver = side.connect(options, max(deadline - time.monotonic(), 0.0))
         # The model may keep the receiver alive longer than this object.
-        self._close_at_end(receiver, _close_receiver, weakref.ref(receiver))
+        process.close_at_end(receiver, close_receiver, weakref.ref(receiver))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker needs: options, token and addresses; no models, links or threads.
 
-def _one_for_each(workers: Sequence[int], links: object) -> bool:
-    """Return whether ``links`` is a dict with a transport of its own for each of ``workers``."""
-    if not isinstance(links, dict) or {*links} != {*workers}:
-        return False
-    return len({id(one) for one in links.values() if isinstance(one, TransportBackend)}) == len(links)
+        Raises:
+            LifecycleError: a process is being started, its worker would need the sender's converter, and that
+                cannot be pickled.
+        """
+        fresh = object.__new__(type(self))
+        fresh._reset()
+        state = {name: value for name, value in self.__dict__.items() if name not in fresh.__dict__}
+        if self._process.end == "sender":  # here, or in the process that this one was forked from
+            state["strategy"] = self.strategy.for_receiver()
+        elif get_spawning_popen() is not None:
+            require_picklable(self.strategy.convert)
+        return state
 
-
-def _close_receiver(receiver: weakref.ref[Receiver]) -> None:
-    if (found := receiver()) is not None:  # else it has closed itself
-        found.close()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
 
 
 _BACKENDS: dict[str, type[WeightSyncScheme]] = {}

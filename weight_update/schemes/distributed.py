@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 from collections.abc import Sequence
 from dataclasses import astuple
 from datetime import timedelta
@@ -13,14 +12,13 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from weight_update.arguments import whole_number
 from weight_update.errors import LifecycleError, SyncTimeoutError
 from weight_update.schemes.collector import first_worker_of
 from weight_update.schemes.options import RemoteOptions, takes_options_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.text import brief, format_seconds
-from weight_update.threads import call_in_thread, start_thread
+from weight_update.threads import call_in_thread
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.relay.nccl import require_known
 
@@ -37,7 +35,8 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
     process creates its own scheme, as under torchrun, give all of them the same ``address``, ``port`` and
     ``token``. Or initialize torch.distributed first; workers then ask the store of the default process group.
 
-    The arguments are those of :class:`RemoteWeightSyncScheme`.
+    The arguments are those of :class:`RemoteWeightSyncScheme`. A number in the place of ``strategy`` is the
+    ``timeout``, as in TorchRL.
     """
 
     @takes_options_of(RemoteWeightSyncScheme.__init__)
@@ -45,7 +44,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         self,
         backend: str = "gloo",
         sync: bool = True,
-        strategy: str | WeightStrategy = "tensordict",
+        strategy: str | WeightStrategy | float = "tensordict",
         **options: Unpack[RemoteOptions],
     ) -> None:
         try:
@@ -56,26 +55,19 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
                 "as strategy='state_dict' or strategy=WeightStrategy(encoding='patch')"
             ) from None
         if isinstance(strategy, (int, float)):
-            raise ValueError(
-                f"the third argument is the strategy; give the timeout by name: timeout={strategy!r}"
-            )
+            options, strategy = RemoteOptions(timeout=strategy, **options), "tensordict"
         super().__init__(strategy, backend, sync, **options)
-        self._first_worker = 0
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
-        self._first_worker = first_worker_of(self.context)
+        self._first_worker = first_worker_of(self.context)  # a worker of TorchRL passes its rank
         return super().open_sender(workers, ctx)
-
-    def _index_of(self, worker: int) -> int:
-        first = self._first_worker  # a worker of TorchRL passes its rank
-        return whole_number(worker, "worker_idx", least=first) - first
 
     def announce(self, where: Whereabouts) -> None:
         """Announce the sender in the store of the default group, until :meth:`shutdown`."""
         if dist.is_initialized():
             text = json.dumps(astuple(where))
             _default_store().set(self._notice, text)
-            self._undo.callback(_withdraw, self._notice, text)
+            self._process.undo.callback(_withdraw, self._notice, text)
 
     def look_up(self, timeout: float) -> Whereabouts:
         """Return the announcement in the store of the default group."""
@@ -85,11 +77,19 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
                 "init_on_sender(), or give both sides address, port and token, or initialize "
                 "torch.distributed"
             )
-        answer = self._ask_default_store(timeout)
-        if isinstance(answer, Exception):
+        store = _default_store()
+
+        def ask() -> bytes:
+            store.wait([self._notice], timedelta(seconds=timeout))
+            return bytes(store.get(self._notice))
+
+        asked = call_in_thread("weight_update-look-up", ask, in_order=True)  # the store may be stopped
+        try:
+            answer = asked.result(timeout + _GRACE_SECONDS)
+        except Exception as error:  # noqa: BLE001 - whatever the store raises
             raise SyncTimeoutError(
                 f"no sender of {self._notice!r} announced itself in the store of the default process group "
-                f"within {format_seconds(timeout)} ({brief(answer)})"
+                f"within {format_seconds(timeout)} ({brief(error) or 'the store does not answer'})"
             ) from None
         return Whereabouts(*json.loads(answer))
 
@@ -97,24 +97,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         with contextlib.ExitStack() as rest:
             rest.callback(super().shutdown)
             if self.initialized_on_sender:  # first: workers that it leaves may ask for the next one at once
-                rest.callback(self._undo.close)
-
-    def _ask_default_store(self, timeout: float) -> bytes | Exception:
-        """Return the announcement, or the reason why there is none, even where the store is stopped."""
-        store, answers = _default_store(), queue.SimpleQueue[bytes | Exception]()
-
-        def ask() -> None:
-            try:
-                store.wait([self._notice], timedelta(seconds=timeout))
-                answers.put(store.get(self._notice))
-            except Exception as error:  # noqa: BLE001 - the caller raises any error of the store
-                answers.put(error)
-
-        start_thread("weight_update-look-up", ask, in_order=True)
-        try:
-            return answers.get(timeout=timeout + _GRACE_SECONDS)
-        except queue.Empty:
-            return SyncTimeoutError("the store does not answer")
+                rest.callback(self._process.undo.close)
 
     @property
     def _notice(self) -> str:

@@ -10,6 +10,7 @@ from weight_update.receiver.gate import Gate, Hold
 from weight_update.report import SyncReport
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.collector import register_with_torchrl
+from weight_update.schemes.receiver_side import ReceiverSide
 from weight_update.sender.handle import AnswerReader, Outcomes, SendHandle
 from weight_update.sender.workers import WorkerTable
 from weight_update.strategy.strategy import WeightStrategy
@@ -34,17 +35,16 @@ class NoWeightSyncScheme(WeightSyncScheme, backend="none"):
     def init_on_sender(self, *, model_id: str | None = None, **ignored: Any) -> None:
         """Note that this is the sender; other arguments are ignored."""
         register_with_torchrl(WeightSyncScheme)
-        self._drop_parent()
-        self.model_id, self._end = model_id, "sender"
+        self.model_id, self._begin().end = model_id, "sender"
 
     def init_on_receiver(self, *, model_id: str | None = None, **ignored: Any) -> None:
         """Note that this is a receiver; other arguments are ignored."""
-        self._drop_parent()
-        self.model_id, self._end = model_id, "receiver"
+        self.model_id, process = model_id, self._begin()
+        process.receiver, process.end = ReceiverSide(None), "receiver"
 
     def connect(self, **ignored: Any) -> None:
         """Connect nothing."""
-        self._connected = True
+        self._process.connected = True
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> SyncReport:
         """Send nothing, and return an empty report."""

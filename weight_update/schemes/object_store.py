@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 from typing_extensions import Unpack
@@ -136,19 +137,17 @@ class ObjectStoreWeightSyncScheme(WeightSyncScheme):
         continue_counting = functools.partial(self._continue_counting, limit)
         # processes of workers say nothing about the store, which is the sender's worker
         self.last_report = side.connect(weights, limit, None, continue_counting)
-        self._observers.tell(self.last_report)
+        self._process.observers.tell(self.last_report)
 
     def _continue_counting(self, limit: float) -> None:
         """Number versions after those that the store has."""
-        store = self._store()
         try:
-            present = read_manifest(store, self.token, limit)
+            with closing(self._store()) as store:
+                present = read_manifest(store, self.token, limit)
         except (FormatError, JoinRefusedError) as error:
             raise type(error)(
                 f"{error}. To start anew, remove {self.url}/{MANIFEST_NAME}, or use another URL"
             ) from error
-        finally:
-            store.close()
         if present is not None:
             self.continue_from(present.newest + 1)
 

@@ -118,7 +118,8 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         self.namespace = self.namespace or require_ray().get_runtime_context().namespace
         self._rendezvous = start_rendezvous(self.name, self.namespace)
-        self._undo.callback(stop_rendezvous, self._rendezvous)  # from the actor, workers learn of the end
+        # from the actor, workers learn of the end
+        self._process.undo.callback(stop_rendezvous, self._rendezvous)
         if self.data == "torch":
             return super().open_sender(workers, ctx)
         links: dict[int, Any] = {idx: self._transport_of(idx, "sender") for idx in workers}
@@ -162,7 +163,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
 
     def _find_rendezvous(self, timeout: float | None) -> Any:
         limit = self.connect_timeout if timeout is None else timeout
-        return find_rendezvous(self.name, self.namespace, limit, self._require_open)
+        return find_rendezvous(self.name, self.namespace, limit, self._process.require_open)
 
     def _connect_sender(self, side: SenderSide, weights: Any, limit: float) -> None:
         try:

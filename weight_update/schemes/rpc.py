@@ -10,6 +10,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from weight_update.arguments import require_seconds
 from weight_update.errors import LifecycleError, SyncTimeoutError
 from weight_update.receiver.receiver import Receiver
 from weight_update.schemes.base import End
@@ -18,7 +19,7 @@ from weight_update.schemes.options import RemoteOptions, SenderOptions, takes_op
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.rpc_notices import Question, own_name, post, withdraw
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.threads import start_thread
+from weight_update.threads import call_in_thread
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.rpc import RPCTransport, called_for
 from weight_update.transports.socket_stream import deadline_of, seconds_left
@@ -106,7 +107,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     def announce(self, where: Whereabouts) -> None:
         """Announce the sender to the workers of the RPC world that ask."""
         post(self._model_name, where)
-        self._undo.callback(withdraw, self._model_name, where)
+        self._process.undo.callback(withdraw, self._model_name, where)
 
     # -- receiver ----------------------------------------------------------------------------------
 
@@ -125,14 +126,15 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         self, *, worker_idx: int | None = None, weights: Any = None, timeout: float | None = None
     ) -> None:
         """Connect to the other side; the first call on a receiver with a context does not wait."""
-        limit = self._connect_limit(timeout)
+        limit = self.connect_timeout if timeout is None else require_seconds("timeout", timeout)
+        process = self._process
         idx = self.worker_idx if worker_idx is None else worker_idx
-        if self._joining is not None and not self._connected:
+        if self._joining is not None and not process.connected:
             if not self._await_join(limit):
                 raise SyncTimeoutError(f"the first weights did not come within {limit:g} s")
-        elif self._end == "receiver" and not self._connected and self.context is not None and idx is not None:
-            self.worker_idx, self._joining = idx, futures.Future()
-            start_thread("weight_update-join", self._join, self._joining, weights, limit)
+        elif process.receiver and not process.connected and self.context is not None and idx is not None:
+            self.worker_idx = idx
+            self._joining = call_in_thread("weight_update-join", self._join, weights, limit)
         else:
             super().connect(worker_idx=worker_idx, weights=weights, timeout=timeout)
 
@@ -161,15 +163,13 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         self._awaited = link = super().create_transport(worker_idx=worker_idx, end=end)
         return link
 
-    def _join(self, joining: futures.Future[None], weights: Any, timeout: float) -> None:
+    def _join(self, weights: Any, timeout: float) -> None:
         try:
             super().connect(weights=weights, timeout=timeout)
-        except Exception as error:  # noqa: BLE001 - _await_join() raises it
+        except Exception as error:
             if not self._leaving:
                 _log.warning("worker %s could not connect: %s", self.worker_idx, error)
-            joining.set_exception(error)
-        else:
-            joining.set_result(None)
+            raise
 
     def _await_join(self, timeout: float | None) -> bool:
         """Return whether the background thread connected within ``timeout`` seconds; raise its error once."""
@@ -201,7 +201,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
                     rest.callback(awaited.close)
             elif isinstance(awaited, Question):  # of a connect() in another thread, if it still waits
                 rest.callback(awaited.close)
-            rest.callback(self._undo.close)  # workers that the sender leaves may ask for the next one at once
+            rest.callback(self._process.undo.close)  # workers that are left may ask for the next sender
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle, with the name of this process in the RPC world."""

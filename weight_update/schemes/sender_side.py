@@ -24,12 +24,14 @@ from weight_update.errors import (
     UnsupportedSourceError,
     WeightSyncError,
     WorkerError,
+    close_all,
 )
 from weight_update.report import SyncReport
 from weight_update.schemes.collector import model_named
 from weight_update.schemes.sources import Sources
 from weight_update.sender.handle import SendHandle, failed
 from weight_update.sender.joining import WorkerAlive, liveness
+from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import NOBODY
 from weight_update.sharded.follower import Follower
@@ -49,6 +51,7 @@ _REMEMBERED = 64
 """Number of updates of ``sync=False`` that nobody waits for and whose errors are still reported."""
 SHUT_DOWN = "this scheme was shut down; make a new scheme"
 _T = TypeVar("_T")
+AnySender = Sender | Follower
 _Surveyed = Mapping[int, tuple[NamedWeights, NamedWeights | None]]
 _Unchecked = tuple[SendHandle, frozenset[tuple[int, str]]]  # with the errors that were raised, by worker
 
@@ -219,21 +222,26 @@ class SenderSide:
     :class:`~weight_update.sharded.follower.Follower`.
 
     Attributes:
-        sender: sends versions to the workers, or follows the rank that does; set by :meth:`open`.
-        listener: admits workers; None if links need no listener.
+        sender: sends versions to the workers, or follows the rank that does.
+        listener: admits workers; None if links need no listener, and on ranks that do not lead.
+        leads: whether this rank serves the workers.
         failure: remark on how :meth:`connect` failed last; empty if it did not.
         ranks: connection to the other ranks; None if the trainer is not sharded.
     """
 
-    sender: Sender | Follower
-
     def __init__(
-        self, sources: Sources, strategy: WeightStrategy, timeout: float, connect_timeout: float
+        self,
+        sources: Sources,
+        strategy: WeightStrategy,
+        token: str,
+        timeout: float,
+        connect_timeout: float,
+        observers: Observers,
+        open_links: Callable[[Sequence[int]], tuple[Mapping[int, TransportBackend], SenderListener | None]],
     ) -> None:
         self.sources, self._reader = sources, _SourceReader(sources, strategy)
         self.listener: SenderListener | None = None
         self.failure = ""
-        self._strategy, self._timeout, self._connect_timeout = strategy, timeout, connect_timeout
         self._patience = 4 * timeout  # for messages of the leader, which waits for workers in between
         self._sending = threading.Lock()
         self._unchecked: list[_Unchecked] = []  # updates that nobody waits for
@@ -242,6 +250,23 @@ class SenderSide:
             gather = strategy.gather or GatherShards()
             self.ranks = Ranks(gather.members(), timeout, connect_timeout)
             self._reader.gathering = part_of(self.ranks, gather)
+        ranks, patience = self.ranks, connect_timeout + self._patience
+        self.leads = ranks is None or ranks.leads
+        with _outside_inference_mode(), contextlib.ExitStack() as undo:
+            undo.callback(close_all, ranks)
+            with self._in_step("init_on_sender", tuple, self._reader.survey, patience) as surveyed:
+                if ranks is not None and not ranks.leads:
+                    ranks.follow()
+                    self.sender: AnySender = Follower(ranks, timeout)
+                else:
+                    schemas, tracked = _schemas_of(surveyed)
+                    links, self.listener = open_links(sorted(schemas))
+                    undo.callback(close_all, *links.values(), self.listener)
+                    arguments = links, schemas, tracked, strategy, token, timeout
+                    self.sender = sender = Sender(*arguments) if ranks is None else Leader(ranks, *arguments)
+                    sender.table.observers = observers
+                    sender.refusals = () if self.listener is None else self.listener.refusals
+            undo.pop_all()
 
     def _in_step(
         self, call: str, choose: Callable[[], Sequence[Any]], read: Callable[..., _T], patience: float
@@ -252,27 +277,6 @@ class SenderSide:
         return self.ranks.step(call, patience, read, choose)
 
     # -- connecting --------------------------------------------------------------------------------
-
-    def open(
-        self,
-        token: str,
-        open_links: Callable[[Sequence[int]], tuple[Mapping[int, TransportBackend], SenderListener | None]],
-    ) -> None:
-        """Make the sender, with the links and the listener that ``open_links`` makes for workers."""
-        ranks, patience = self.ranks, self._connect_timeout + self._patience
-        with _outside_inference_mode(), contextlib.ExitStack() as undo:
-            undo.callback(close_all, ranks)
-            with self._in_step("init_on_sender", tuple, self._reader.survey, patience) as surveyed:
-                if ranks is not None and not ranks.leads:
-                    ranks.follow()
-                    self.sender = Follower(ranks, self._timeout)
-                else:
-                    schemas, tracked = _schemas_of(surveyed)
-                    links, self.listener = open_links(sorted(schemas))
-                    undo.callback(close_all, *links.values(), self.listener)
-                    arguments = links, schemas, tracked, self._strategy, token, self._timeout
-                    self.sender = Sender(*arguments) if ranks is None else Leader(ranks, *arguments)
-            undo.pop_all()
 
     def admit(self, worker_idx: int, make_link: Callable[[], TransportBackend]) -> TransportBackend:
         """Return the link for a worker that joins late.
@@ -303,26 +307,24 @@ class SenderSide:
             SchemaMismatchError, SyncTimeoutError, SyncFailedError: as :meth:`Sender.connect`.
             LifecycleError: the sender was closed meanwhile.
         """
-        sender = self.sender
 
         def choose() -> tuple[list[int], bool]:
             prepare()
-            return [*self.sources.nobody, *sender.workers], True
+            return [*self.sources.nobody, *self.sender.workers], True
 
-        if self.listener is not None and isinstance(sender, Sender):
+        if self.listener is not None:
             self.listener.refusals.clear()  # of an earlier call
-            sender.refusals = self.listener.refusals
             self.listener.start()
         try:
             read, patience = functools.partial(self._reader.read, weights), limit + self._patience
             with _outside_inference_mode(), self._in_step("connect", choose, read, patience) as named:
-                return sender.connect(named, limit, liveness(worker_alive))
+                return self.sender.connect(named, limit, liveness(worker_alive))
         except Exception as error:
             self._require_open(error)  # no worker is to blame
             self.failure = f" (connect() failed: {type(error).__name__}: {brief(error)})"
             # those two are errors of workers, and others may still get weights
-            if isinstance(sender, Sender) and not isinstance(error, SyncTimeoutError | SyncFailedError):
-                sender.admission.dismiss(error)
+            if not isinstance(error, SyncTimeoutError | SyncFailedError):
+                self.sender.dismiss(error)
             raise
 
     # -- sending -----------------------------------------------------------------------------------
@@ -358,13 +360,8 @@ class SenderSide:
 
     def _require_open(self, error: BaseException) -> None:
         """Raise LifecycleError if the sender was closed; its cause is an ``error`` of the program."""
-        closed = isinstance(self.sender, Sender) and self.sender.table.closed
-        if closed and isinstance(error, Exception):
+        if self.sender.closed and isinstance(error, Exception):
             raise LifecycleError(SHUT_DOWN) from (None if isinstance(error, WeightSyncError) else error)
-
-    def attend(self, call: Callable[[], _T]) -> _T:
-        """Return the result of ``call()``, which publishes weights and waits for workers."""
-        return self.sender.reader.attend(call) if isinstance(self.sender, Sender) else call()
 
     def raise_earlier_error(self, handle: SendHandle) -> None:
         """Raise the first error of an update that nobody waits for; remember ``handle`` as one more.
@@ -414,6 +411,17 @@ class SenderSide:
         return self._in_step(call, choose, read, self._patience)
 
 
+def require_links(owner: str, workers: Sequence[int], links: object) -> None:
+    """Raise TypeError unless ``links`` is a dict with a transport of its own for each of ``workers``."""
+    found = links if isinstance(links, dict) else {}
+    distinct = {id(link) for link in found.values() if isinstance(link, TransportBackend)}
+    if found is not links or {*found} != {*workers} or len(distinct) < len(found):
+        raise TypeError(
+            f"{owner}.open_sender() returned {links!r:.100}; return a dict with a TransportBackend of its "
+            f"own for each of the workers {workers}"
+        )
+
+
 def _schemas_of(surveyed: _Surveyed) -> tuple[dict[int, WeightSchema], dict[int, frozenset[str] | None]]:
     """Return the schema of each worker's weights, and the names that updates carry (None: all)."""
     distinct = {id(named): named for pair in surveyed.values() for named in pair if named is not None}
@@ -438,11 +446,3 @@ def _outside_inference_mode() -> contextlib.AbstractContextManager[Any, Any]:
     modes.enter_context(torch.inference_mode(False))
     modes.enter_context(torch.no_grad())
     return modes
-
-
-def close_all(*parts: Any) -> None:
-    """Close all parts that are not None, in this order, whatever one of them raises."""
-    with contextlib.ExitStack() as rest:
-        for part in reversed(parts):
-            if part is not None:
-                rest.callback(part.close)

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import TypeVar
 
 from weight_update.encodings import DeltaEncoding
 from weight_update.errors import JoinRefusedError
@@ -25,6 +26,7 @@ from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import Kind, Step, WeightChunk
 from weight_update.wire.schema import WeightSchema
 
+_T = TypeVar("_T")
 _PARTING_SECONDS = 5.0
 _ADMITTED_SECONDS = 30.0
 """Seconds within which a connection reaches its link once its worker was admitted."""
@@ -103,6 +105,11 @@ class Sender(Outcomes):
         """Whether :meth:`connect` was called, and :meth:`close` was not."""
         return self._number >= 0 and not self.table.closed
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self.table.closed
+
     # -- joining -----------------------------------------------------------------------------------
 
     def admit(self, idx: int, make_link: Callable[[], TransportBackend]) -> TransportBackend:
@@ -135,6 +142,10 @@ class Sender(Outcomes):
         if worker.thread is None:  # nothing was read from it yet
             self.table.remove(worker)
         self.table.changed.wait_for(lambda: worker.idx not in self.table or self.table.closed, self.timeout)
+
+    def dismiss(self, error: Exception) -> None:
+        """Refuse workers that wait for weights, because ``connect()`` failed with ``error``."""
+        self.admission.dismiss(error)
 
     def connect(
         self, weights: Mapping[int, NamedWeights], timeout: float, alive: Callable[[int], bool] | None = None
@@ -264,6 +275,10 @@ class Sender(Outcomes):
         with self.table.lock:
             for worker in self.table:
                 worker.complete = worker.joined and worker.arrived and worker.idx in complete
+
+    def attend(self, call: Callable[[], _T]) -> _T:
+        """Return the result of ``call()``, which publishes weights and waits for workers."""
+        return self.reader.attend(call)
 
     def tell_observers(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""

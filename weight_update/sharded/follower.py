@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from weight_update.report import SyncReport, report_of
 from weight_update.sender.handle import Outcome
@@ -11,6 +12,7 @@ from weight_update.sharded.links import Message, failures_from_wire
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights
 
+_T = TypeVar("_T")
 _REMEMBERED = 64
 _PATIENCE = 8  # times the timeout, which starts on the leader when all was sent
 
@@ -22,6 +24,8 @@ class Follower:
     they are gathered, and the leader tells it the result of each call. Its attributes are those of the
     leader at the end of the last call.
     """
+
+    closed = False  # an error of the ranks tells of the end
 
     def __init__(self, ranks: Ranks, timeout: float) -> None:
         self.timeout, self._ranks = timeout, ranks
@@ -40,9 +44,6 @@ class Follower:
         """Take part until an update was sent, as :meth:`Sender.publish` on the leader."""
         del weights, how  # the leader has both
         return report_of(self._follow()["report"])
-
-    def unite(self, complete: Collection[int]) -> None:
-        """Do nothing: the leader serves late joiners."""
 
     connect = publish  # in which the first weights are sent
 
@@ -89,10 +90,14 @@ class Follower:
         """Take part in the gather; the leader alone gets the whole weights."""
         self._ranks.follow()
 
-    def commit(self, version: int, workers: Sequence[int]) -> None:
-        """Do nothing: the leader tells the workers."""
+    def attend(self, call: Callable[[], _T]) -> _T:
+        """Return the result of ``call()``: the leader reads the answers of workers."""
+        return call()
 
-    abort = commit
+    def commit(self, *what: object, **how: object) -> None:
+        """Do nothing: the leader tells the workers and observers, and numbers the versions."""
+
+    abort = dismiss = tell_observers = continue_from = unite = commit
 
     def close(self) -> None:
         """Take part in no more calls."""

@@ -14,9 +14,9 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
     WeightSyncError,
+    close_all,
 )
 from weight_update.report import SyncReport
-from weight_update.schemes.sender_side import close_all
 from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.client import ClientBase

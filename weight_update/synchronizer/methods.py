@@ -20,10 +20,10 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
     WeightSyncError,
+    close_all,
 )
 from weight_update.receiver.gate import Gate, shared_gate
 from weight_update.report import SyncReport
-from weight_update.schemes.sender_side import close_all
 from weight_update.synchronizer.client import RETRY_SECONDS, ClientBase
 from weight_update.synchronizer.plan import SyncStyle
 from weight_update.synchronizer.sessions import Held, Reply

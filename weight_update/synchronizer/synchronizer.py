@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from weight_update.arguments import require_local_path, require_reachable, require_seconds
-from weight_update.errors import LifecycleError, undo_on_error
+from weight_update.errors import LifecycleError, close_all, undo_on_error
 from weight_update.report import Observer
-from weight_update.schemes.sender_side import close_all
 from weight_update.sender.observers import Observers
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.checkpoint import CheckpointService
