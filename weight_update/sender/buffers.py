@@ -193,7 +193,7 @@ class BufferPool:
             idle = [
                 one for one in self._slots if not one.in_use and self._updates - one.taken > _IDLE_UPDATES
             ]
-            counts = Counter(one.buffer.tensor.numel() for one in self._slots)
+            counts = Counter([one.buffer.tensor.numel() for one in self._slots]) if idle else {}
             for slot in idle:
                 nbytes = slot.buffer.tensor.numel()
                 if counts[nbytes] > self._reserved.get(nbytes, 0):
