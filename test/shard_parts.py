@@ -213,7 +213,7 @@ class Ranks:
 
     def post(self, name: str, *args: Any, of: int | None = None, **kwargs: Any) -> None:
         for rank in self.all_ranks[:of]:
-            with contextlib.suppress(BrokenPipeError):  # it was killed
+            with contextlib.suppress(WorkerDiedError):  # it was killed
                 rank.post(name, *args, **kwargs)
 
     def answers(self, of: int | None = None) -> list[Any]:
