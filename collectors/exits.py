@@ -7,15 +7,15 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
 from collectors.substitute import Substitute
 from collectors.torchrl_names import main_of_worker
-from weight_update import WorkerError
+from weight_update import SyncTimeoutError, WorkerError
 
-_REAP_SECONDS = 5.0
+_REAP_SECONDS, _LOOK_SECONDS = 5.0, 0.5
 _MOST_TEXT = 20_000  # characters, which a pipe keeps until they are read
 _CAUSES = {-one.value: one.name for one in signal.Signals}  # by exit code
 _CAUSES[-signal.SIGKILL] += ", often the kernel when memory ran out"
@@ -51,6 +51,43 @@ class _StartingPipe(Substitute):
                 "exception_msg": f"worker {self._worker}: {message['exception_msg']}",
             }
         self._original.send(message)
+
+
+class StartedPipe(Substitute):
+    """A substitute for the pipe to a worker that starts, whose first message is awaited with a limit.
+
+    Args:
+        pipe: pipe of TorchRL's collector, which waits without a limit.
+        worker: index of the worker.
+        processes: processes of the workers, by index; TorchRL adds each when it starts it.
+        seconds: time for the start.
+    """
+
+    def __init__(self, pipe: Any, worker: int, processes: Sequence[Any], seconds: float) -> None:
+        super().__init__(pipe)
+        self._worker, self._processes, self._seconds = worker, processes, seconds
+
+    def recv(self) -> Any:
+        """Return the message of the worker.
+
+        Raises:
+            WorkerError: the worker has ended without one.
+            SyncTimeoutError: the worker is late.
+        """
+        process, deadline = self._processes[self._worker], time.monotonic() + self._seconds
+        while process.is_alive() and not self._original.poll(_LOOK_SECONDS):
+            if time.monotonic() > deadline:
+                raise SyncTimeoutError(
+                    f"worker {self._worker} did not start in {self._seconds:g} s (frames_timeout= raises the "
+                    "limit)"
+                )
+        with contextlib.suppress(EOFError, OSError):
+            if self._original.poll(0):
+                return self._original.recv()
+        if process.ident is None:  # the collector tells why
+            raise WorkerError("")
+        await_all([process], _REAP_SECONDS)
+        raise WorkerError(f"worker {self._worker} {describe_exit(process)}")
 
 
 def run_worker(**arguments: Any) -> None:

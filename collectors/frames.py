@@ -151,6 +151,7 @@ class BatchQueue(Substitute):
         self.lost: dict[int, str] = {}
         self.buffers: list[Any] = [None] * len(processes)
         self.errors: dict[int, str] = {}
+        self._reading_errors = threading.Lock()  # of two threads, one would find the error, the other none
         self._processes, self._pipes = processes, pipes
         self._reader = _Reader(batches)
         self._in_rounds, self._may_lose = in_rounds, may_lose
@@ -247,8 +248,9 @@ class BatchQueue(Substitute):
         return [why for idx in workers if (why := self.gone(idx, _GONE_SECONDS)) is not None]
 
     def _exit_of(self, worker: int) -> str:
-        if worker not in self.errors:
-            self.errors[worker] = read_error(self._pipes[worker])
+        with self._reading_errors:
+            if worker not in self.errors:
+                self.errors[worker] = read_error(self._pipes[worker])
         return describe_exit(self._processes[worker], self.errors[worker])
 
     def close(self) -> None:
@@ -311,13 +313,14 @@ class ControlPipe(Substitute):
         self._batches, self._worker, self._drops = batches, worker, drops
         self.paused = False
         self._answers = 0  # answers of the worker that were not read, usually because of Ctrl-C
+        self._waited = 0.0  # seconds for the next answer
 
     def send(self, message: tuple[Any, str]) -> None:
         """Send an order, after dropping the answers to earlier ones.
 
         Raises:
             WorkerError: the worker is gone, and the order is not to end.
-            SyncTimeoutError: the worker does not answer an earlier order.
+            SyncTimeoutError: the worker does not answer an earlier order in time (``frames_timeout``).
             LifecycleError: the worker is paused, and would end with an error.
         """
         _, name = message
@@ -350,17 +353,31 @@ class ControlPipe(Substitute):
         self.paused = name == "pause" or (self.paused and order.in_pause != "ends it")
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Return whether there is an answer; raise WorkerError if the worker is gone without one."""
+        """Return whether there is an answer.
+
+        Raises:
+            WorkerError: the worker is gone without an answer.
+            SyncTimeoutError: the worker does not answer in time (``frames_timeout``).
+        """
+        start, limit = time.monotonic(), self._batches.waits.limit
         try:
             found = bool(self._original.poll(timeout))
         except OSError as error:
             raise self._error() from error
         if not found and self._batches.gone(self._worker):
             raise self._error()
+        self._waited = 0.0 if found else self._waited + time.monotonic() - start
+        if self._waited > limit:
+            self._waited = 0.0
+            raise SyncTimeoutError(
+                f"worker {self._worker} did not answer a call in {limit:g} s of waiting (frames_timeout)"
+            )
         return found
 
     def recv(self) -> Any:
-        """Return the next answer; raise WorkerError if the worker is gone."""
+        """Wait for the next answer, and return it; raise the errors of :meth:`poll`."""
+        while not self.poll(_READ_SECONDS):
+            pass
         self._answers -= 1
         try:
             answer = self._original.recv()
@@ -372,21 +389,12 @@ class ControlPipe(Substitute):
         return answer
 
     def _drop_answers(self) -> None:
-        deadline = time.monotonic() + self._batches.waits.limit
-        while self._answers > 0 and not self._original.closed:
-            try:
-                if self.poll(_READ_SECONDS):
-                    self.recv()
-                    continue
-            except WorkerError:
-                if self._drops:
-                    return
+        try:
+            while self._answers > 0 and not self._original.closed:
+                self.recv()
+        except WorkerError:
+            if not self._drops:
                 raise
-            if time.monotonic() > deadline:
-                raise SyncTimeoutError(
-                    f"worker {self._worker} did not answer an earlier call in "
-                    f"{self._batches.waits.limit:g} s (frames_timeout)"
-                )
 
     def _error(self) -> WorkerError | LifecycleError:
         if self._original.closed:

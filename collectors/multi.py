@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from collectors.closing import close_all
-from collectors.exits import read_error, run_worker
+from collectors.exits import StartedPipe, read_error, run_worker
 from collectors.frames import BatchQueue, ControlPipe, WorkerProcess, WorkersLateError
 from collectors.locks import WithProcessLock
 from collectors.requests import Request, find_model, real, require_one_each, require_workers
@@ -75,8 +75,10 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
             if the policy is a module. They are shut down with the collector.
         weight_updater: legacy updater, instead of schemes. One of ``collectors`` sends by a
             :class:`~weight_update.SharedMemWeightSyncScheme`; any other counts no versions.
-        frames_timeout: seconds that the collector waits for batches while a worker delivers none;
-            ``math.inf`` for no limit. Time that the program spends between two batches does not count.
+        frames_timeout: seconds that the collector waits for batches while a worker delivers none, or for the
+            answer of a worker to a call such as ``state_dict()``; ``math.inf`` for no limit. Time that the
+            program spends between two batches does not count. Workers may take this time to start, but at
+            least 1,800 s.
         on_worker_lost: ``"raise"`` ends collection with an error when a worker has ended or is late.
             ``"continue"`` logs a warning, kills a worker that is late, and continues with the other workers.
             Only a :class:`MultiAsyncCollector` can continue, because other batches have frames of every
@@ -85,13 +87,12 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
 
     Raises:
         WorkerError: workers could not start. Also raised while iterating, when a worker has ended.
-        SyncTimeoutError: a worker is late; raised while iterating.
+        SyncTimeoutError: a worker is late, also while iterating.
         TypeError: ``track_policy_version`` is True, and ``collector_class`` cannot write versions.
         ValueError: ``frames_timeout`` or ``on_worker_lost`` is not valid, or there is no worker.
     """
 
     procs: list[Any]
-    pipes: list[Any]
     _running_free: bool
     queue_out = WithProcessLock("_wlock")
     _traj_pool = WithProcessLock("lock")
@@ -218,19 +219,30 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
         finally:
             multi_base._main_async_collector = main_of_worker
 
+    @property
+    def pipes(self) -> list[Any]:
+        """The pipes to the workers."""
+        return self._pipes
+
+    @pipes.setter
+    def pipes(self, pipes: list[Any]) -> None:
+        limit = max(FRAMES_TIMEOUT, self._frames_timeout)
+        self._pipes: list[Any] = [StartedPipe(pipe, idx, self.procs, limit) for idx, pipe in enumerate(pipes)]
+
     def _watch_workers(self) -> None:
         """Replace the queue of batches by a :class:`BatchQueue`."""
+        pipes = [pipe._original for pipe in self.pipes]
         self.queue_out = batches = BatchQueue(
             self.queue_out,
             self.procs,
-            self.pipes,
+            pipes,
             in_rounds=isinstance(self, MultiSyncCollector),
             frames_timeout=self._frames_timeout,
             may_lose=self._may_lose,
         )
         self.procs = [WorkerProcess(process) for process in self.procs]
-        self.pipes = [
-            ControlPipe(pipe, batches, idx, drops=self._may_lose) for idx, pipe in enumerate(self.pipes)
+        self._pipes = [
+            ControlPipe(pipe, batches, idx, drops=self._may_lose) for idx, pipe in enumerate(pipes)
         ]
 
     def iterator(self) -> Iterator[TensorDictBase]:

@@ -6,12 +6,13 @@ import multiprocessing
 import queue
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
-from collectors import exits
-from collectors.exits import await_any, describe_exit
+from collectors import exits, frames
+from collectors.exits import StartedPipe, await_any, describe_exit
 from collectors.frames import BatchQueue, ControlPipe
 from collectors.nodes import Nodes, _Process
 from weight_update import SyncTimeoutError, WorkerError
@@ -20,7 +21,7 @@ from weight_update import SyncTimeoutError, WorkerError
 class Process:
     """A stand-in for a worker process, which lives."""
 
-    exitcode = None
+    ident, exitcode = 1, None
 
     def __init__(self):
         self.reader, self.writer = multiprocessing.Pipe(duplex=False)
@@ -152,9 +153,58 @@ def test_a_worker_that_never_answers_is_not_waited_for_without_end():
     with queue_of(Process(), frames_timeout=0.5) as batches:
         pipe = ControlPipe(ours, batches, 0, drops=False)
         pipe.send((None, "state_dict"))  # the call that waits for the answer is interrupted
-        with pytest.raises(SyncTimeoutError, match="worker 0 did not answer an earlier call in"):
+        with pytest.raises(SyncTimeoutError, match=r"worker 0 did not answer a call in 0\.5 s"):
             pipe.send((None, "state_dict"))
     assert theirs.recv() == (None, "state_dict")
+
+
+def test_the_answer_to_a_call_is_not_waited_for_without_end():
+    ours, theirs = multiprocessing.Pipe()
+    with queue_of(Process(), frames_timeout=0.5) as batches:
+        pipe = ControlPipe(ours, batches, 0, drops=False)
+        for _ in range(2):  # after an error, it is waited for again
+            start = time.monotonic()
+            with pytest.raises(SyncTimeoutError, match=r"worker 0 did not answer a call in 0\.5 s"):
+                any(pipe.poll(0.1) for _ in range(20))
+            assert time.monotonic() - start > 0.5
+        theirs.send("answer")
+        assert pipe.poll()
+        assert pipe.recv() == "answer"
+
+
+def test_two_threads_find_the_error_that_ended_a_worker(monkeypatch):
+    """One iterates, the other updates the policy."""
+    left = ["Traceback"]
+
+    def read(pipe):
+        found = left.pop() if left else ""
+        time.sleep(0.3 if found else 0.0)
+        return found
+
+    monkeypatch.setattr(frames, "read_error", read)
+    with queue_of(Process(), Dying()) as batches, ThreadPoolExecutor() as pool:
+        found = list(pool.map(batches.gone, [1, 1]))
+    assert found == ["worker 1 has ended (exit code -9):\nTraceback"] * 2
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "text"),
+    [
+        (Process, SyncTimeoutError, r"worker 0 did not start in 0\.3 s \(frames_timeout= raises the limit\)"),
+        (Dying, WorkerError, r"worker 0 has ended \(exit code -9, SIGKILL"),
+    ],
+)
+def test_a_worker_that_does_not_start_is_not_waited_for_without_end(made, error, text):
+    ours, theirs = multiprocessing.Pipe()  # a forked worker may have the other end of another one
+    process = made()
+    process.join(0.0)
+    pipe = StartedPipe(ours, 0, [process], 0.3)
+    start = time.monotonic()
+    with pytest.raises(error, match=text):
+        pipe.recv()
+    assert time.monotonic() - start < 5
+    theirs.send("an error")
+    assert pipe.recv() == "an error"
 
 
 def test_workers_that_are_ending_are_asked_once_to_end():

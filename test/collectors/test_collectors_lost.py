@@ -1,4 +1,4 @@
-"""Workers of a MultiCollector that end or hang while they collect."""
+"""Workers of a MultiCollector that end or hang while they collect, or while they start."""
 
 import gc
 import logging
@@ -13,9 +13,11 @@ from multiprocessing.queues import Queue
 import pytest
 from collector_parts import OPTIONS, Env, fill, make_policy, require_exact, weights_of
 from marks import slow
+from test_collectors_end import Dies, ours
 from torchrl.collectors.utils import _TrajectoryPool
 
 from collectors import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from collectors.torchrl_names import multi_base
 from weight_update import MultiProcessWeightSyncScheme, SyncFailedError, SyncTimeoutError, WorkerError
 from weight_update.testing.processes import freeze, wait_until
 
@@ -93,6 +95,18 @@ def test_waiting_for_a_stopped_worker_has_a_limit(cls):
         for process in collector.procs:
             os.kill(process.pid, signal.SIGCONT)
         collector.shutdown()
+
+
+@pytest.mark.timeout(60)
+def test_a_call_of_a_stopped_worker_has_a_limit(made):
+    collector = made(make, MultiSyncCollector, frames_timeout=1.5)
+    freeze(collector.procs[1].pid)
+    try:
+        with pytest.raises(SyncTimeoutError, match=r"worker 1 did not answer a call in 1\.5 s"):
+            collector.state_dict()
+    finally:
+        os.kill(collector.procs[1].pid, signal.SIGCONT)
+    assert set(collector.state_dict()) >= {"worker0", "worker1"}
 
 
 @pytest.mark.slow
@@ -273,3 +287,26 @@ def test_updates_are_no_slower_once_a_worker_is_lost(made):
         collector.update_policy_weights_()
         waits.append(time.monotonic() - start)
     assert min(waits) < 0.9
+
+
+def test_a_worker_without_a_scheme_that_dies_while_it_starts_is_named():
+    message = r"^workers could not start:\nworker 1 has ended \(exit code -9, SIGKILL"
+    with pytest.raises(WorkerError, match=message):
+        MultiSyncCollector([Env, Dies], None, frames_per_batch=8, **OPTIONS)
+    assert ours() == []
+
+
+class HangsAtReset(Env):
+    def _reset(self, tensordict=None):
+        time.sleep(600.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_waiting_for_a_worker_that_hangs_while_it_starts_has_a_limit(monkeypatch):
+    monkeypatch.setattr("collectors.multi.FRAMES_TIMEOUT", 1.0)
+    monkeypatch.setattr(multi_base, "INSTANTIATE_TIMEOUT", 1.0)
+    options = {"frames_per_batch": 8, "frames_timeout": 3.0, **OPTIONS}
+    with pytest.raises(SyncTimeoutError, match="worker 1 did not start in 3 s"):
+        MultiSyncCollector([Env, HangsAtReset], make_policy(), **options)
+    assert ours() == []
