@@ -195,8 +195,7 @@ class MultiProcessedWeightUpdater(_LocalUpdater):
         return [self._policy_weights[worker] for worker in chosen if worker in self._policy_weights]
 
     def _deliver(self, weights: Any, workers: list[Any] | None) -> SyncReport | None:
-        everyone = workers is not None and set(workers) >= set(self._policy_weights)
-        return super()._deliver(weights, None if everyone else workers)
+        return super()._deliver(weights, None if workers == self.all_worker_ids() else workers)
 
 
 class _RemoteUpdater(SchemeUpdater):

@@ -289,6 +289,7 @@ def test_devices_as_workers(made):
     assert newest(frames, collector) == {3.0, 4.0}
     updater._policy_weights.clear()
     assert sorted(updater.push_weights(weights_of(5.0)).apply_seconds) == [0, 1]
+    assert sorted(updater.push_weights(weights_of(6.0), worker_ids=[1]).apply_seconds) == [1]
 
 
 @SILENT
