@@ -14,7 +14,7 @@ import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
 from torchrl.collectors.distributed import DEFAULT_SLURM_CONF, RayEvalWorker, submitit_delayed_launcher
 
-from collectors.launched import Launched, own_address
+from collectors.launched import Launched
 from collectors.node_programs import run_ahead, run_on_demand
 from collectors.process_group import AheadWorkers, OnDemandWorkers, example_of, program_arguments
 from collectors.ray import RayCollector
@@ -69,7 +69,7 @@ class DistributedCollector(Launched, torchrl_distributed.DistributedCollector):
 
     def _init_workers(self) -> None:
         self._initialize(self._updates.schemes)
-        self._announce("localhost" if self.launcher == "mp" else own_address())
+        self._announce()
         arguments = program_arguments(self, self._frames_per_batch_corrected, verbose=self._VERBOSE)
         self.jobs = self._workers.launch(self.launcher, self.slurm_kwargs, self._program, arguments)
         delayed = self.launcher == "submitit_delayed"
@@ -109,6 +109,12 @@ class DistributedSyncCollector(Launched, torchrl_distributed.DistributedSyncColl
 
     def _begin_torchrl(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
         """Call TorchRL's ``__init__``, which would make a scheme of its own for a policy that it sees."""
+        interval = options.get("update_interval", 1)
+        if not interval or interval < 1:
+            raise ValueError(
+                f"update_interval is a number of batches, at least 1, not {interval!r}; DistributedCollector "
+                "with sync=True can leave it out"
+            )
         self._given = SimpleNamespace(
             policy=policy,
             factories=options.pop("policy_factory"),
@@ -128,7 +134,7 @@ class DistributedSyncCollector(Launched, torchrl_distributed.DistributedSyncColl
             )
         self._set_given()
         self._initialize(self._updates.schemes)
-        self._announce(own_address())
+        self._announce()
         frames = self.total_frames_per_collector
         arguments = program_arguments(self, self._frames_per_batch_corrected, total_frames=frames)
         self.jobs = self._workers.launch(self.launcher, self.slurm_kwargs, self._program, arguments)

@@ -88,10 +88,10 @@ class Launched(Remote):
             return self._scheme_class()
         return self._scheme_class(address=own_address())
 
-    def _announce(self, address: str) -> None:
+    def _announce(self) -> None:
         """Set the address of the rendezvous, and give each worker's collector its index and receivers."""
-        self.IPAddr = address
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(self.tcp_port)
+        self.IPAddr = "localhost" if self.launcher == "mp" else own_address()
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = self.IPAddr, str(self.tcp_port)
         receivers = {"weight_recv_schemes": self._updates.schemes} if self._updates.schemes else {}
         for idx, options in enumerate(self.collector_kwargs):
             options.update(worker_idx=idx, **receivers)

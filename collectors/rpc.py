@@ -16,7 +16,7 @@ from torch.distributed import rpc
 from torchrl.data.utils import CloudpickleWrapper
 
 from collectors.closing import close_all
-from collectors.launched import Launched, own_address
+from collectors.launched import Launched
 from collectors.rpc_node import join_world, leave, made, make_collector, name_of, run_node, was_in_a_world
 from collectors.torchrl_names import tensorpipe_options
 from collectors.waiting import WaitingTimes
@@ -168,7 +168,7 @@ class RPCCollector(Launched, torchrl_distributed.RPCCollector):
 
     def _init(self) -> None:
         self.tensorpipe_options = {**tensorpipe_options, **self._given_options}
-        self._announce("localhost" if self.launcher == "mp" else own_address())
+        self._announce()
         arguments: list[Arguments] = [({}, self._arguments_of(idx)) for idx in range(self.num_workers)]
         self.jobs = self._workers.launch(self.launcher, self.slurm_kwargs, run_node, arguments)
         if self.launcher == "submitit_delayed":  # TorchRL's program waits there

@@ -48,6 +48,16 @@ def test_arguments_of_another_form_are_refused_before_workers_start(cls):
         make_one([Env], collector_class="parallel")
 
 
+@pytest.mark.parametrize("interval", [0, -1, None])
+def test_a_collector_that_always_updates_needs_an_interval(interval):
+    with pytest.raises(
+        ValueError, match=rf"update_interval is a number of batches, at least 1, not {interval}"
+    ):
+        DistributedSyncCollector(
+            [Env], make_policy(), frames_per_batch=8, launcher="mp", update_interval=interval
+        )
+
+
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector, RayCollector])
 @pytest.mark.parametrize("create_env_fn", [[], Env])
 def test_a_collector_without_workers_is_refused(cls, create_env_fn):

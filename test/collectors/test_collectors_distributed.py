@@ -1,6 +1,7 @@
 """DistributedCollector and DistributedSyncCollector: what they collect, and with which weights."""
 
 import multiprocessing
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -118,6 +119,15 @@ def test_every_frame_names_its_version_while_updates_flow(kind, made):
         seen = see_versions(iter(collector), require_exact, enough=100)
     assert max(seen) <= len(sent)
     assert collector.policy_version == sent[-1]
+
+
+@pytest.mark.parametrize("kind", [slow("sync"), "ahead"])
+def test_workers_of_this_machine_need_no_address_of_its_name(kind, made, monkeypatch):
+    def fail(name):
+        raise socket.gaierror(f"no address for {name}")
+
+    monkeypatch.setattr(socket, "gethostbyname", fail)
+    assert used(iter(made(kind, make_policy(1.0))), kind) == [1.0, 1.0]
 
 
 @pytest.mark.slow
