@@ -66,7 +66,7 @@ class LearnerSender:
 
     def send(self, weights: Any) -> None:
         """Send an update that has the learner's version, or the next number if that version was sent."""
-        self._scheme.continue_from(self._version - 1)
+        self._scheme.continue_from(max(self._version - 1, 0))
         self._scheme.send(weights)
 
     def shutdown(self) -> None:

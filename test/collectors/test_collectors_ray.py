@@ -23,9 +23,11 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms.module import RayModuleTransform
 
 from collectors import Collector, MultiSyncCollector, RayCollector, RayWeightUpdater
+from collectors.in_process import receive_here
 from collectors.ray_learner import LearnerSender
 from weight_update import (
     LifecycleError,
+    MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NothingToSendError,
     PolicyLag,
@@ -448,6 +450,17 @@ def test_a_learner_sends_the_policy(made: Any) -> None:
             collector.update_policy_weights_()
         sender.shutdown()
     assert seen(next(frames)) == ({9}, {9.0})
+
+
+def test_a_learner_sends_before_its_first_step_again(made: Any) -> None:
+    """TorchRL's does so after a restart and after a checkpoint, perhaps with version 0."""
+    scheme, policy = MemoryWeightSyncScheme(), make_policy(1.0)
+    receiver = made(receive_here, scheme, "policy", make_policy(), policy)
+    sender = made(LearnerSender, scheme, [])
+    for version, sent in ((0, 1), (0, 2), (5, 5)):
+        publish(sender, version, make_policy(float(sent)))
+        assert receiver.version == sent
+        assert policy.module.layers[0].tolist() == [float(sent)] * 3
 
 
 @pytest.mark.slow
