@@ -140,14 +140,15 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         The policy keeps the loaded weights until the next update, which gets a number above the restored
         version.
         """
+        version = state_dict.get(KEY) if self._stamps else None
         with self._no_update():
             super().load_state_dict(state_dict, **kwargs)
-        version = state_dict.get(KEY)
-        if self._stamps and version is not None:
-            for scheme in real(self._updates.schemes).values():
-                if scheme.synchronized_on_sender:
-                    scheme.continue_from(int(version))
+            if version is None:
+                return
             self._versions.restore(int(version))
+        for scheme in real(self._updates.schemes).values():
+            if scheme.synchronized_on_sender:
+                scheme.continue_from(int(version))
 
     @contextmanager
     def _no_update(self) -> Iterator[None]:
@@ -278,6 +279,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
     ) -> None:
         group_once(self._here.values())
         own(self._here.values())
+        self._updates.schemes = dict(self._here)  # they end with this collector, also if it cannot be made
         for model_id, scheme in self._here.items():
             if self.cudagraphed_policy:
                 scheme.stable_addresses = True
@@ -344,6 +346,10 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         super().start()
         self._end_later()
 
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Shut down as in TorchRL, which waits for the thread of :meth:`start` again, without ``timeout``."""
+        self.shutdown(timeout=timeout, close_env=close_env)
+
     def _end_at_exit(self) -> None:
         self.shutdown(timeout=_EXIT_SECONDS, raise_on_error=False)
 
@@ -352,9 +358,9 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
     ) -> None:
         """Shut down as in TorchRL, and end the schemes of this collector."""
         self._updates.begin_end()
-        unstamp_outcomes(vars(self).get("env"))
+        env = vars(self).get("env")  # TorchRL's deletes it, when the thread of start() has ended
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
-        close_all(end, self._end_schemes)
+        close_all(end, partial(unstamp_outcomes, env), self._end_schemes)
 
 
 def _copied(state: Any) -> Any:

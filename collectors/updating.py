@@ -179,6 +179,16 @@ class Updating:
                 collector.shutdown()
             raise
 
+    def start(self) -> None:
+        """Collect in the background, as in TorchRL.
+
+        Raises:
+            LifecycleError: this collector was shut down.
+        """
+        self._updates.require_open()
+        collector: Any = super()
+        collector.start()
+
     def _newest_version(self) -> int | None:
         """Return the newest version of the policy that was sent; None if the collector does not know it."""
         scheme = policy_scheme(self._updates.schemes)

@@ -1,4 +1,5 @@
 import collections
+import gc
 import math
 import os
 import re
@@ -94,7 +95,7 @@ def test_calls_after_the_shutdown_speak_of_the_collector(cls):
     state = collector.state_dict()
     collector.shutdown()
     calls = [collector.update_policy_weights_, lambda: collector.add_observer(print)]
-    calls += [collector.state_dict, lambda: collector.load_state_dict(state)]
+    calls += [collector.state_dict, lambda: collector.load_state_dict(state), collector.start]
     if cls is MultiSyncCollector:
         calls += [collector.reset, lambda: collector.set_seed(1)]
     for call in calls:
@@ -116,6 +117,31 @@ def test_an_error_in_the_thread_of_start_is_the_cause_of_later_errors(made):
     with pytest.raises(LifecycleError, match="this collector was shut down") as caught:
         collector.update_policy_weights_()
     assert str(caught.value.__cause__) == "the environment broke"
+
+
+class Hangs(Env):
+    def _step(self, tensordict):
+        time.sleep(3.0)
+        return super()._step(tensordict)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_asynchronous_shutdown_ends_in_time(made):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    collector = made(Collector, Hangs, make_policy(), frames_per_batch=8, replay_buffer=buffer, **OPTIONS)
+    collector.start()
+    start = time.monotonic()
+    collector.async_shutdown(timeout=0.3)
+    assert time.monotonic() - start < 2
+    wait_until(lambda: not collector.is_running())
+
+
+def test_a_collector_that_cannot_be_made_ends_its_schemes():
+    schemes = {model_id: SharedMemWeightSyncScheme() for model_id in ("policy", "nothing")}
+    with pytest.raises(AttributeError, match="no model 'nothing'"):
+        make(Collector, weight_sync_schemes=schemes)
+    gc.collect()
+    wait_until(lambda: ours() == [])
 
 
 def test_weights_of_a_collector_that_was_shut_down_are_not_changed():

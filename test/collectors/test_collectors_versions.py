@@ -25,6 +25,7 @@ from torchrl.envs.llm.transforms import PolicyVersion
 from collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.versions import choose_tracking
 from weight_update import MemoryWeightSyncScheme, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from weight_update.testing.processes import wait_until
 
 
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
@@ -376,3 +377,34 @@ def test_multi_collector_chooses_its_kind():
         assert isinstance(collector, MultiCollector)
         require_exact(next(iter(collector)))
         collector.shutdown()
+
+
+class Slow(Env):
+    def _step(self, tensordict):
+        time.sleep(0.02)
+        return super()._step(tensordict)
+
+
+def test_frames_of_the_batch_that_a_shutdown_awaits_name_their_version(made):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(400), batch_size=10)
+    options = {"frames_per_batch": 20, "replay_buffer": buffer, **OPTIONS}
+    collector = made(Collector, Slow, make_policy(), **options)
+    collector.update_policy_weights_(weights_of(1.0))
+    collector.start()
+    wait_until(lambda: buffer.write_count > 0)
+    time.sleep(0.1)  # it is within the next batch
+    collector.shutdown()
+    assert len(buffer) >= 40
+    require_exact(buffer[:])
+
+
+def test_a_state_that_is_loaded_while_updates_flow_has_its_version(made):
+    policy = make_policy()
+    schemes = {"policy": MemoryWeightSyncScheme()}
+    options = {"frames_per_batch": 1, "weight_sync_schemes": schemes, **OPTIONS}
+    collector = made(Collector, Env, make_policy(), **options)
+    saved, frames = collector.state_dict(), iter(collector)
+    with updates(collector, policy):
+        for _ in range(300):
+            collector.load_state_dict(saved)
+            require_exact(next(frames))
