@@ -264,10 +264,10 @@ def _finish(run: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def _add(found: Comparisons, which: int, one: Mapping[str, Any]) -> None:
-    """Add a figure of a run on commit ``which``."""
-    place = (one["table"], one["row"], one["column"])
-    comparison = found.setdefault(place, Comparison(one["scale"], one["digits"], one["more_is_better"]))
+    """Add a figure of a run on commit ``which``, if it was measured."""
     if one["figure"]:
+        place = (one["table"], one["row"], one["column"])
+        comparison = found.setdefault(place, Comparison(one["scale"], one["digits"], one["more_is_better"]))
         comparison.medians[which].append(median(one["figure"]))
 
 
@@ -281,13 +281,13 @@ def _tables(found: Comparisons) -> Iterator[Table]:
         rows = [
             [row, column, *comparison.cells()]
             for (table, row, column), comparison in found.items()
-            if table == title and any(comparison.medians)
+            if table == title
         ]
         yield Table(title, note, head, rows, names=(0, 1))
 
 
 def _summary(found: Comparisons) -> int:
-    counts = Counter(comparison.verdict for comparison in found.values() if any(comparison.medians))
+    counts = Counter(comparison.verdict for comparison in found.values())
     if not counts:
         raise Unable(
             "the runs measured nothing that can be compared; leave out options that select other parts"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import time
 import warnings
@@ -12,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torchrl.collectors
 import torchrl.weight_update
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.envs import GymEnv
 from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
+import collectors
 import weight_update
 from benchmarks.options import Options
 from benchmarks.report import Figure, Table, Unable, machine, ratio, say, show_ratio
@@ -29,12 +30,13 @@ OURS, VERSIONS, PLAIN = "ours", "torchrl, versions", "torchrl"
 """Our collector, TorchRL's with ``track_policy_version=True``, and TorchRL's as it is by default."""
 
 WORKERS = {"Collector": 0, "MultiSyncCollector": 2, "MultiAsyncCollector": 2}
-_FRAMES = 200  # of a process in one batch
+_FRAMES = 200  # of a batch, for each process
 _WARM_UP = 2  # batches
 _NOTE = (
-    f"CartPole, {_FRAMES} frames of each process in a batch, median (min .. max) of the turns. Multi "
-    "collectors have two workers. Our frames have the version of their policy. *torchrl, versions*: with "
-    "track_policy_version=True. The last columns: ours, divided by the columns before."
+    "CartPole, median (min .. max) of the turns. Multi collectors have two workers. A batch has "
+    f"{_FRAMES} frames of each process, or twice as many of one with a MultiAsyncCollector. Our frames have "
+    "the version of their policy. *torchrl, versions*: with track_policy_version=True. The last columns: "
+    "ours, divided by the columns before."
 )
 
 
@@ -79,7 +81,7 @@ def make_collector(kind: str, variant: str, policy: nn.Module) -> Any:
     if workers:
         library = weight_update if variant == OURS else torchrl.weight_update
         options["weight_sync_schemes"] = {"policy": library.SharedMemWeightSyncScheme()}
-    package = importlib.import_module("collectors" if variant == OURS else "torchrl.collectors")
+    package: Any = collectors if variant == OURS else torchrl.collectors
     return getattr(package, kind)([make_env] * workers or make_env, policy, **options)
 
 

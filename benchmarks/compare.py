@@ -184,8 +184,8 @@ def layers_table(found: Found, workers: int) -> Table:
     )
 
 
-StallFigures = dict[tuple[str, str], list[Stall]]
-"""Variant and what happened (``"update"`` or ``"copy"``): one entry for each time."""
+StallFigures = dict[tuple[str, str], dict[str, Figure]]
+"""By variant and what happened (``"update"`` or ``"copy"``): a figure of each attribute of the stalls."""
 
 
 def measure_stall(plan: Plan, megabytes: float) -> StallFigures:
@@ -198,14 +198,18 @@ def measure_stall(plan: Plan, megabytes: float) -> StallFigures:
         with trainers(cases, plan.start_timeout) as live:
             for name, method in (("copy", "control"), ("update", "stall")):
                 results = in_turns(live, method, plan.repeats, timeout=plan.timeout, budget=plan.budget)
-                found |= {(one.variant, name): stalls for one, stalls in zip(live, results, strict=True)}
+                for one, stalls in zip(live, results, strict=True):
+                    found[one.variant, name] = _stall_figures(stalls, one.failure or "not known")
     return found
 
 
-def figure(stalls: list[Stall], what: str) -> Figure:
-    """Return the figure of one attribute, of all stalls that have it."""
-    values = [getattr(stall, what) for stall in stalls]
-    return Figure([value for value in values if value is not None], "not known")
+def _stall_figures(stalls: list[Stall], failure: str) -> dict[str, Figure]:
+    """Return the figure of each attribute, of all stalls that have it."""
+    found = {}
+    for what in ("usual", "longest", "switch", "reported"):
+        values = [value for stall in stalls if (value := getattr(stall, what)) is not None]
+        found[what] = Figure(values, None if values else failure)
+    return found
 
 
 def stall_table(found: StallFigures, megabytes: float) -> Table:
@@ -213,8 +217,8 @@ def stall_table(found: StallFigures, megabytes: float) -> Table:
     rows = []
     for variant in dict.fromkeys(variant for variant, _ in found):
         update, copy = found[variant, "update"], found[variant, "copy"]
-        stalled = [figure(update, what).cell(1e3, 3) for what in ("switch", "reported", "longest")]
-        usual, copied = figure(update, "usual").show(1e6, 1), figure(copy, "longest").show(1e3, 3)
+        stalled = [update[what].cell(1e3, 3) for what in ("switch", "reported", "longest")]
+        usual, copied = update["usual"].show(1e6, 1), copy["longest"].show(1e3, 3)
         rows.append([LABELS[variant], usual, *stalled, copied])
     return Table(
         f"A worker that computes while {megabytes:g} MB in 16 tensors arrive",
@@ -276,7 +280,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     yield targets_table(
         [
             *_large(found),
-            *_stall_targets(stalls.get(("shared", "update"), []), size),
+            *_stall_targets(stalls.get(("shared", "update"), {}), size),
             *_memory_targets(memory, size),
             *_small(found),
             target("MultiProcess, 1 GB, 4 workers, of torchrl's time", _of(found, "process", 1000.0, 4)),
@@ -292,13 +296,13 @@ def _of(found: Found, scheme: str, megabytes: float, workers: int, other: str = 
 
 
 def _by_workers(found: Found, megabytes: float) -> dict[int, float]:
-    """Return the median seconds of SharedMem with 16 tensors, by number of workers."""
-    medians = {
-        case.workers: figures[scheme].median
+    """Return the seconds that SharedMem reached with 16 tensors, by number of workers."""
+    reached = {
+        case.workers: figures[scheme].reached
         for (scheme, case), figures in found.items()
         if scheme == "shared" and case == Case(megabytes, 16, case.workers)
     }
-    return {workers: seconds for workers, seconds in medians.items() if seconds is not None}
+    return {workers: seconds for workers, seconds in reached.items() if seconds is not None}
 
 
 def _large(found: Found) -> Iterator[Target]:
@@ -309,21 +313,20 @@ def _large(found: Found) -> Iterator[Target]:
     yield target("SharedMem, 1 GB, slowest / fastest of 1 to 8 workers", flat)
 
 
-def _stall_targets(stalls: list[Stall], size: str) -> Iterator[Target]:
+def _stall_targets(stalls: dict[str, Figure], size: str) -> Iterator[Target]:
     for what, name in (("switch", "at the switch, seen by the worker"), ("reported", "in the SyncReport")):
-        milliseconds = figure(stalls, what).times(1e3)
+        milliseconds = stalls.get(what, Figure()).times(1e3)
         template = f"SharedMem, {{size}} MB, stall {name}, ms, "
-        yield target(template + "median", milliseconds.median, size=size)
-        yield target(template + "longest", max(milliseconds.values, default=None), size=size)
+        yield target(template + "median", milliseconds.reached, size=size)
+        yield target(template + "longest", max(milliseconds.values, default=milliseconds.reached), size=size)
 
 
 def _memory_targets(found: list[Memory], size: str) -> Iterator[Target]:
     for memory in found:
-        total = memory.total.median
-        if memory.variant == "shared" and total is not None:
+        if memory.variant == "shared":
             template = "SharedMem, memory at {size} MB, {workers}, of what is allowed"
-            workers = count_workers(memory.processes - 1)
-            yield target(template, total / memory.allowed, size=size, workers=workers)
+            reached, workers = ratio(memory.total, Figure((memory.allowed,))), memory.processes - 1
+            yield target(template, reached, size=size, workers=count_workers(workers))
 
 
 def _small(found: Found) -> Iterator[Target]:
@@ -351,4 +354,4 @@ def _many_tensors(found: Found, workers: int) -> Iterator[Target]:
         yield target(template, reached, scheme=name, tensors=_MANY)
     layers = found.get(("shared", Case(0.0, _MANY, workers, layered=True)), {}).get("shared", Figure())
     template = "SharedMem, {tensors:,} tensors of a transformer, ms"
-    yield target(template, layers.times(1e3).median, tensors=_MANY)
+    yield target(template, layers.times(1e3).reached, tensors=_MANY)

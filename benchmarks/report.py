@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -40,6 +41,11 @@ class Figure:
         """The median, or None."""
         return statistics.median(self.values) if self.values else None
 
+    @property
+    def reached(self) -> float | None:
+        """The median for a target: infinite after a failure, so that the target is missed."""
+        return math.inf if self.failure else self.median
+
     def show(self, scale: float = 1.0, digits: int = 2) -> str:
         """Return ``median (min .. max)`` times ``scale``, or the reason why there is none."""
         if self.median is None:
@@ -53,8 +59,9 @@ class Figure:
         return Cell(self, scale, digits, more_is_better)
 
     def with_more(self, other: Figure) -> Figure:
-        """Return a figure with the measurements of both."""
-        return Figure([*self.values, *other.values], self.failure or other.failure)
+        """Return a figure with the measurements of both, or with none if one of them failed."""
+        failure = self.failure or other.failure
+        return Figure((), failure) if failure else Figure([*self.values, *other.values])
 
     def times(self, factor: float) -> Figure:
         """Return a figure with all values multiplied by ``factor``."""
@@ -111,16 +118,17 @@ class Times:
 
 
 def ratio(one: Figure | None, other: Figure | None) -> float | None:
-    """Return the ratio of the medians, or None if one is missing."""
-    if one is None or other is None or one.median is None or not other.median:
-        return None
-    return one.median / other.median
+    """Return the ratio of the medians: infinite if ``one`` failed, else None if one is missing."""
+    reached = None if one is None else one.reached
+    if reached is None or reached == math.inf:
+        return reached
+    return None if other is None or not other.median else reached / other.median
 
 
 def show_ratio(one: Figure | None, other: Figure | None, digits: int = 3) -> str:
     """Return :func:`ratio` as a cell."""
     value = ratio(one, other)
-    return "-" if value is None else f"{value:.{digits}f}"
+    return "-" if value is None or value == math.inf else f"{value:.{digits}f}"
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Target:
     Attributes:
         name: what is compared with what.
         limit: the most that the figure may be.
-        reached: the ratio of medians; None if it was not measured.
+        reached: the ratio of medians; infinite if this library failed, None if it was not measured.
         fastest: the ratio of the fastest turns, which must be within the limit too; None to judge by medians.
     """
 

@@ -20,7 +20,7 @@ from benchmarks.against import Comparison, order_of
 from benchmarks.network import why_not
 from benchmarks.options import Options
 from benchmarks.processes import Failed, Process, in_turns
-from benchmarks.report import Figure, Table, Unable, publish
+from benchmarks.report import Figure, Table, Unable, publish, ratio, show_ratio
 from benchmarks.rlinf import documented_bytes
 from benchmarks.targets import target, targets_table
 from weight_update.compression import NoCompression, ans
@@ -291,6 +291,18 @@ def test_collectors_beside_those_of_torchrl(tmp_path):
     assert all(row["met"] != "not measured" for row in _require_verdicts(tables["Targets"]).values())
 
 
+def test_the_time_to_the_first_batch_has_no_imports():
+    pytest.importorskip("torchrl", reason="the benchmark compares with torchrl")
+    pytest.importorskip("gymnasium", reason="the benchmark collects from CartPole")
+    program = (
+        "import sys, benchmarks.collectors; print({'collectors', 'torchrl.collectors'} <= set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_patches_into_an_engine(tmp_path):
@@ -412,6 +424,36 @@ def test_a_missed_target_is_the_exit_status(capsys):
     assert publish("x", [], [targets_table([slow, lucky, good])], None) == 1
     shown = "Targets: 1 met, 2 missed, 0 not measured.\nMissed targets:"
     assert capsys.readouterr().out.endswith(f"{shown}\n  {slow.name}\n  {lucky.name}\n")
+
+
+FAILED, GOOD = Figure((), "a process died"), Figure((1.0, 2.0))
+
+
+def test_a_failure_of_this_library_misses_its_targets():
+    pytest.importorskip("torchrl", reason="the benchmark compares with torchrl")
+    from benchmarks import compare
+
+    assert (ratio(FAILED, GOOD), ratio(GOOD, FAILED), ratio(Figure(), GOOD)) == (math.inf, None, None)
+    assert show_ratio(FAILED, GOOD) == "-"
+    others = dict.fromkeys((compare.rival("shared"), compare.COPY, compare.FLOOR), GOOD)
+    cases = [compare.Case(megabytes, 16, workers) for megabytes in (1.0, 1000.0) for workers in (1, 2, 4, 8)]
+    found = {("shared", case): {"shared": FAILED, **others} for case in cases}
+    memory = compare.Memory("shared", 1e9, 9, FAILED, 0)
+    stalls = compare._stall_figures([], "a process died")
+    judged = [
+        *compare._large(found),
+        *compare._small(found),
+        *compare._memory_targets([memory], "1000"),
+        *compare._stall_targets(stalls, "1000"),
+    ]
+    assert {one.met for one in judged} == {"no"}
+    assert {one.met for one in compare._stall_targets({}, "1000")} == {"not measured"}
+
+
+def test_a_failure_of_one_start_is_shown():
+    for figure in (GOOD.with_more(FAILED), FAILED.with_more(GOOD)):
+        assert figure.show() == "a process died"
+    assert GOOD.with_more(GOOD).values == [1.0, 2.0, 1.0, 2.0]
 
 
 @pytest.mark.slow
@@ -619,8 +661,9 @@ def test_the_exit_status_says_whether_this_checkout_is_slower(at, slower, status
     def run(home, name, arguments, commit):
         assert arguments == ["--quick"]
         assert {path.name for path in home.iterdir()} == PACKAGES
-        place = {"table": "Time", "row": "a, 1", "column": "ours"}
-        return [{**place, "scale": 1e3, "digits": 1, "more_is_better": False, "figure": [next(seconds)]}]
+        place = {"table": "Time", "row": "a, 1", "scale": 1e3, "digits": 1, "more_is_better": False}
+        one = {**place, "column": "ours", "figure": [next(seconds)]}
+        return [one, {**place, "column": "does not apply", "figure": []}]
 
     monkeypatch.setattr(against, "_run", run)
     assert main(["compression", "--quick", "--against", "HEAD", "--rounds", "2"]) == status
