@@ -80,18 +80,23 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    benchmark = cast("Benchmark", importlib.import_module(f"benchmarks.{name}"))
-    known = Options(name, benchmark.__doc__, benchmark.QUICK)
-    benchmark.add_options(known)
-    options = known.parse(arguments)
     try:
+        benchmark = cast("Benchmark", importlib.import_module(f"benchmarks.{name}"))
+        known = Options(name, benchmark.__doc__, benchmark.QUICK)
+        benchmark.add_options(known)
+        options = known.parse(arguments)
         if options.against is not None:
             return against(name, arguments, options)
         facts = benchmark.facts(options)
         return publish(name, facts, benchmark.tables(options), options.rst, options.figures)
     except Unable as reason:
         print(f"benchmarks {name}: {reason}", file=sys.stderr)
-        return 2
+    except ImportError as error:
+        if str(error.name).partition(".")[0] in ("benchmarks", "collectors", "weight_update"):
+            raise
+        cure = 'pip install "weight-update[bench,lz4,zstd]"'
+        print(f"benchmarks {name}: {error}; for all benchmarks: {cure}", file=sys.stderr)
+    return 2
 
 
 def _end(number: int, frame: object) -> None:

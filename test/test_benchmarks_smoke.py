@@ -9,12 +9,13 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import against, gpu, links
+from benchmarks import against, gpu, links, report
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.against import Comparison, order_of
 from benchmarks.network import why_not
@@ -424,6 +425,15 @@ def test_a_missed_target_is_the_exit_status(capsys):
     assert publish("x", [], [targets_table([slow, lucky, good])], None) == 1
     shown = "Targets: 1 met, 2 missed, 0 not measured.\nMissed targets:"
     assert capsys.readouterr().out.endswith(f"{shown}\n  {slow.name}\n  {lucky.name}\n")
+
+
+def test_a_missing_package_is_no_missed_target(monkeypatch, capsys):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(report, "version", missing)
+    assert main(["compression", "--quick"]) == 2
+    assert re.search(r'for torch; .*: pip install "weight-update\[bench,', capsys.readouterr().err)
 
 
 FAILED, GOOD = Figure((), "a process died"), Figure((1.0, 2.0))
