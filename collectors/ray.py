@@ -15,7 +15,7 @@ import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
 
 from collectors.closing import close_all
-from collectors.ray_learner import LearnerSender, hand_over
+from collectors.ray_learner import LearnerSender, connect_actors, hand_over
 from collectors.remote import Remote
 from collectors.requests import Request, change_each, real, require_workers
 from collectors.versions import KEY
@@ -145,15 +145,11 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
 
         TorchRL looks up a receiver by a path, in which a model id such as ``"policy.model"`` ends at its dot.
         """
-        import ray
-
         if self._weight_sync_initialized:
             return
-        calls = [
-            actor.__ray_call__.remote(_connect) for actor in self.remote_collectors if self._updates.schemes
-        ]
-        self._updates.connect()
-        ray.get(calls)
+        schemes = self._updates.schemes.values()
+        calls = [actor.__ray_call__.remote(_connect) for actor in self.remote_collectors if schemes]
+        connect_actors(schemes, calls)
         self._weight_sync_initialized = True
 
     def _learner_weight_sync(self, *, new_generation: bool = False) -> Any:

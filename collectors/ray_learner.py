@@ -1,14 +1,15 @@
-"""The sender of a policy when a trainer of TorchRL learns in Ray actors."""
+"""The connection of schemes with Ray actors, and the sender of a trainer of TorchRL that learns in one."""
 
 from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-from weight_update import RayWeightSyncScheme, SyncFailedError
+from weight_update import RayWeightSyncScheme, SyncFailedError, WeightSyncScheme
 
 
 class LearnerSender:
@@ -45,23 +46,10 @@ class LearnerSender:
             SyncFailedError: as :meth:`~weight_update.WeightSyncScheme.connect`.
             Exception: the first error of an actor.
         """
-        import ray
-
         scheme, actors = self._scheme, self._remote_collectors
         scheme.init_on_sender(weights=weights, remote_collectors=actors)
         calls = [actor._connect_weights_scheme.remote(model_version=self._version) for actor in actors]
-        answers = [call.future() for call in calls]
-        actor_alive: Any = scheme.worker_alive
-        scheme.worker_alive = lambda idx: not _failed(answers[idx]) and actor_alive(idx)
-        try:
-            scheme.connect()
-        except SyncFailedError as error:  # it says only that an actor failed
-            for answer in filter(_failed, answers):
-                raise answer.exception() or error from error
-            raise
-        finally:
-            scheme.worker_alive = actor_alive
-        ray.get(calls, timeout=scheme.timeout)
+        connect_actors([scheme], calls)
         scheme.continue_from(self._version)
 
     def send(self, weights: Any) -> None:
@@ -74,8 +62,42 @@ class LearnerSender:
         self._scheme.shutdown()
 
 
-def _failed(answer: Future[None]) -> bool:
-    return answer.done() and answer.exception() is not None
+def connect_actors(schemes: Collection[WeightSyncScheme], calls: Sequence[Any]) -> None:
+    """Connect senders that are not connected, while ``calls`` connect the receivers of each actor.
+
+    Raises:
+        SyncFailedError: as :meth:`~weight_update.WeightSyncScheme.connect`.
+        ray.exceptions.RayTaskError: the first error that an actor raised; it is not waited for.
+    """
+    import ray
+
+    answers = [call.future() for call in calls]
+    before = {scheme: scheme.worker_alive for scheme in schemes}
+    for scheme, alive in before.items():
+        scheme.worker_alive = partial(_may_connect, answers, alive)
+    try:
+        for scheme in schemes:
+            if not scheme.synchronized_on_sender:
+                scheme.connect()
+    except SyncFailedError as error:  # it says only that an actor failed
+        for failure in map(_failure_of, answers):
+            if isinstance(failure, ray.exceptions.RayTaskError):
+                raise failure from error
+        raise
+    finally:
+        for scheme, alive in before.items():
+            scheme.worker_alive = alive
+    ray.get(calls, timeout=max((scheme.connect_timeout for scheme in schemes), default=None))
+
+
+def _failure_of(answer: Future[None]) -> BaseException | None:
+    return answer.exception() if answer.done() else None
+
+
+def _may_connect(answers: Sequence[Future[None]], alive: Any, idx: int) -> bool:
+    """Return False if the call of an actor has failed, or if the worker has certainly ended."""
+    failed = idx < len(answers) and _failure_of(answers[idx]) is not None  # others may be no actors
+    return not failed and bool(alive(idx))
 
 
 def hand_over(scheme: RayWeightSyncScheme, actors: Sequence[Any]) -> LearnerSender:

@@ -371,6 +371,15 @@ def test_schemes_that_know_no_actors(made: Any) -> None:
         make(make_policy(), 1, weight_sync_schemes={"policy": MultiProcessWeightSyncScheme()})
 
 
+def test_an_error_of_an_actor_that_connects_is_raised_at_once(made: Any) -> None:
+    collector = made(make, make_policy(), 1, weight_sync_schemes={"policy": MemoryWeightSyncScheme()})
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(LifecycleError, match="in other processes need another scheme, such as Shared"):
+            collector.update_policy_weights_()
+    assert time.monotonic() - start < 30.0
+
+
 def test_what_goes_wrong_in_the_constructor_leaves_nothing() -> None:
     with pytest.raises(TypeError, match="weight_update"):
         make(make_policy(), weight_sync_schemes={"policy": object()})
