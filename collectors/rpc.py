@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -67,10 +68,11 @@ class RPCWorkers(Workers):
             raise WorkerError(f"workers could not start:\n{errors}")
 
     def join(self, join_world: Callable[[], None]) -> None:
-        """Call ``join_world`` once the processes have started."""
+        """Call ``join_world`` once the processes have started; raise if one of them ends, or is late."""
         self.nodes.await_ready(START_SECONDS)
         self._in_group = self.launcher == "submitit_delayed"  # TorchRL makes a process group, too
-        join_world()
+        # By itself it waits for half an hour, also for a process that has ended.
+        self.nodes.attend(join_world, START_SECONDS if self.launcher == "mp" else math.inf)
 
     def make_collectors(self, cls: Any, envs: Sequence[Any], several: int, options: Sequence[Any]) -> None:
         """Have each worker make its collector, of ``several`` environments if that is not 0."""

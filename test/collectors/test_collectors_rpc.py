@@ -29,3 +29,8 @@ def test_workers_of_workers_with_a_policy_factory():
 @pytest.mark.slow
 def test_a_scheme_that_knows_nothing_of_rpc():
     assert run(PROGRAMS / "rpc_shared.py", quick_spawn=True) == ["[5.0] 1 [1]"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_ends_before_it_joins_is_told():
+    assert run(PROGRAMS / "rpc_quits.py", quick_spawn=True) == ["worker 1 has ended (exit code 3) True"]
