@@ -216,8 +216,15 @@ def endless(total_frames: float) -> float:
 
 
 def own_address() -> str:
-    """Return the address of this machine for workers on other hosts."""
-    return socket.gethostbyname(socket.gethostname())
+    """Return the address of this machine for workers on other hosts; raise OSError if its name has none."""
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise OSError(
+            f"{name!r}, the host name of this machine, has no address to which workers could connect: enter "
+            "the machine's own address into /etc/hosts"
+        ) from error
 
 
 def _portable_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import socket
 from functools import partial
 
 import pytest
@@ -46,6 +47,12 @@ def test_arguments_of_another_form_are_refused_before_workers_start(cls):
         make_one([])
     with pytest.raises(ValueError, match=r"collector_class is a class or one of .*'sync'.*, not 'parallel'"):
         make_one([Env], collector_class="parallel")
+
+
+def test_workers_elsewhere_need_an_address_of_this_machine(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    with pytest.raises(OSError, match=r"'no-such-host\.invalid', .* own address into /etc/hosts"):
+        DistributedCollector([Env], make_policy(), frames_per_batch=8)
 
 
 @pytest.mark.parametrize("interval", [0, -1, None])
