@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import time
 import warnings
@@ -11,14 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torchrl.collectors
 import torchrl.weight_update
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.envs import GymEnv
 from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
-import collectors
 import weight_update
 from benchmarks.options import Options
 from benchmarks.report import Figure, Table, Unable, machine, ratio, say, show_ratio
@@ -68,9 +67,14 @@ def make_policy(width: int) -> ProbabilisticActor:
     )
 
 
-def make_collector(kind: str, variant: str, policy: nn.Module) -> Any:
-    """Return a collector of this kind."""
-    workers = WORKERS[kind]
+def class_of(kind: str, variant: str) -> Any:
+    """Import and return the class of this kind of collector."""
+    return getattr(importlib.import_module("collectors" if variant == OURS else "torchrl.collectors"), kind)
+
+
+def make_collector(cls: Any, variant: str, policy: nn.Module) -> Any:
+    """Return a collector of this class."""
+    workers = WORKERS[cls.__name__]
     options: dict[str, Any] = {
         "frames_per_batch": _FRAMES * max(workers, 1),
         "total_frames": -1,
@@ -81,16 +85,15 @@ def make_collector(kind: str, variant: str, policy: nn.Module) -> Any:
     if workers:
         library = weight_update if variant == OURS else torchrl.weight_update
         options["weight_sync_schemes"] = {"policy": library.SharedMemWeightSyncScheme()}
-    package: Any = collectors if variant == OURS else torchrl.collectors
-    return getattr(package, kind)([make_env] * workers or make_env, policy, **options)
+    return cls([make_env] * workers or make_env, policy, **options)
 
 
 def run(case: Case, variant: str, batches: int, found: Found) -> None:
     """Start a collector, update its policy before each batch, and shut it down."""
     kind, width = case
-    policy = make_policy(width)
+    policy, cls = make_policy(width), class_of(kind, variant)
     start = time.perf_counter()
-    collector = make_collector(kind, variant, policy)
+    collector = make_collector(cls, variant, policy)
     try:
         frames = iter(collector)
         next(frames)
