@@ -260,24 +260,27 @@ def test_a_pipeline(ends: Ends) -> None:
         assert fingerprint(model) == fingerprint(source)
 
 
-def test_several_models(ends: Ends, url: str) -> None:
+@pytest.mark.parametrize(("encoding", "most_changes"), [("dense", 20), ("patch", 1), ("patch", 0)])
+def test_several_models(ends: Ends, url: str, encoding: str, most_changes: int) -> None:
     """Each model has a URL of its own, and workers switch each by itself."""
+    options = {"strategy": WeightStrategy(encoding=encoding), "most_changes": most_changes}
     sources, models = [mlp(1), mlp(2)], [mlp(3), mlp(4)]
     schemes, readers = [], []
     for number, source in enumerate(sources):
         ends.url = f"{url}/{number}"
-        schemes.append(ends.sender(source, connect=False))
+        schemes.append(ends.sender(source, connect=False, **options))
     group_schemes(schemes)
     for number, (scheme, model) in enumerate(zip(schemes, models, strict=True)):
         scheme.connect()
         ends.url = f"{url}/{number}"
         readers.append(ends.reader(model))
-    for source in sources:
-        nudge(source)
-    send_together(dict(zip(schemes, sources, strict=True)))
-    for reader, model, source in zip(readers, models, sources, strict=True):
-        arrives(reader, 1)
-        assert fingerprint(model) == fingerprint(source)
+    for version in range(1, 4):
+        for source in sources:
+            nudge(source)
+        send_together(dict(zip(schemes, sources, strict=True)))
+        for reader, model, source in zip(readers, models, sources, strict=True):
+            arrives(reader, version)
+            assert fingerprint(model) == fingerprint(source)
 
 
 def test_without_waiting(ends: Ends) -> None:

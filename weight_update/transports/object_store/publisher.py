@@ -159,7 +159,9 @@ class ObjectStorePublisher(TransportBackend):
             self._is_whole, self._frames, self._begun = header["base"] is None, [], time.perf_counter()
             self._declined = None
             follows = bool(self._chain) and self._chain[-1].version == header["base"]
-            if not self._is_whole and not (follows and len(self._chain) <= self._most_changes):
+            # Declined changes of send_together() come again, after all weights of the version before.
+            most = self._most_changes if header["commit"] else max(self._most_changes, 1)
+            if not self._is_whole and not (follows and len(self._chain) <= most):
                 self._decline(version)
         if version == self._declined:
             return
