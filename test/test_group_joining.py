@@ -164,8 +164,10 @@ def test_a_late_joiner_that_came_back_takes_part_again(fleet: Fleet) -> None:
         fleet.join(place)
     fleet.await_complete()
     assert fleet.send() == [{0, LATE}, {0, LATE}]
+    worker = fleet.senders[0]._sender.table[LATE]
+    before = worker.connections
     fleet.receivers[0, LATE]._receiver.link.disconnect()
-    wait_until(lambda: fleet.senders[0].worker_versions.get(LATE) is None)
+    wait_until(lambda: worker.connections > before and worker.joined)
     fleet.await_complete()
     assert fleet.send() == [{0, LATE}, {0, LATE}]
     fleet.require_equal()

@@ -27,6 +27,7 @@ from weight_update import (
 )
 from weight_update.sender.handle import Outcomes
 from weight_update.testing.models import fingerprint
+from weight_update.testing.processes import eventually
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def send_while_one_joins(body: Body) -> dict[int, int | None]:
     first.scheme.send()
     MODELS.append(late)
     if late.receiver is not None:
-        late.receiver.receive(timeout=10.0)
+        eventually(lambda: first.scheme.worker_versions == {0: 1, 1: 1})
     return first.scheme.worker_versions
 
 

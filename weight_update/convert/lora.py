@@ -54,8 +54,8 @@ def merge_lora(
     factors: Iterable[Any] = scaling.values() if isinstance(scaling, Mapping) else [scaling]
     if not callable(scaling) and not all(map(_is_scaling, factors)):
         raise ValueError(
-            "scaling= is alpha / r, a dict of that by adapter, or a function of the layer and the adapter, "
-            f"not {scaling!r}"
+            "scaling= is alpha / r, or a dict of that by adapter, or a function of the layer and the adapter"
+            f", not {scaling!r}"
         )
     return functools.partial(_merge, scaling, fan_in_fan_out, prefix)
 
