@@ -136,7 +136,7 @@ def test_without_workers_the_ranks_stay_in_step(three: Ranks) -> None:
 
 def reports_kept(body: Body) -> int:
     """Return the number of messages to the leader that this rank keeps because they may be on their way."""
-    side = body.scheme._sender_side  # type: ignore[union-attr]
+    side = body.scheme._process.sender  # type: ignore[union-attr]
     assert side is not None
     assert side.ranks is not None
     return len(side.ranks._reports)

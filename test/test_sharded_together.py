@@ -99,7 +99,7 @@ def send_while_one_joins(body: Body) -> dict[int, int | None]:
     if dist.get_rank() == 0:
         late.receiver = copy.copy(first.scheme)
         late.receiver.init_on_receiver(model=late.target, worker_idx=1)
-        reader = first.scheme._sender_side._reader
+        reader = first.scheme._process.sender._reader
         read = reader.read
 
         def read_and_join(*arguments: Any, **options: Any) -> Any:
