@@ -273,35 +273,6 @@ def test_a_model_that_cannot_take_weights(model: Any, message: str) -> None:
         scheme.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
 
 
-def endless_module() -> nn.Module:
-    model = nn.Linear(2, 2)
-    model.part = nn.Module()
-    model.part.outer = model
-    return model
-
-
-def endless_dict() -> dict[str, Any]:
-    model: dict[str, Any] = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
-    model["part"] = {"outer": model}
-    return model
-
-
-@pytest.mark.parametrize("extract_as", ["state_dict", "tensordict"])
-@pytest.mark.parametrize("make", [endless_module, endless_dict])
-def test_a_model_that_contains_itself(make: Callable[[], Any], extract_as: Any) -> None:
-    plain, message = (
-        nn.Linear(2, 2),
-        r"the model contains itself; keep .* in a list, .*: self\.outer = \[outer\]",
-    )
-    with MemoryWeightSyncScheme(extract_as, timeout=5.0) as scheme:
-        with pytest.raises(UnsupportedSourceError, match=message):
-            scheme.init_on_sender(weights=make(), num_workers=1)
-        with pytest.raises(UnsupportedSourceError, match=message):
-            scheme.strategy.apply_weights(make(), plain)
-        with pytest.raises(SyncFailedError, match=message):
-            connect_pair(scheme, plain, make())
-
-
 @pytest.mark.parametrize("make", [dict, lambda entries: TensorDict(entries)], ids=["dict", "TensorDict"])
 def test_a_target_with_two_entries_of_one_name(make: Callable[[dict[str, Any]], Any]) -> None:
     target = make({"a.b": torch.zeros(2), "a": {"b": torch.zeros(2)}})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -177,17 +176,6 @@ class NamedWeights:
             )
 
 
-@contextlib.contextmanager
-def refusing_endless() -> Iterator[None]:
-    """Return a context that raises UnsupportedSourceError in place of a RecursionError."""
-    try:
-        yield
-    except RecursionError as error:
-        raise UnsupportedSourceError(
-            "the model contains itself; keep that reference in a list, which is no part: self.outer = [outer]"
-        ) from error
-
-
 def called(source: Any) -> Any:
     """Return ``source`` or, if it is a function, its result; UnsupportedSourceError for a class."""
     while callable(source) and not isinstance(source, nn.Module | TensorDictBase | Mapping):
@@ -220,12 +208,11 @@ class WeightReader:
         """Whether receivers may have more weights than are sent."""
         return self.select is not None and self.encoding is self.encoding.whole
 
-    @refusing_endless()
     def named(self, source: Any) -> NamedWeights:
         """Return the weights of ``source`` by dotted name; the tensors are live references.
 
         Raises:
-            UnsupportedSourceError: ``source`` is of a type that has no weights, or contains itself.
+            UnsupportedSourceError: ``source`` is of a type that has no weights; the message names the type.
         """
         source = called(source)
         if isinstance(source, NamedWeights):

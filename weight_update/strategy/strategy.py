@@ -22,7 +22,6 @@ from weight_update.strategy.named_weights import (
     NamedWeights,
     Select,
     WeightReader,
-    refusing_endless,
 )
 from weight_update.wire.schema import WeightSchema
 
@@ -207,12 +206,11 @@ class WeightStrategy(WeightReader):
             else:
                 binding.switch(schema.names, binding.prepare(schema, values))
 
-    @refusing_endless()
     def bind(self, destination: Any) -> Binding:
         """Return the places in ``destination`` that the weights of this strategy are written to.
 
         Raises:
-            UnsupportedSourceError: ``destination`` is of a type that cannot be written, or contains itself.
+            UnsupportedSourceError: ``destination`` is of a type that cannot be written.
         """
         return Binding(self.named, destination)
 
