@@ -8,7 +8,8 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.threads import start, start_thread
@@ -18,7 +19,6 @@ from weight_update.transports.socket_stream import (
     SHORTAGES,
     SocketStream,
     close_in_children,
-    deadline_of,
     seconds_left,
     shortage,
 )
@@ -130,29 +130,60 @@ class Listener:
                 refusal = LinkClosedError(str(shortage(error).strerror))
                 self._refuse(next(iter(self._pending.values())), refusal)
                 continue
-            newest = _Pending(SocketStream(sock), Challenge(self._token, self._context))
             if len(self._pending) == MAX_PENDING:
                 oldest = next(iter(self._pending.values()))
                 self._refuse(oldest, LinkClosedError("too many connections at once"))
-            self._greet(newest)
-
-    def _greet(self, pending: _Pending) -> None:
-        try:
-            pending.greet()
-            self._pending[pending.fd] = pending
-            self._poller.register(pending.fd, select.POLLIN)
-        except Exception as error:  # noqa: BLE001 - it ends this connection only
-            self._refuse(pending, error)
+            stream = SocketStream(sock)
+            newest = _Pending(
+                stream, sock.fileno(), time.monotonic() + _JOIN_SECONDS, self._handshake(stream)
+            )
+            self._pending[newest.fd] = newest
+            self._poller.register(newest.fd, select.POLLIN)
+            self._advance(newest)
 
     def _advance(self, pending: _Pending) -> None:
+        """Go on with a handshake as far as the other end's message has arrived."""
         try:
-            if pending.read():
+            verified = next(pending.handshake)
+            if verified is not None:
                 self._remove(pending)
-                served = (pending.stream, *pending.verify(), pending.deadline)
+                served = (pending.stream, *verified, pending.deadline)
                 # It raises if there are too many: the other end gets no answer and may retry.
                 start_thread("weight_update-join", self._serve_one, *served)
         except Exception as error:  # noqa: BLE001 - it ends this connection only
             self._refuse(pending, error)
+
+    def _handshake(self, stream: SocketStream) -> Iterator[tuple[bytes, bytes] | None]:
+        """Perform a handshake up to the last message; yield None wherever bytes of the other end are awaited.
+
+        Yields:
+            in the end, the last message and the key of the connection.
+        """
+        challenge = Challenge(self._token, self._context)
+        now = time.monotonic()  # messages this small always fit into the socket's buffer
+        try:
+            require_same_user(stream.sock)
+        except JoinRefusedError:
+            stream.send(challenge.other_user, now)
+            raise
+        try:
+            stream.send(challenge.greeting, now)
+            while challenge.missing:
+                yield None
+                try:
+                    data = stream.sock.recv(challenge.missing)
+                except BlockingIOError:
+                    continue
+                if not data:
+                    raise LinkClosedError(_GONE)
+                challenge.add(data)
+        except OSError:
+            raise LinkClosedError(_GONE) from None
+        try:
+            yield challenge.verify()
+        except JoinRefusedError:
+            stream.send(challenge.wrong_token, time.monotonic())
+            raise
 
     def _refuse(self, pending: _Pending, error: Exception) -> None:
         self._remove(pending)
@@ -184,47 +215,10 @@ class Listener:
             self.refusals.note(error)
 
 
-class _Pending:
-    """A connection that is not yet authenticated."""
+class _Pending(NamedTuple):
+    """A connection that is not yet authenticated, and the rest of its handshake."""
 
-    def __init__(self, stream: SocketStream, challenge: Challenge) -> None:
-        self.stream, self.fd = stream, stream.sock.fileno()
-        self.deadline = time.monotonic() + _JOIN_SECONDS
-        self._challenge = challenge
-
-    def greet(self) -> None:
-        """Send the first message, or refuse a process of another user."""
-        try:
-            require_same_user(self.stream.sock)
-        except JoinRefusedError:
-            self._send_now(self._challenge.other_user)
-            raise
-        try:
-            self._send_now(self._challenge.greeting)
-        except LinkClosedError:
-            raise LinkClosedError(_GONE) from None
-
-    def read(self) -> bool:
-        """Read the available part of the other end's message; return whether the message is complete."""
-        try:
-            data = self.stream.sock.recv(self._challenge.missing)
-        except BlockingIOError:
-            return False
-        except OSError:
-            raise LinkClosedError(_GONE) from None
-        if not data:
-            raise LinkClosedError(_GONE)
-        self._challenge.add(data)
-        return not self._challenge.missing
-
-    def verify(self) -> tuple[bytes, bytes]:
-        """Return the last message and the key of the connection, or refuse the connection."""
-        try:
-            return self._challenge.verify()
-        except JoinRefusedError:
-            self._send_now(self._challenge.wrong_token)
-            raise
-
-    def _send_now(self, message: bytes) -> None:
-        """Send a message without waiting; a message this small always fits into the socket's buffer."""
-        self.stream.send(message, deadline_of(0.0))
+    stream: SocketStream
+    fd: int
+    deadline: float
+    handshake: Iterator[tuple[bytes, bytes] | None]

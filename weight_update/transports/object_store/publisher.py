@@ -64,7 +64,8 @@ class ObjectStorePublisher(TransportBackend):
         # shared with the thread that receives
         self._changed = threading.Condition()
         self._answers: deque[WeightChunk] = deque()
-        self._absent, self._pause, self._back_at = True, 0.0, 0.0
+        self._pause = 0.0
+        self._back_at: float | None = 0.0  # when the store joins, on the monotonic clock; None once it has
 
     # -- the link ----------------------------------------------------------------------------------
 
@@ -74,15 +75,15 @@ class ObjectStorePublisher(TransportBackend):
         deadline = deadline_of(timeout)
         with self._changed:
             while not self._store.closed:
-                left = seconds_left(deadline)
+                left, pause = seconds_left(deadline), seconds_left(self._back_at)
                 if self._answers:
                     return self._answers.popleft()
-                if self._absent and (pause := self._back_at - time.monotonic()) <= 0:
-                    self._absent = False
+                if pause == 0:
+                    self._back_at = None
                     return self._hello()
                 if left == 0:
                     return None
-                limits = [limit for limit in (left, pause if self._absent else None) if limit is not None]
+                limits = [limit for limit in (left, pause) if limit is not None]
                 self._changed.wait(min(limits, default=None))
         raise LinkClosedError("this end was closed")
 
@@ -91,7 +92,7 @@ class ObjectStorePublisher(TransportBackend):
         return WeightChunk(Kind.HELLO, {**header, "error": None, "instance": self._run})
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        if self._absent:
+        if self._back_at is not None:
             raise LinkClosedError("the store failed, and joins again later")
         deadline = deadline_of(timeout)
         try:
@@ -123,11 +124,10 @@ class ObjectStorePublisher(TransportBackend):
 
     def _fail(self) -> None:
         with self._changed:
-            if self._absent:
+            if self._back_at is not None:
                 return
             self._pause = min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
             self._back_at = time.monotonic() + self._pause
-            self._absent = True
             self._answers.clear()
             self._changed.notify_all()
 

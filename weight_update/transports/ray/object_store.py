@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from weight_update.errors import NotEnoughMemoryError
 from weight_update.text import brief
-from weight_update.transports.ray.rendezvous import running_ray, until_ray_ends, without_start
+from weight_update.transports.ray.rendezvous import call_ray, import_ray
 from weight_update.wire.frames import WeightChunk
 
 
@@ -24,16 +24,15 @@ class RayObjectStore:
 
     def put(self, chunk: WeightChunk) -> Any:
         """Return the reference of a payload, copied if it is new; NotEnoughMemoryError if it has no room."""
-        ray = running_ray()
+        errors = import_ray().exceptions
         assert chunk.payload is not None
         with self._lock:
             ref = self._refs.get(chunk)
             if ref is None:
                 self._release_before(chunk)
                 try:
-                    with until_ray_ends():
-                        ref = self._refs[chunk] = without_start(ray.put)(chunk.payload.numpy())
-                except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+                    ref = self._refs[chunk] = call_ray("put", chunk.payload.numpy())
+                except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
                     raise NotEnoughMemoryError(
                         f"Ray's object store has no room for {chunk.payload_bytes / 1e6:.1f} MB; give "
                         f"ray.init more object_store_memory, or send less at once ({brief(error)})"

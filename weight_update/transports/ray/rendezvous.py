@@ -10,7 +10,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError, optional
 from weight_update.text import format_seconds
@@ -22,7 +22,6 @@ _GRACE_SECONDS = 1.0
 _ENDED = "Ray was shut down in this process"
 _ENDING_SECONDS = 5.0
 """Most seconds between the end of Ray's core in a process and the end of ``ray.shutdown()``."""
-_F = TypeVar("_F")
 
 
 def import_ray() -> Any:
@@ -267,24 +266,31 @@ def running_ray() -> Any:
 def call(method: Any, *arguments: Any) -> Any:
     """Call a method of an actor, and return the reference of its result; LinkClosedError if Ray is gone."""
     running_ray()
-    submit = getattr(method._remote, "__wrapped__", None)  # see without_start(); Ray's client has none
+    submit = getattr(method._remote, "__wrapped__", None)  # see call_ray(); Ray's client has none
     with until_ray_ends():
         return method.remote(*arguments) if submit is None else submit(method, arguments, {})
 
 
+def call_ray(name: str, *arguments: Any, **options: Any) -> Any:
+    """Call a function of the ``ray`` module, and return its result; LinkClosedError if Ray is gone.
+
+    It does not start a new Ray if another thread has just shut Ray down.
+    """
+    function = getattr(running_ray(), name)
+    with until_ray_ends():
+        return getattr(function, "__wrapped__", function)(*arguments, **options)
+
+
 def result_of(reference: Any, timeout: float | None = None) -> Any:
     """Return the object of a reference; LinkClosedError if Ray is gone, else the errors of ``ray.get()``."""
-    ray = running_ray()
-    with until_ray_ends():
-        return without_start(ray.get)(reference, timeout=timeout)
+    return call_ray("get", reference, timeout=timeout)
 
 
 def ask(reference: Any, timeout: float | None) -> Any:
     """Return the result of a call; LinkClosedError if the actor or Ray is gone, or answers too late."""
-    errors = running_ray().exceptions
     try:
         return result_of(reference, timeout)
-    except errors.RayError as error:
+    except import_ray().exceptions.RayError as error:
         raise LinkClosedError(
             f"the named actor of the scheme, which ends with the sender, does not answer ({one_line(error)})"
         ) from None
@@ -292,32 +298,21 @@ def ask(reference: Any, timeout: float | None) -> Any:
 
 def is_done(reference: Any, timeout: float | None) -> bool:
     """Return whether a call has ended within ``timeout`` seconds; LinkClosedError if Ray is gone."""
-    ray = running_ray()
     try:
-        with until_ray_ends():
-            return bool(without_start(ray.wait)([reference], timeout=timeout)[0])
-    except ray.exceptions.RaySystemError:
+        return bool(call_ray("wait", [reference], timeout=timeout)[0])
+    except import_ray().exceptions.RaySystemError:
         raise LinkClosedError(_ENDED) from None
 
 
 def named_actor(name: str, namespace: str | None) -> Any:
     """Return the handle of an actor; ValueError if there is none, LinkClosedError if Ray is gone."""
-    ray = running_ray()
-    with until_ray_ends():
-        return without_start(ray.get_actor)(name, namespace=namespace)
+    return call_ray("get_actor", name, namespace=namespace)
 
 
 def node_id() -> str:
     """Return Ray's id of this node; LinkClosedError if Ray is gone."""
-    ray = running_ray()
     with until_ray_ends():
-        return str(without_start(ray.get_runtime_context)().get_node_id())
-
-
-def without_start(function: _F) -> _F:
-    """Return a function of Ray that does not start a new Ray if another thread has just shut Ray down."""
-    found: _F = getattr(function, "__wrapped__", function)
-    return found
+        return str(call_ray("get_runtime_context").get_node_id())
 
 
 def tell(method: Any, *arguments: Any) -> None:
@@ -328,8 +323,8 @@ def tell(method: Any, *arguments: Any) -> None:
 
 def kill(actor: Any) -> None:
     """End an actor, unless Ray was shut down."""
-    with contextlib.suppress(LinkClosedError), until_ray_ends():
-        without_start(running_ray().kill)(actor)
+    with contextlib.suppress(LinkClosedError):
+        call_ray("kill", actor)
 
 
 def stop_rendezvous(actor: Any) -> None:

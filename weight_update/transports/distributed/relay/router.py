@@ -116,9 +116,7 @@ class Router:
             location = self._location(remote.host, slot_use)
             if location is not None:
                 return location
-            now, first = time.monotonic(), None
-            if (remote.host, slot_use) not in self._busy.values():
-                first = self._idle(remote.host)
+            now, first = time.monotonic(), self._idle_without(remote.host, slot_use)
             if first is not None and (
                 now >= gather_until or self._usual_chain_is_idle(slot_use, remote.host)
             ):
@@ -136,12 +134,9 @@ class Router:
 
     def _reserve(self, slot_use: _SlotUse, first: RemoteConnection) -> list[RemoteConnection]:
         """Reserve ``first`` and one idle worker of each other host that needs ``slot_use``."""
-        chosen = [first]
-        for host in self._hosts_expecting(slot_use):
-            has_it = (host, slot_use) in self._busy.values() or self._location(host, slot_use) is not None
-            other = None if has_it or host == first.host else self._idle(host)
-            if other is not None:
-                chosen.append(other)
+        hosts = [host for host in self._hosts_expecting(slot_use) if host != first.host]
+        others = [self._idle_without(host, slot_use) for host in hosts]
+        chosen = [first, *(one for one in others if one is not None)]
         chosen.sort(key=self._remotes.index)  # always the same neighbours in the chain
         for one in chosen:
             self._busy[one] = one.host, slot_use
@@ -162,7 +157,10 @@ class Router:
         delivered_use, _, location = self._delivered.get(slot, {}).get(host, (None, None, None))
         return location if delivered_use == use else None
 
-    def _idle(self, host: str) -> RemoteConnection | None:
+    def _idle_without(self, host: str, slot_use: _SlotUse) -> RemoteConnection | None:
+        """Return an idle worker of a host that neither has a payload nor is being sent it, if any."""
+        if (host, slot_use) in self._busy.values() or self._location(host, slot_use) is not None:
+            return None
         able = (one for one in self._remotes if one.host == host and one.lost is None)
         return next((one for one in able if one not in self._busy), None)
 
