@@ -22,7 +22,6 @@ from weight_update.errors import (
     WeightSyncError,
     WorkerError,
     kept_error,
-    undo_on_error,
 )
 from weight_update.text import brief
 from weight_update.threads import start_thread
@@ -43,7 +42,7 @@ class RankLinks:
     """This rank's connections: to all other ranks on the leader, to the leader on all others.
 
     Methods name a rank by its place in ``members``; the place of the leader is 0. The leader numbers its
-    messages, and each says to which of them it has all reports, so that the others forget these.
+    messages, and each says to which of them it has reports, so that the others forget those before.
 
     Args:
         members: numbers, in the default process group, of the ranks that take part; the first leads.
@@ -65,8 +64,11 @@ class RankLinks:
         self.broken: Exception | None = None
         self._gone: set[int] = set()
         self._told = 0  # number of the leader's last message; a report answers one of them
-        self._heard = 0  # on the leader, number of its last message to which it has all reports
-        self._reports: list[tuple[int, Any]] = []  # that the leader may not have: number, transfer
+        self._heard = 0  # on the leader, number of its last message to which it has reports
+        # Those that the leader may not have, with their numbers; there may be several to one message.
+        self._reports: list[tuple[int, Any]] = []
+        # Frames of the message from each rank, by tag: what is received there, and the transfer.
+        self._coming: dict[int, dict[int, tuple[torch.Tensor, Any]]] = {}
         self._pulls: dict[int, Any] = {}  # what the leader receives, by the place of the sender
         self._store: Any = None
         self.tags = itertools.count(_DATA)
@@ -88,10 +90,7 @@ class RankLinks:
 
     def close(self) -> None:
         """Close the connections: ranks that wait for this one get an error."""
-        self.broken = self.broken or LifecycleError(
-            "this scheme was shut down, or a signal handler raised in a call of it; make a new scheme on all "
-            "ranks"
-        )
+        self.broken = self.broken or LifecycleError("this scheme was shut down")
         group, self._group = self._group, None
         self._reports.clear()
         disown(group)
@@ -180,14 +179,10 @@ class RankLinks:
     # -- on the other ranks ------------------------------------------------------------------------
 
     def listen(self) -> Message:
-        """Return the next message of the leader, on the other ranks.
-
-        A signal handler that raises would lose the message: the connections are closed then.
-        """
-        with undo_on_error(self.close):
-            message = self._receive(0)
+        """Return the next message of the leader, on the other ranks."""
+        message = self._receive(0)
         self._told = message["number"]
-        self._reports = [(to, work) for to, work in self._reports if to > message["heard"]]
+        self._reports = [(to, work) for to, work in self._reports if to >= message["heard"]]
         return message
 
     def report(self, message: Message) -> None:
@@ -217,11 +212,17 @@ class RankLinks:
         if length > len(body):
             body += self._take(place, length - len(body), _REST, deadline)
         message: Message = json.loads(body)
+        del self._coming[place]
         return message
 
     def _take(self, place: int, nbytes: int, tag: int, deadline: float | None) -> bytes:
-        into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self.finish(place, self._begin_to_receive(place, into, tag), deadline)
+        coming = self._coming.setdefault(place, {})
+        if tag not in coming:
+            into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            coming[tag] = into, self._begin_to_receive(place, into, tag)
+        into, work = coming[tag]
+        if not work.is_completed():  # else a signal handler raised at the end of the wait for it
+            self.finish(place, work, deadline)
         return into.numpy().tobytes()
 
     def _begin_to_receive(self, place: int, into: torch.Tensor, tag: int) -> Any:
