@@ -18,6 +18,7 @@ With ``GatherShards(gather=...)`` the answer to the first message is empty, and 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Generator, Iterator
 from functools import partial
 from itertools import takewhile
@@ -31,15 +32,22 @@ from weight_update.sharded.links import Message
 from weight_update.sharded.plan import Batch, Row, local_of, plan, reshard, rows_of
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.conversion import Convert
-from weight_update.strategy.named_weights import NamedWeights, called
+from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import GatherShards, WeightStrategy
 
 
 def is_sharded(strategy: WeightStrategy, source: Any) -> bool:
     """Return whether other processes hold parts of the weights of ``source``."""
-    source = called(source)
+    source = _called(source)
     reshard(source)  # parameters that a forward pass alone left unsharded are no DTensors
     return strategy.named(source).sharded
+
+
+def _called(source: Any) -> Any:
+    """Return the result of a function. A strategy may read other objects that can be called."""
+    while inspect.isroutine(source):
+        source = source()
+    return source
 
 
 class Gathering:
@@ -55,7 +63,7 @@ class Gathering:
 
     def read(self, strategy: WeightStrategy, source: Any, chosen: frozenset[str] | None) -> NamedWeights:
         """Return the weights of ``source``; going through their items takes all ranks, in step."""
-        source = called(source)
+        source = _called(source)
         reshard(source)
         named = strategy.outgoing(source, chosen, later=True)
         self._weights.append(named)
