@@ -88,7 +88,7 @@ class Delivery:
 
     def _lose_all(self, unwritten: dict[WorkerState, int], error: BaseException) -> None:
         """Lose workers to which a frame was not written, or not to its end, because of ``error``."""
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or not str(error):
             error = InterruptedError(f"a signal handler interrupted the call that sent to it ({error!r})")
         for worker, connection in list(unwritten.items()):
             self.lose(worker, error, connection)
