@@ -215,6 +215,24 @@ def test_a_second_interrupt_while_a_worker_is_lost(
     assert torch.equal(model.weight, target.weight)
 
 
+def test_a_handler_whose_error_has_no_text(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Alarm(Exception):
+        pass
+
+    def alarm() -> None:
+        raise Alarm
+
+    scheme, reasons = SharedMemWeightSyncScheme(), list[str]()
+    model, target = pair(scheme)
+    scheme.add_observer(lambda event: reasons.append(getattr(event, "reason", "")))
+    interrupt_once(monkeypatch, SharedMemTransport, "send_chunk", after=False, handle=alarm)
+    with pytest.raises(Alarm):
+        scheme.send()
+    wait_until(lambda: any(one.startswith("a signal handler interrupted the call") for one in reasons))
+    send_again(scheme)
+    assert torch.equal(model.weight, target.weight)
+
+
 def test_a_version_that_a_pipeline_begins(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = SharedMemWeightSyncScheme(WeightStrategy(encoding="bucket", max_in_flight=2))
     model, target = pair(scheme)

@@ -235,7 +235,7 @@ class Delivery:
 
 def _as_exception(error: BaseException) -> Exception:
     """Return the error for a worker that was not sent a frame, or not all of it, because of ``error``."""
-    if isinstance(error, Exception):
+    if isinstance(error, Exception) and str(error):
         return error
     return InterruptedError(f"a signal handler interrupted the call that sent to it ({error!r})")
 

@@ -361,7 +361,7 @@ class GroupAssignment:
         best = self._find(group.source, wire)
         if best is None and group.schema.digest != worker.schema.digest:
             unrounded = self._find(group.source, worker.schema)
-            best = unrounded or self._new(wire, worker.tracked, group.source)  # of no weights: it waits
+            best = unrounded or self._new(wire, worker.tracked, group.source)  # a new one has no weights yet
         if best is not None:
             self.move([worker], best)
         return best or group
