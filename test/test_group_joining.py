@@ -141,16 +141,16 @@ def test_one_that_joins_while_weights_are_read_gets_them(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It shares the encoding of the update with worker 0."""
-    read = SenderSide._read
+    read = SenderSide._reading
 
     def read_and_join(side: SenderSide, *arguments: Any) -> Any:
-        monkeypatch.setattr(SenderSide, "_read", read)
+        monkeypatch.setattr(SenderSide, "_reading", read)
         found = read(side, *arguments)
         for place in range(2):
             fleet.join(place)
         return found
 
-    monkeypatch.setattr(SenderSide, "_read", read_and_join)
+    monkeypatch.setattr(SenderSide, "_reading", read_and_join)
     assert fleet.send() == [{0}, {0}]
     wait_until(lambda: fleet.late_versions() == [1, 1])
     fleet.await_complete()
