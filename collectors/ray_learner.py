@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from weight_update import RayWeightSyncScheme, SyncFailedError, WeightSyncScheme
+from weight_update import RayWeightSyncScheme, SyncFailedError, SyncTimeoutError, WeightSyncScheme
 
 
 class LearnerSender:
@@ -68,6 +68,7 @@ def connect_actors(schemes: Collection[WeightSyncScheme], calls: Sequence[Any]) 
     Raises:
         SyncFailedError: as :meth:`~weight_update.WeightSyncScheme.connect`.
         ray.exceptions.RayTaskError: the first error that an actor raised; it is not waited for.
+        SyncTimeoutError: actors did not connect within ``connect_timeout``; it names them.
     """
     import ray
 
@@ -87,7 +88,14 @@ def connect_actors(schemes: Collection[WeightSyncScheme], calls: Sequence[Any]) 
     finally:
         for scheme, alive in before.items():
             scheme.worker_alive = alive
-    ray.get(calls, timeout=max((scheme.connect_timeout for scheme in schemes), default=None))
+    limit = max((scheme.connect_timeout for scheme in schemes), default=0.0)
+    try:
+        ray.get(calls, timeout=limit)
+    except ray.exceptions.GetTimeoutError:
+        late = [idx for idx, answer in enumerate(answers) if not answer.done()]
+        raise SyncTimeoutError(
+            f"the actors of workers {late} did not connect in {limit:g} s (connect_timeout= raises the limit)"
+        ) from None
 
 
 def _failure_of(answer: Future[None]) -> BaseException | None:

@@ -8,6 +8,7 @@ import pickle
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -41,6 +42,7 @@ from weight_update.testing.chunks import (
 )
 from weight_update.testing.processes import wait_until
 from weight_update.testing.transports import SIZES
+from weight_update.wire.frames import Kind
 
 LARGE = 65_536
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "custom_transport.py"
@@ -305,6 +307,36 @@ def test_a_link_that_fails_again_and_again_does_not_flood_the_log(
         wait_until(lambda: caplog.records and caplog.records[-1].exc_info[0] is ZeroDivisionError)
         time.sleep(0.1)
     assert [record.exc_info[0] for record in caplog.records] == [OverflowError, ZeroDivisionError]
+
+
+class Cut(MemoryTransport):
+    """A link whose receiver gets a WELCOME and then an error."""
+
+    def recv_chunk(self, timeout: float | None = None, allocate: Any = None) -> WeightChunk | None:
+        chunk = super().recv_chunk(timeout, allocate)
+        if chunk is not None and chunk.kind is Kind.UPDATE:
+            raise LinkClosedError("the cable was cut")
+        return chunk
+
+
+class CutScheme(MemoryWeightSyncScheme):
+    def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
+        link = super().create_transport(worker_idx=worker_idx, end=end)
+        if end == "receiver":
+            link.__class__ = Cut
+        return link
+
+
+def test_a_worker_that_cannot_join_again_gets_the_error_of_its_link() -> None:
+    with CutScheme(connect_timeout=10.0) as sender, ThreadPoolExecutor(1) as pool:
+        sender.init_on_sender(model=torch.nn.Linear(2, 2), num_workers=1)
+        receiver = copy.copy(sender)
+        receiver.init_on_receiver(model=torch.nn.Linear(2, 2), worker_idx=0)
+        connecting = pool.submit(receiver.connect)
+        with pytest.raises(SyncFailedError, match="worker 0"):
+            sender.connect()
+        with pytest.raises(LinkClosedError, match="the cable was cut"):
+            connecting.result(10.0)
 
 
 class CountingScheme(MemoryWeightSyncScheme):

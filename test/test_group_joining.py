@@ -19,7 +19,7 @@ from weight_update import (
     group_schemes,
     send_together,
 )
-from weight_update.schemes.sender_side import SenderSide
+from weight_update.schemes.sender_side import _SourceReader
 from weight_update.sender.handle import SendHandle
 from weight_update.testing import mlp
 from weight_update.testing.processes import wait_until
@@ -141,16 +141,16 @@ def test_one_that_joins_while_weights_are_read_gets_them(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It shares the encoding of the update with worker 0."""
-    read = SenderSide._reading
+    read = _SourceReader.read
 
-    def read_and_join(side: SenderSide, *arguments: Any) -> Any:
-        monkeypatch.setattr(SenderSide, "_reading", read)
-        found = read(side, *arguments)
+    def read_and_join(reader: _SourceReader, *arguments: Any) -> Any:
+        monkeypatch.setattr(_SourceReader, "read", read)
+        found = read(reader, *arguments)
         for place in range(2):
             fleet.join(place)
         return found
 
-    monkeypatch.setattr(SenderSide, "_reading", read_and_join)
+    monkeypatch.setattr(_SourceReader, "read", read_and_join)
     assert fleet.send() == [{0}, {0}]
     wait_until(lambda: fleet.late_versions() == [1, 1])
     fleet.await_complete()

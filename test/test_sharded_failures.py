@@ -21,7 +21,7 @@ from weight_update import (
     SyncFailedError,
     SyncTimeoutError,
 )
-from weight_update.sharded import batch, gathering
+from weight_update.sharded import batch, gathering, links
 from weight_update.testing.processes import freeze
 
 ROWS = {"first": 2, "second": 2, "third": 2, "fourth": 1 << 14}
@@ -230,3 +230,15 @@ def test_a_leader_that_is_stopped_with_the_store_is_named_in_time() -> None:
             assert all(str(error).startswith("rank 0 of the trainer took no part") for error in errors), (
                 errors
             )
+
+
+def test_a_rank_is_lost_though_no_thread_can_ask_for_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(links, "start_thread", refuse)
+    ranks = object.__new__(links.RankLinks)
+    ranks.members, ranks.me, ranks.broken, ranks._gone = [0, 1], 1, None, set()
+    lost = ranks._lost(0, RuntimeError("connection closed by peer"))
+    assert str(lost) == "rank 0 of the trainer is gone (connection closed by peer)"
+    assert isinstance(ranks.broken, SyncFailedError)

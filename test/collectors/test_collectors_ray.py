@@ -24,12 +24,13 @@ from torchrl.envs.transforms.module import RayModuleTransform
 
 from collectors import Collector, MultiSyncCollector, RayCollector, RayWeightUpdater
 from collectors.in_process import receive_here
-from collectors.ray_learner import LearnerSender
+from collectors.ray_learner import LearnerSender, connect_actors
 from weight_update import (
     LifecycleError,
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NothingToSendError,
+    NoWeightSyncScheme,
     PolicyLag,
     RayModuleTransformScheme,
     RayWeightSyncScheme,
@@ -378,6 +379,21 @@ def test_an_error_of_an_actor_that_connects_is_raised_at_once(made: Any) -> None
         with pytest.raises(LifecycleError, match="in other processes need another scheme, such as Shared"):
             collector.update_policy_weights_()
     assert time.monotonic() - start < 30.0
+
+
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_an_actor_that_does_not_end_its_call_is_named() -> None:
+    call = ray.remote(num_cpus=0.5)(sleep)
+    scheme = NoWeightSyncScheme()
+    scheme.init_on_sender()
+    scheme.connect_timeout = 5.0
+    calls = [call.remote(0.0), call.remote(60.0)]
+    with pytest.raises(SyncTimeoutError, match=r"actors of workers \[1\] did not connect in 5 s"):
+        connect_actors([scheme], calls)
+    ray.cancel(calls[1], force=True)
 
 
 def test_what_goes_wrong_in_the_constructor_leaves_nothing() -> None:

@@ -104,6 +104,28 @@ def test_an_answer_that_a_thread_takes_just_before_the_caller() -> None:
         assert time.monotonic() - start < PROMPT / 2
 
 
+class Interrupting(set[int]):
+    """A set to which a signal handler lets nothing be added without an interrupt."""
+
+    def add(self, item: int) -> None:
+        super().add(item)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_where_a_wait_begins() -> None:
+    """Afterwards, the threads of workers read what arrives while nobody waits."""
+    scheme, model = SharedMemWeightSyncScheme(timeout=PROMPT), nn.Linear(2, 2)
+    with scheme, connect_pair(scheme, model, nn.Linear(2, 2)):
+        sender = scheme._require_sender().sender
+        assert isinstance(sender, Sender)
+        sender.reader._attending = Interrupting()
+        with pytest.raises(KeyboardInterrupt):
+            scheme.send()
+        sender.reader._attending = set(sender.reader._attending)
+        handle = scheme.send_async()
+        assert eventually(handle.done)
+
+
 TIMES = {"apply_seconds": 0.0, "stall_seconds": 0.0}
 
 

@@ -111,8 +111,8 @@ class Receiver:
     def connect(self, timeout: float) -> None:
         """Join the sender and apply the weights it has now.
 
-        If the link fails after the sender has answered, this joins again: another worker of this host, whose
-        copy of the weights was to be mapped, may have died.
+        If the link fails after the sender has answered, this joins again, where links allow that: another
+        worker of this host, whose copy of the weights was to be mapped, may have died.
 
         Raises:
             UnsupportedSourceError: the model has weights that cannot be synchronized.
@@ -132,7 +132,8 @@ class Receiver:
                     self._say_goodbye()  # nothing is read any more: the sender must not wait for this worker
                 raise
             except LinkClosedError as error:
-                if not self._welcomed or not self._tries_again_after(error, deadline):
+                answered = self._welcomed and self.link.capabilities.allows_rejoin
+                if not answered or not self._tries_again_after(error, deadline):
                     raise
                 self.link.disconnect()
 

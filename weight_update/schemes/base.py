@@ -90,6 +90,7 @@ class WeightSyncScheme(SchemeUpdates):
         group: name that :func:`~weight_update.group_schemes` gives to schemes that
             :func:`~weight_update.send_together` updates as one step; None without a group.
         token: secret that workers must know to join; it is pickled with the scheme.
+        worker_idx: index of this receiver; None on a sender, and until ``connect()`` is given it.
         listener: listener of a sender, which admits workers; :meth:`open_sender` may set it. ``connect()``
             starts it, and ``shutdown()`` closes it.
     """

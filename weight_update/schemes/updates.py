@@ -34,7 +34,7 @@ class SchemeUpdates(ABC):
     timeout: float
     model_id: str | None
     last_report: SyncReport | None
-    worker_idx: int | None  # of a receiver, once it is known
+    worker_idx: int | None
     _process: ProcessState = ProcessState(owner=0)  # until __init__ has run: it belongs to no process
     late_updates_wait: bool = True
     """Whether a receiver applies an update at the end of a hold that takes longer than ``timeout``.

@@ -63,9 +63,7 @@ class Delivery:
 
         Call this whenever that may have changed.
         """
-        unwritten: dict[
-            WorkerState, int
-        ] = {}  # workers with an update that is not written, and their connections
+        unwritten: dict[WorkerState, int] = {}  # workers whose update is not written, and their connections
         try:
             slow = [worker for worker in workers if not worker.link.capabilities.send_never_blocks]
             loads = [(one, update) for one in slow if (update := self._load(one, unwritten)) is not None]

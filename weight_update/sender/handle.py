@@ -260,8 +260,8 @@ class AnswerReader:
         Calls are not nested.
         """
         me = threading.get_ident()
-        self._attending.add(me)
         try:
+            self._attending.add(me)  # a signal handler may raise right after it
             return call()
         finally:
             self._attending.discard(me)

@@ -260,7 +260,8 @@ class RankLinks:
     def _last_words(self) -> Message | None:
         """Return the reason that the leader left in the store; None without one.
 
-        PyTorch's client waits without a limit for a store whose process has stopped, so a thread asks.
+        PyTorch's client waits without a limit for a store whose process has stopped, so a thread asks. If no
+        thread can be started, nobody asks.
         """
         said: list[Message] = []
 
@@ -269,7 +270,8 @@ class RankLinks:
                 self._store.wait(["why"], timedelta(seconds=_REASON_SECONDS))
                 said.append(json.loads(self._store.get("why")))
 
-        start_thread("weight_update-why", ask, in_order=True).join(2 * _REASON_SECONDS)
+        with contextlib.suppress(RuntimeError):
+            start_thread("weight_update-why", ask, in_order=True).join(2 * _REASON_SECONDS)
         return said[0] if said else None
 
     def _rendezvous(self, timeout: float) -> Any:
