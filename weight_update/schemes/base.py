@@ -354,9 +354,8 @@ class WeightSyncScheme(SchemeUpdates):
     ) -> None:
         """Wait for the other side. When this returns, the workers have the first weights, version 0.
 
-        A worker may have ended since it took them; the next :meth:`send` then names it.
-
-        Call it on both sides, in any order. After an error both sides may call it again.
+        Call it on both sides, in any order. After an error both sides may call it again. A worker may have
+        ended since it took the weights; the next :meth:`send` then names it.
 
         Args:
             worker_idx: on a receiver, its index, if ``init_on_receiver`` was not given one.
