@@ -379,8 +379,8 @@ class WeightSyncScheme(SchemeUpdates):
             raise LifecycleError("call init_on_sender() or init_on_receiver() in this process first")
         if process.connected:
             raise LifecycleError(
-                "this scheme is connected already, so send() or receive() can be called; give each model, "
-                "collector and worker its own scheme, and make a new one to join again after LinkClosedError"
+                "this scheme was connected already, so call send() or receive(); give each model, collector "
+                "and worker its own scheme, and create a new scheme to join again after LinkClosedError"
             )
         process.require_open()
         if process.receiver is not None:
