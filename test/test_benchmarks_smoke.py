@@ -306,6 +306,7 @@ collectors.run(("Collector", 8), collectors.OURS, 1, defaultdict(list))
 """
 
 
+@pytest.mark.slow
 def test_the_time_to_the_first_batch_has_no_imports():
     pytest.importorskip("torchrl", reason="the benchmark compares with torchrl")
     pytest.importorskip("gymnasium", reason="the benchmark collects from CartPole")

@@ -213,6 +213,7 @@ def test_ranks_that_a_signal_handler_interrupts_are_in_step_for_the_next_call(
         assert worker.call("fingerprint") == three.all("run", whole_kinds, of=2)[0]
 
 
+@pytest.mark.slow
 def test_a_leader_that_is_stopped_with_the_store_is_named_in_time() -> None:
     """The store of the default process group is in its process."""
     with Ranks(3) as ranks:

@@ -224,6 +224,7 @@ def test_two_models_change_together_on_all_ranks(two: Ranks, options: dict[str, 
     two.all("run", end_two)
 
 
+@pytest.mark.slow
 def test_a_leader_that_waits_long_for_staging_is_waited_for(two: Ranks) -> None:
     two.all("run", connect_two, {}, 1.0)
     two.all("run", stage_slowly, 2.5)

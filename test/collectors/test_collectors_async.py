@@ -252,6 +252,7 @@ def test_workers_go_on_after_an_error_in_a_pause(made):
     wait_until(lambda: buffer.write_count > count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [MultiAsyncCollector, MultiSyncCollector])
 def test_workers_go_on_after_one_did_not_pause_in_time(cls, made):
     collector, buffer = free(made, cls=cls, frames_timeout=2.0)

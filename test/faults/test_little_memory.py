@@ -129,6 +129,7 @@ def test_a_directory_that_does_not_exist(kind, procs: Processes) -> None:
     use(procs, scheme)
 
 
+@pytest.mark.slow
 def test_no_room_for_queues() -> None:
     """A container's /dev/shm of 64 MB may be full of other programs' files."""
     ctx = multiprocessing.get_context("spawn")
