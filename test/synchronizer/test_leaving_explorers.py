@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -345,12 +346,13 @@ def test_weights_that_are_sent_to_all_when_the_time_of_one_ends_reach_it(
         assert hasty.version == 1
 
 
-def test_nothing_is_kept_for_an_explorer_that_leaves_while_weights_are_sent_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after the death of its process; another explorer's call sends to both."""
+@contextlib.contextmanager
+def two_with_weights(
+    directory: Path,
+) -> Iterator[tuple[MemoryService, TrainerClient, ExplorerClient, ExplorerClient]]:
+    """Yield a synchronizer that sends from memory, its trainer, and two explorers that have its weights."""
     with (
-        synchronizer(SyncMethod.MEMORY, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        synchronizer(SyncMethod.MEMORY, SyncStyle.EXPLORER_DRIVEN, directory) as where,
         TrainerClient(where, model_at(0)) as trainer,
         ExplorerClient(where, model_at(-1)) as one,
         ExplorerClient(where, model_at(-1)) as other,
@@ -361,6 +363,14 @@ def test_nothing_is_kept_for_an_explorer_that_leaves_while_weights_are_sent_to_i
             explorer.step = 1
         service = where.service
         assert isinstance(service, MemoryService)
+        yield service, trainer, one, other
+
+
+def test_nothing_is_kept_for_an_explorer_that_leaves_while_weights_are_sent_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after the death of its process; another explorer's call sends to both."""
+    with two_with_weights(tmp_path) as (service, trainer, one, other):
         assert service._newest is not None
         publisher, waiting = service._newest.publisher, [Waiting(one), Waiting(other)]
         send = publisher.send
@@ -386,18 +396,7 @@ def test_an_unexpected_error_of_a_send_ends_the_wait_of_all_that_it_was_for(
     def fail(*args: Any, **options: Any) -> None:
         raise RuntimeError("no thread to spare")
 
-    with (
-        synchronizer(SyncMethod.MEMORY, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
-        TrainerClient(where, model_at(0)) as trainer,
-        ExplorerClient(where, model_at(-1)) as one,
-        ExplorerClient(where, model_at(-1)) as other,
-    ):
-        trainer.blocking.sync_weight()
-        for explorer in (one, other):
-            explorer.blocking.sync_weight()
-            explorer.step = 1
-        service = where.service
-        assert isinstance(service, MemoryService)
+    with two_with_weights(tmp_path) as (service, trainer, one, other):
         monkeypatch.setattr(service._newest.publisher, "send", fail)
         waiting = [Waiting(one), Waiting(other)]
         wait_until(lambda: service.status()["explorers"] == {"0": "require_sync", "1": "require_sync"})
