@@ -15,7 +15,8 @@ import pytest
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.testing.chunks import in_background
 from weight_update.testing.processes import eventually
-from weight_update.transports.handshake import Challenge, prove_token
+from weight_update.transports.handshake import MAGIC, REQUEST_BYTES, Challenge, prove_token
+from weight_update.transports.listener import received
 from weight_update.transports.socket_stream import SocketStream
 
 TOKEN = "confidential"
@@ -40,8 +41,7 @@ def soon() -> float:
 def answer(listener: SocketStream, challenge: Challenge) -> bytes:
     """Act as a listener; return the key."""
     listener.send(challenge.greeting, soon())
-    challenge.add(read(listener, challenge.missing))
-    last, key = challenge.verify()
+    last, key = challenge.verify(read(listener, REQUEST_BYTES))
     listener.send(last, soon())
     return key
 
@@ -104,7 +104,7 @@ def test_who_answers_must_know_the_token(ends) -> None:
     keys, errors = call(caller)
     greeting = Challenge("a guess", "here").greeting
     stranger.send(greeting, soon())
-    request = read(stranger, Challenge("a guess", "here").missing)
+    request = read(stranger, REQUEST_BYTES)
     assert TOKEN.encode() not in request
     stranger.send(greeting[:5] + request[36:], soon())  # the caller's own proof, sent back
     assert settled(keys, errors)
@@ -117,11 +117,10 @@ def test_a_proof_is_good_for_one_connection_only(ends) -> None:
     keys, _ = call(caller)
     first = Challenge(TOKEN, "here")
     listener.send(first.greeting, soon())
-    request = read(listener, first.missing)
+    request = read(listener, REQUEST_BYTES)
     second = Challenge(TOKEN, "here")
-    second.add(request)
     with pytest.raises(JoinRefusedError, match="wrong token"):
-        second.verify()
+        second.verify(request)
     assert not keys
 
 
@@ -157,11 +156,15 @@ def test_something_else_listens(ends, says: bytes) -> None:
         prove_token(ends[0], TOKEN, "here", soon())
 
 
-def test_something_else_calls() -> None:
-    challenge = Challenge(TOKEN, "here")
-    challenge.add(b"WU")
+def test_something_else_calls(ends) -> None:
+    caller, listener = ends
+    request = received(listener, REQUEST_BYTES, MAGIC)
+    next(request)
+    caller.send(b"WU", soon())
+    next(request)
+    caller.send(b"PD", soon())
     with pytest.raises(FormatError, match="did not send a join request"):
-        challenge.add(b"PD")
+        next(request)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
@@ -192,4 +195,4 @@ def listen_as_another_user(pipe) -> None:
 def test_the_messages_have_the_size_that_the_manual_tells() -> None:
     challenge = Challenge(TOKEN, "here")
     assert len(challenge.greeting) == len(challenge.wrong_token) == struct.calcsize("<4sB32s") == 37
-    assert challenge.missing == struct.calcsize("<4s32s32s") == 68
+    assert REQUEST_BYTES == struct.calcsize("<4s32s32s") == 68

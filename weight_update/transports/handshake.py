@@ -14,14 +14,17 @@ import os
 import socket
 import struct
 
-from weight_update.errors import FormatError, JoinRefusedError
+from weight_update.errors import JoinRefusedError
 from weight_update.transports.socket_stream import SocketStream, peer_credentials
 
-_MAGIC = b"WUH1"
+MAGIC = b"WUH1"
+"""First bytes of each message."""
 PROOF_BYTES = 32
 """Length in bytes of a proof, and of a nonce."""
 _REPLY = struct.Struct(f"<4sB{PROOF_BYTES}s")
 _REQUEST = struct.Struct(f"<4s{PROOF_BYTES}s{PROOF_BYTES}s")
+REQUEST_BYTES = _REQUEST.size
+"""Length in bytes of the caller's message."""
 _WELCOME, _WRONG_TOKEN, _OTHER_USER = 0, 1, 2
 _REASONS = {
     _WRONG_TOKEN: "wrong token: both ends need the same one",
@@ -67,7 +70,7 @@ def prove_token(stream: SocketStream, token: str, context: str, deadline: float 
     require_same_user(stream.sock)
     theirs, mine = _next_reply(stream, deadline), os.urandom(PROOF_BYTES)
     nonces = theirs + mine
-    stream.send(_REQUEST.pack(_MAGIC, mine, proof(token, b"C", nonces, context)), deadline)
+    stream.send(_REQUEST.pack(MAGIC, mine, proof(token, b"C", nonces, context)), deadline)
     if not hmac.compare_digest(_next_reply(stream, deadline), proof(token, b"L", nonces, context)):
         raise JoinRefusedError(
             "the process that listens there does not know the token, so it is not the sender"
@@ -77,7 +80,7 @@ def prove_token(stream: SocketStream, token: str, context: str, deadline: float 
 
 def _next_reply(stream: SocketStream, deadline: float | None) -> bytes:
     magic, status, value = _REPLY.unpack(stream.recv(_REPLY.size, deadline))
-    if magic != _MAGIC or status not in (_WELCOME, *_REASONS):
+    if magic != MAGIC or status not in (_WELCOME, *_REASONS):
         raise JoinRefusedError("the process that listens there is not a listener of this library and version")
     if status != _WELCOME:
         raise JoinRefusedError(_REASONS[status])
@@ -93,34 +96,22 @@ class Challenge:
         wrong_token: last message of the listener to a caller that does not know the token.
     """
 
-    other_user = _REPLY.pack(_MAGIC, _OTHER_USER, bytes(PROOF_BYTES))
-    wrong_token = _REPLY.pack(_MAGIC, _WRONG_TOKEN, bytes(PROOF_BYTES))
+    other_user = _REPLY.pack(MAGIC, _OTHER_USER, bytes(PROOF_BYTES))
+    wrong_token = _REPLY.pack(MAGIC, _WRONG_TOKEN, bytes(PROOF_BYTES))
 
     def __init__(self, token: str, context: str) -> None:
         self._token, self._context = token, context
         self._nonce = os.urandom(PROOF_BYTES)
-        self._request = b""
-        self.greeting = _REPLY.pack(_MAGIC, _WELCOME, self._nonce)
+        self.greeting = _REPLY.pack(MAGIC, _WELCOME, self._nonce)
 
-    @property
-    def missing(self) -> int:
-        """Number of bytes of the caller's message that have not arrived yet."""
-        return _REQUEST.size - len(self._request)
-
-    def add(self, data: bytes) -> None:
-        """Add bytes of the caller's message, at most :attr:`missing`; FormatError if it is something else."""
-        self._request += data
-        if self._request[: len(_MAGIC)] != _MAGIC[: len(self._request)]:
-            raise FormatError("the other end did not send a join request")
-
-    def verify(self) -> tuple[bytes, bytes]:
-        """Check the caller's proof, once nothing is missing; JoinRefusedError if it does not hold.
+    def verify(self, request: bytes) -> tuple[bytes, bytes]:
+        """Check the proof in the caller's message; JoinRefusedError if it does not hold.
 
         Return the listener's last message, and the key that :func:`prove_token` returns at the other end.
         """
-        _, theirs, shown = _REQUEST.unpack(self._request)
+        _, theirs, shown = _REQUEST.unpack(request)
         nonces = self._nonce + theirs
         if not hmac.compare_digest(shown, proof(self._token, b"C", nonces, self._context)):
             raise JoinRefusedError(_REASONS[_WRONG_TOKEN])
         mine = proof(self._token, b"L", nonces, self._context)
-        return _REPLY.pack(_MAGIC, _WELCOME, mine), proof(self._token, b"K", nonces, self._context)
+        return _REPLY.pack(MAGIC, _WELCOME, mine), proof(self._token, b"K", nonces, self._context)

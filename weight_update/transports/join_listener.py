@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from weight_update.errors import FormatError, JoinRefusedError, undo_on_error
-from weight_update.threads import start
-from weight_update.transports.rate_limit import EXPECTED, Refusals
+from weight_update.transports.listener import ListenerThread
 from weight_update.transports.reconnecting import ReconnectingLink
 from weight_update.wire.frames import Kind, WeightChunk
 
-BACK_OFF_SECONDS = 1.0
-"""Pause after an unexpected error, which may repeat at once."""
 _REFUSAL_SECONDS = 5.0
 
 _L = TypeVar("_L", bound=ReconnectingLink[Any])
 
 
-class JoinListener(ABC, Generic[_L]):
+class JoinListener(ListenerThread, Generic[_L]):
     """A thread that admits workers at any time, until it is closed, and gives each connection to its link.
 
     A subclass implements :meth:`accept` and :meth:`wake`. A scheme makes its listener in
@@ -41,10 +37,8 @@ class JoinListener(ABC, Generic[_L]):
     """
 
     def __init__(self, token: str, links: Mapping[int, _L], late_joiners: Callable[[int], _L]) -> None:
+        super().__init__(logging.getLogger(type(self).__module__))
         self._token, self._links, self._late_joiners = token, links, late_joiners
-        self._closed = threading.Event()
-        self.refusals: Refusals = Refusals(logging.getLogger(type(self).__module__))
-        self._thread = threading.Thread(target=self._run, name="weight_update-listener", daemon=True)
 
     @abstractmethod
     def accept(self) -> tuple[Any, WeightChunk | None] | None:
@@ -57,29 +51,6 @@ class JoinListener(ABC, Generic[_L]):
     @abstractmethod
     def wake(self) -> None:
         """Make :meth:`accept` return, because this listener was closed."""
-
-    def start(self) -> None:
-        """Start to admit workers; calling it twice is fine."""
-        if not self._thread.is_alive():
-            start(self._thread)
-
-    def close(self) -> None:
-        """Admit no more workers."""
-        self._closed.set()
-        self.wake()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(5.0)
-
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            try:
-                self._step()
-            except Exception as error:  # noqa: BLE001 - without this thread no worker could join
-                if self._closed.is_set():
-                    return
-                self.refusals.note(error)
-                if not isinstance(error, EXPECTED):
-                    self._closed.wait(BACK_OFF_SECONDS)
 
     def _step(self) -> None:
         """Admit one worker, if one comes; keep no reference to its connection."""

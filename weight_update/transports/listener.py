@@ -1,4 +1,4 @@
-"""A listener that unauthenticated connections can neither exhaust nor stop."""
+"""Threads that admit workers; unauthenticated connections can neither exhaust nor stop them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
-from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.threads import start, start_thread
-from weight_update.transports.handshake import Challenge, require_same_user
-from weight_update.transports.rate_limit import Refusals
+from weight_update.transports.handshake import MAGIC, REQUEST_BYTES, Challenge, require_same_user
+from weight_update.transports.rate_limit import EXPECTED, Refusals
 from weight_update.transports.socket_stream import (
     SHORTAGES,
     SocketStream,
@@ -29,7 +30,6 @@ MAX_PENDING = 128
 """Connections that may be in the middle of the handshake at once."""
 _MAX_ACCEPTED = 16
 """Connections accepted between two checks of the pending ones."""
-_BACK_OFF_SECONDS = 0.1
 _GONE = (
     "the other end closed its connection before it joined: it has ended, or its connect() has timed out, or "
     "it is no worker"
@@ -39,7 +39,54 @@ Serve = Callable[[SocketStream, bytes, float], None]
 """Called with a connection, its key, and the deadline for the first request."""
 
 
-class Listener:
+class ListenerThread(ABC):
+    """A thread that takes one connection after the other until it is closed; each error is a refusal.
+
+    Attributes:
+        back_off: seconds of the pause after an unexpected error, which may repeat at once.
+        refusals: reasons of the last refused connections.
+    """
+
+    back_off: float = 1.0
+
+    def __init__(self, log: logging.Logger, name: str = "weight_update-listener") -> None:
+        self._closed = threading.Event()
+        self.refusals: Refusals = Refusals(log)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start to take connections; calling it twice is fine."""
+        if not self._thread.is_alive():
+            start(self._thread)
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._closed.set()
+        self.wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Make :meth:`_step` return, because this listener was closed."""
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Wait for something to do, and do it."""
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._step()
+            except Exception as error:  # noqa: BLE001 - without this thread no worker could join
+                if self._closed.is_set():
+                    return
+                self.refusals.note(error)
+                if not isinstance(error, EXPECTED):
+                    self._closed.wait(self.back_off)
+
+
+class Listener(ListenerThread):
     """A thread that accepts connections and serves those whose other end knows the token.
 
     The thread performs all handshakes. An unauthenticated connection costs a descriptor and a few hundred
@@ -51,55 +98,38 @@ class Listener:
         sock: bound and listening socket; the listener closes it.
         context: see :func:`~weight_update.transports.handshake.proof`.
         serve: called in a thread for each connection; the connection is closed if it raises.
-
-    Attributes:
-        refusals: reasons of the last refused connections.
     """
+
+    back_off: float = 0.1
 
     def __init__(
         self, sock: socket.socket, token: str, context: str, serve: Serve, name: str, log: logging.Logger
     ) -> None:
+        super().__init__(log, name)
         close_in_children(sock)
         sock.setblocking(False)
         self._sock, self._token, self._context, self._serve = sock, token, context, serve
-        self.refusals: Refusals = Refusals(log)
         self._pending: dict[int, _Pending] = {}  # by descriptor, oldest first
         self._poller = select.poll()
         self._descriptor = sock.fileno()
         self._poller.register(self._descriptor, select.POLLIN)
         self._serving: set[SocketStream] = set()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Start to accept connections; calling it twice is fine."""
-        if not self._thread.is_alive():
-            start(self._thread)
 
     def close(self) -> None:
         """Stop accepting, and end all connections that are not yet authenticated or still served."""
-        self._closed.set()
-        for stream in list(self._serving):
-            stream.close()
-        with contextlib.suppress(OSError):  # it is closed already if this is the second call
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(5.0)
-        self._sock.close()
-
-    # -- the thread of all handshakes ------------------------------------------------------------------
-
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            try:
-                self._step()
-            except Exception as error:  # noqa: BLE001 - without this thread no one could join
-                if not self._closed.is_set():
-                    self.refusals.note(error)
-                    self._closed.wait(_BACK_OFF_SECONDS)
+        super().close()
         for pending in list(self._pending.values()):
             self._remove(pending)
             pending.stream.close()
+        self._sock.close()
+
+    def wake(self) -> None:
+        for stream in list(self._serving):
+            stream.close()
+        with contextlib.suppress(OSError):  # it is closed already if this is the second call
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    # -- the thread of all handshakes ------------------------------------------------------------------
 
     def _step(self) -> None:
         deadline = next((pending.deadline for pending in self._pending.values()), None)
@@ -168,19 +198,11 @@ class Listener:
             raise
         try:
             stream.send(challenge.greeting, now)
-            while challenge.missing:
-                yield None
-                try:
-                    data = stream.sock.recv(challenge.missing)
-                except BlockingIOError:
-                    continue
-                if not data:
-                    raise LinkClosedError(_GONE)
-                challenge.add(data)
+            request = yield from received(stream, REQUEST_BYTES, MAGIC)
         except OSError:
             raise LinkClosedError(_GONE) from None
         try:
-            yield challenge.verify()
+            yield challenge.verify(request)
         except JoinRefusedError:
             stream.send(challenge.wrong_token, time.monotonic())
             raise
@@ -213,6 +235,28 @@ class Listener:
         stream.close()
         if not self._closed.is_set():
             self.refusals.note(error)
+
+
+def received(stream: SocketStream, size: int, begin: bytes) -> Generator[None, None, bytes]:
+    """Return the next ``size`` bytes, which begin with ``begin``; yield wherever they are awaited.
+
+    Raises:
+        FormatError: the bytes begin in another way, as soon as that is known.
+        OSError: the other end is gone.
+    """
+    data = b""
+    while len(data) < size:
+        yield
+        try:
+            more = stream.sock.recv(size - len(data))
+        except BlockingIOError:
+            continue
+        if not more:
+            raise LinkClosedError(_GONE)
+        data += more
+        if data[: len(begin)] != begin[: len(data)]:
+            raise FormatError("the other end did not send a join request")
+    return data
 
 
 class _Pending(NamedTuple):

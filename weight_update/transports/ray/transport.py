@@ -12,7 +12,7 @@ from typing_extensions import Never
 from weight_update.arguments import refuse_arguments
 from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.host_name import shares_sockets, this_host
-from weight_update.transports.join_listener import BACK_OFF_SECONDS, JoinListener
+from weight_update.transports.join_listener import JoinListener
 from weight_update.transports.ray.connection import RayConnection
 from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, call, look_up, node_id, ray_runs, tell
@@ -116,7 +116,7 @@ class RayListener(JoinListener[RayTransport]):
         try:
             request = ask(call(self._actor.next_join_request, POLL_SECONDS), None)
         except LinkClosedError as error:  # the actor is unreachable, perhaps only for a moment
-            if not self._closed.wait(BACK_OFF_SECONDS) and ray_runs():
+            if not self._closed.wait(self.back_off) and ray_runs():
                 self.refusals.note(error)
             return None
         if request is None:
