@@ -33,8 +33,7 @@ from weight_update.testing.workers import Worker
 from weight_update.transports.distributed import connection
 from weight_update.transports.distributed.checksum import BLOCK, Checksum, joint_hex
 from weight_update.transports.distributed.relay.host_relay import HostRelay
-from weight_update.transports.distributed.relay.router import Router
-from weight_update.transports.shared_memory.slots import SharedBuffer
+from weight_update.transports.distributed.relay.router import Router, _Payload
 from weight_update.transports.signed_stream import SignedStream
 
 NUMEL = 3_000_000
@@ -571,7 +570,7 @@ def test_a_payload_that_cannot_wait_for_the_usual_chain_takes_an_idle_worker() -
     router = Router()
     router.add(usual)
     router.add(other)
-    router._busy[usual] = usual.host, (SharedBuffer(1), 1)
+    router._busy[usual] = _Payload(1)
 
     def wake() -> None:
         with router._changed:
@@ -579,4 +578,4 @@ def test_a_payload_that_cannot_wait_for_the_usual_chain_takes_an_idle_worker() -
 
     threading.Timer(0.1, wake).start()  # after the deadline
     with router._changed:
-        assert router._await_turn((SharedBuffer(1), 1), other, time.monotonic() + 0.05) == [other]
+        assert router._await_turn(_Payload(1), other, time.monotonic() + 0.05) == [other]

@@ -140,7 +140,7 @@ def test_a_router_forgets_slots_that_the_sender_has_freed(joint: Joint) -> None:
         with slot_of_size(SMALL) as slot:
             router.deliver(slot.tensor, remote, LONG)
         del slot
-    assert eventually(lambda: not router._delivered, LONG)
+    assert eventually(lambda: not router._payloads, LONG)
 
 
 def test_a_worker_that_was_lost_before_its_welcome_is_not_added_to_the_router(joint: Joint) -> None:

@@ -24,10 +24,24 @@ The relay of that host would only pass it on, in two more messages. Larger paylo
 host in pieces, so that all hosts send at the same time.
 """
 
-_SlotUse = tuple[SharedSlot, int]  # a slot, and how often it was borrowed for writing
 _LEAST_SHARE = 0.25  # seconds; also how long a payload waits for the usual chain of hosts
 _GOODBYE_SECONDS = 1.0
 _SHARE = 4  # a worker that does not answer is given up after this share of the timeout
+
+
+class _Payload:
+    """One use of a slot: the contents from one write to the next.
+
+    Attributes:
+        use: number of the use.
+        expecting: hosts that are about to need the payload.
+        delivered: by host that has it, the worker whose relay keeps it, and where workers find it.
+    """
+
+    def __init__(self, use: int) -> None:
+        self.use = use
+        self.expecting: list[str] = []
+        self.delivered: dict[str, tuple[RemoteConnection, bytes]] = {}
 
 
 class Router:
@@ -44,12 +58,8 @@ class Router:
         self.sent: int = 0
         self._changed = threading.Condition()
         self._remotes: list[RemoteConnection] = []
-        self._busy: dict[RemoteConnection, tuple[str, _SlotUse]] = {}  # host and payload on its way
-        # Slots of both are forgotten when the sender frees them.
-        self._delivered: WeakKeyDictionary[SharedSlot, dict[str, tuple[int, RemoteConnection, bytes]]] = (
-            WeakKeyDictionary()  # by slot and host
-        )
-        self._expected: WeakKeyDictionary[SharedSlot, tuple[int, list[str]]] = WeakKeyDictionary()
+        self._busy: dict[RemoteConnection, _Payload] = {}  # payload on its way
+        self._payloads: WeakKeyDictionary[SharedSlot, _Payload] = WeakKeyDictionary()  # the last of each slot
 
     def add(self, remote: RemoteConnection) -> None:
         """Add a worker that joined."""
@@ -61,9 +71,9 @@ class Router:
         with self._changed:
             if remote in self._remotes:
                 self._remotes.remove(remote)
-            for delivered in self._delivered.values():
-                if remote.host in delivered and delivered[remote.host][1] is remote:
-                    del delivered[remote.host]
+            for payload in self._payloads.values():
+                if remote.host in payload.delivered and payload.delivered[remote.host][0] is remote:
+                    del payload.delivered[remote.host]
             self._changed.notify_all()
 
     def named(self, name: str) -> RemoteConnection | None:
@@ -83,10 +93,16 @@ class Router:
 
     def expect(self, payload: torch.Tensor, remotes: Iterable[RemoteConnection]) -> None:
         """Announce that ``payload`` is about to be sent to workers on several hosts."""
-        hosts = list(dict.fromkeys(remote.host for remote in remotes))
-        slot, use = _slot_use_of(payload)
         with self._changed:
-            self._expected[slot] = use, hosts
+            self._present(payload).expecting = list(dict.fromkeys(remote.host for remote in remotes))
+
+    def _present(self, payload: torch.Tensor) -> _Payload:
+        """Return the present use of the slot of a payload."""
+        slot = slot_of(payload)
+        found = self._payloads.get(slot)
+        if found is None or found.use != slot.use:
+            found = self._payloads[slot] = _Payload(slot.use)
+        return found
 
     def deliver(self, payload: torch.Tensor, remote: RemoteConnection, timeout: float | None) -> bytes:
         """Return where ``remote`` finds ``payload`` on its host; send it there if no other thread does.
@@ -95,71 +111,54 @@ class Router:
             LinkClosedError: the worker is gone.
             SyncTimeoutError: it took longer than ``timeout`` seconds, or the worker does not answer.
         """
-        slot_use = _slot_use_of(payload)
         deadline = time.monotonic() + (STALLED if timeout is None else timeout)
         while True:
             with self._changed:
-                remotes = self._await_turn(slot_use, remote, deadline)
+                present = self._present(payload)
+                remotes = self._await_turn(present, remote, deadline)
                 if isinstance(remotes, bytes):
                     return remotes
                 self.sent += payload.numel()  # to the first of them, which forwards it
-            self._send(payload, remotes, timeout, deadline)
+            self._send(payload, present, remotes, timeout, deadline)
 
     def _await_turn(
-        self, slot_use: _SlotUse, remote: RemoteConnection, deadline: float
+        self, payload: _Payload, remote: RemoteConnection, deadline: float
     ) -> bytes | list[RemoteConnection]:
         """Return where the payload is as soon as its host has it, or the connections to send it through."""
         gather_until = min(time.monotonic() + _LEAST_SHARE, deadline)
         while True:
             if remote.lost is not None:
                 raise kept_error(remote.lost)
-            location = self._location(remote.host, slot_use)
-            if location is not None:
-                return location
-            now, first = time.monotonic(), self._idle_without(remote.host, slot_use)
-            if first is not None and (
-                now >= gather_until or self._usual_chain_is_idle(slot_use, remote.host)
-            ):
-                return self._reserve(slot_use, first)
+            if remote.host in payload.delivered:
+                return payload.delivered[remote.host][1]
+            now, first = time.monotonic(), self._idle_without(remote.host, payload)
+            if first is not None and (now >= gather_until or self._usual_chain_is_idle(payload, remote.host)):
+                return self._reserve(payload, first)
             if now >= deadline:
                 raise SyncTimeoutError("the other workers of its host are busy with other payloads")
             self._changed.wait((deadline if first is None else gather_until) - now)
 
-    def _usual_chain_is_idle(self, slot_use: _SlotUse, host: str) -> bool:
-        """Return whether the first worker of each host that needs ``slot_use`` is idle; they are linked."""
-        hosts = {host, *self._hosts_expecting(slot_use)}
+    def _usual_chain_is_idle(self, payload: _Payload, host: str) -> bool:
+        """Return whether the first worker of each host that needs ``payload`` is idle; they are linked."""
+        hosts = {host, *payload.expecting}
         able = [one for one in reversed(self._remotes) if one.lost is None and one.host in hosts]
         usual = {one.host: one for one in able}
         return self._busy.keys().isdisjoint(usual.values())
 
-    def _reserve(self, slot_use: _SlotUse, first: RemoteConnection) -> list[RemoteConnection]:
-        """Reserve ``first`` and one idle worker of each other host that needs ``slot_use``."""
-        hosts = [host for host in self._hosts_expecting(slot_use) if host != first.host]
-        others = [self._idle_without(host, slot_use) for host in hosts]
+    def _reserve(self, payload: _Payload, first: RemoteConnection) -> list[RemoteConnection]:
+        """Reserve ``first`` and one idle worker of each other host that needs ``payload``."""
+        hosts = [host for host in payload.expecting if host != first.host]
+        others = [self._idle_without(host, payload) for host in hosts]
         chosen = [first, *(one for one in others if one is not None)]
         chosen.sort(key=self._remotes.index)  # always the same neighbours in the chain
-        for one in chosen:
-            self._busy[one] = one.host, slot_use
-            self._delivered.get(slot_use[0], {}).pop(one.host, None)
-        if self._hosts_expecting(slot_use):
-            del self._expected[slot_use[0]]
+        self._busy |= dict.fromkeys(chosen, payload)
+        payload.expecting = []
         return chosen
 
-    def _hosts_expecting(self, slot_use: _SlotUse) -> list[str]:
-        """Return the hosts that :meth:`expect` named for a payload."""
-        slot, use = slot_use
-        expected_use, hosts = self._expected.get(slot, (use, []))
-        return hosts if expected_use == use else []
-
-    def _location(self, host: str, slot_use: _SlotUse) -> bytes | None:
-        """Return where the workers of a host find a payload; None if the host does not have it."""
-        slot, use = slot_use
-        delivered_use, _, location = self._delivered.get(slot, {}).get(host, (None, None, None))
-        return location if delivered_use == use else None
-
-    def _idle_without(self, host: str, slot_use: _SlotUse) -> RemoteConnection | None:
+    def _idle_without(self, host: str, payload: _Payload) -> RemoteConnection | None:
         """Return an idle worker of a host that neither has a payload nor is being sent it, if any."""
-        if (host, slot_use) in self._busy.values() or self._location(host, slot_use) is not None:
+        on_its_way = any(one.host == host for one, sent in self._busy.items() if sent is payload)
+        if on_its_way or host in payload.delivered:
             return None
         able = (one for one in self._remotes if one.host == host and one.lost is None)
         return next((one for one in able if one not in self._busy), None)
@@ -179,9 +178,13 @@ class Router:
         return share, 2 * share
 
     def _send(
-        self, payload: torch.Tensor, chosen: list[RemoteConnection], timeout: float | None, deadline: float
+        self,
+        payload: torch.Tensor,
+        present: _Payload,
+        chosen: list[RemoteConnection],
+        timeout: float | None,
+        deadline: float,
     ) -> None:
-        slot_use = _slot_use_of(payload)
         pending = dict(enumerate(chosen))
         try:
             patience, limit = self._patience(chosen, timeout, deadline)
@@ -191,13 +194,13 @@ class Router:
                 if isinstance(result, LinkClosedError):
                     ended[place] = result
                 else:
-                    self._note(pending.pop(place), slot_use, result, first=place == 0)
+                    self._note(pending.pop(place), present, result, first=place == 0)
             self._await_ends([pending[place] for place in ended], min(patience, _GOODBYE_SECONDS))
             for place, error in ended.items():
-                self._note(pending.pop(place), slot_use, error, first=place == 0)
+                self._note(pending.pop(place), present, error, first=place == 0)
         finally:
             for place, one in pending.items():  # an unread answer must not be taken for the next one
-                self._note(one, slot_use, LinkClosedError("it was not sent"), first=place == 0)
+                self._note(one, present, LinkClosedError("it was not sent"), first=place == 0)
 
     def _await_ends(self, remotes: list[RemoteConnection], seconds: float) -> None:
         """Wait until workers whose payloads cannot be sent have ended their other connections, if they do.
@@ -208,7 +211,7 @@ class Router:
             self._changed.wait_for(lambda: all(one.lost is not None for one in remotes), seconds)
 
     def _note(
-        self, one: RemoteConnection, slot_use: _SlotUse, result: bytes | Exception, *, first: bool
+        self, one: RemoteConnection, payload: _Payload, result: bytes | Exception, *, first: bool
     ) -> None:
         """Note the result of a payload for one host, whose workers do not wait for the other hosts."""
         if isinstance(result, NotDeliveredError):
@@ -219,14 +222,8 @@ class Router:
         with self._changed:
             self._busy.pop(one, None)
             if isinstance(result, bytes) and one in self._remotes:
-                slot, use = slot_use
-                self._delivered.setdefault(slot, {})[one.host] = use, one, result
+                payload.delivered[one.host] = one, result
             self._changed.notify_all()
-
-
-def _slot_use_of(payload: torch.Tensor) -> _SlotUse:
-    slot = slot_of(payload)
-    return slot, slot.use
 
 
 class RemoteConnection(Connection):
