@@ -156,8 +156,6 @@ class MPTransport(TransportBackend):
         self._directory = directory
         self._slots = SlotTable()
         self._other: WatchedProcess | None = None  # at the other end
-        self._putting = False  # whether put() of the queue has begun, and has not ended
-        self._gone = False  # whether it had ended before it could be watched
         self._feeder: threading.Thread | None = None  # writes what the queue was given to its pipe
         self._unread = deque[_Item]()
         self._closed = False
@@ -172,13 +170,9 @@ class MPTransport(TransportBackend):
 
     def watch(self, pid: int) -> None:
         """Watch the process at the other end, to notice its death."""
-        self._other, self._gone = None, False
-        try:
-            self._other = WatchedProcess(pid)
-        except ProcessLookupError:
-            self._gone = self._end != "receiver"  # which may be in another pid namespace
-        except (OSError, AttributeError):
-            pass  # this system does not tell
+        other = WatchedProcess(pid)
+        in_another_namespace = other.missing and self._end == "receiver"
+        self._other = None if in_another_namespace else other
 
     def allocate(self, nbytes: int) -> Buffer:
         return SharedBuffer(nbytes, self._directory)
@@ -214,7 +208,7 @@ class MPTransport(TransportBackend):
                 return self._read_or_goodbye(item)
             if ended:
                 if self._end == "sender":
-                    self._other, self._gone = None, False  # another worker may come
+                    self._other = None  # another worker may come
                 raise LinkClosedError("the other process is gone")
             if left is not None and left <= _CHECK_SECONDS:
                 return None
@@ -232,7 +226,7 @@ class MPTransport(TransportBackend):
         return self._slots.pinned(payload)
 
     def disconnect(self) -> None:
-        self._other, self._gone = None, False
+        self._other = None
         with contextlib.suppress(LinkClosedError, SyncTimeoutError, NotEnoughMemoryError):
             self._put(None, _CHECK_SECONDS)
 
@@ -295,25 +289,19 @@ class MPTransport(TransportBackend):
             self._reader_lock.close()
 
     def _put(self, item: _Item | None, timeout: float | None) -> None:
-        if self._putting:  # another signal handler interrupted _finish_put()
-            self._finish_put()
         try:
             _start_writer(self._outbox)
         except RuntimeError as error:
             raise NotEnoughMemoryError(f"no thread writes to the queue of the other end: {error}") from None
-        self._putting = True
         try:
             self._outbox.put(item, timeout=timeout)
         except queue.Full:
-            self._putting = False
             raise SyncTimeoutError("the other end does not read") from None
         except (OSError, ValueError):
-            self._putting = False
             raise LinkClosedError("the queue was closed") from None
         except BaseException:
             self._finish_put()
             raise
-        self._putting = False
         self._flush_at_exit()
 
     def _flush_at_exit(self) -> None:
@@ -339,7 +327,6 @@ class MPTransport(TransportBackend):
                 condition.notify_all()
             finally:
                 condition.release()
-        self._putting = False
 
     def _get(self, timeout: float) -> _Item | None:
         if self._inbox is None:
@@ -395,7 +382,7 @@ class MPTransport(TransportBackend):
 
     def _other_is_dead(self) -> bool:
         other = self._other
-        return self._gone or (other is not None and other.ended)
+        return other is not None and other.ended
 
 
 def _start_writer(outbox: Any) -> None:

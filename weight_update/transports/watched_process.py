@@ -10,18 +10,29 @@ import weakref
 class WatchedProcess:
     """A process of this pid namespace, recognized even after the kernel has used its id again.
 
-    Raises:
-        ProcessLookupError: there is no such process.
-        AttributeError, OSError: this kernel, or a sandbox, does not tell.
+    If this kernel, or a sandbox, does not tell, it counts as executing.
+
+    Attributes:
+        missing: whether there was no such process when this object was made.
     """
 
     def __init__(self, pid: int) -> None:
-        self._fd = os.pidfd_open(pid)
-        weakref.finalize(self, os.close, self._fd).atexit = False  # it is asked until the end of the process
+        self.missing: bool = False
+        self._fd: int | None = None
+        try:
+            self._fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self.missing = True
+        except (OSError, AttributeError):
+            return
+        else:
+            weakref.finalize(self, os.close, self._fd).atexit = False  # asked until the end of this process
 
     @property
     def ended(self) -> bool:
         """Whether all its threads have ended, even before it is reaped."""
+        if self._fd is None:
+            return self.missing
         poller = select.poll()
         poller.register(self._fd, select.POLLIN)
         return any(event & select.POLLIN for _, event in poller.poll(0))
@@ -29,9 +40,4 @@ class WatchedProcess:
 
 def may_run(pid: int) -> bool:
     """Return whether a process of this pid namespace may still execute; True when that is unknown."""
-    try:
-        return not WatchedProcess(pid).ended
-    except ProcessLookupError:
-        return False
-    except (OSError, AttributeError):
-        return True
+    return not WatchedProcess(pid).ended
