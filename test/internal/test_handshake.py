@@ -15,11 +15,11 @@ import pytest
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.testing.chunks import in_background
 from weight_update.testing.processes import eventually
-from weight_update.transports.handshake import MAGIC, REQUEST_BYTES, Challenge, prove_token
-from weight_update.transports.listener import received
+from weight_update.transports.handshake import _REPLY, _REQUEST, answer_caller, prove_token
 from weight_update.transports.socket_stream import SocketStream
 
 TOKEN = "confidential"
+REQUEST_BYTES = _REQUEST.size
 
 
 @pytest.fixture
@@ -38,12 +38,20 @@ def soon() -> float:
     return time.monotonic() + 5.0
 
 
-def answer(listener: SocketStream, challenge: Challenge) -> bytes:
+def answer(listener: SocketStream) -> bytes:
     """Act as a listener; return the key."""
-    listener.send(challenge.greeting, soon())
-    last, key = challenge.verify(read(listener, REQUEST_BYTES))
-    listener.send(last, soon())
-    return key
+    for verified in answer_caller(listener, TOKEN, "here"):
+        if verified is not None:
+            last, key = verified
+            listener.send(last, soon())
+            return key
+        assert listener.wait_readable(5.0)
+    raise AssertionError("the handshake has no end")
+
+
+def greeting() -> bytes:
+    """Return the first message of any listener."""
+    return b"WUH1\0" + os.urandom(32)
 
 
 def call(
@@ -70,7 +78,7 @@ def settled(*lists: list) -> bool:
 
 def test_both_ends_get_one_key(ends) -> None:
     keys, errors = call(ends[0])
-    key = answer(ends[1], Challenge(TOKEN, "here"))
+    key = answer(ends[1])
     assert settled(keys, errors)
     assert keys == [key]
     assert len(key) == 32
@@ -82,17 +90,15 @@ def test_each_connection_has_another_key() -> None:
         caller, listener = (SocketStream(sock) for sock in socket.socketpair())
         with closing(caller), closing(listener):
             call(caller)
-            found.add(answer(listener, Challenge(TOKEN, "here")))
+            found.add(answer(listener))
     assert len(found) == 3
 
 
 @pytest.mark.parametrize(("token", "context"), [("another", "here"), (TOKEN, "elsewhere"), ("", "here")])
 def test_a_wrong_token_is_refused_at_both_ends(ends, token: str, context: str) -> None:
     keys, errors = call(ends[0], token, context)
-    challenge = Challenge(TOKEN, "here")
     with pytest.raises(JoinRefusedError, match="wrong token"):
-        answer(ends[1], challenge)
-    ends[1].send(challenge.wrong_token, soon())
+        answer(ends[1])
     assert settled(keys, errors)
     assert isinstance(errors[0], JoinRefusedError)
     assert "wrong token" in str(errors[0])
@@ -102,11 +108,11 @@ def test_who_answers_must_know_the_token(ends) -> None:
     """A process that took the listener's place learns nothing and is not believed."""
     caller, stranger = ends
     keys, errors = call(caller)
-    greeting = Challenge("a guess", "here").greeting
-    stranger.send(greeting, soon())
+    first = greeting()
+    stranger.send(first, soon())
     request = read(stranger, REQUEST_BYTES)
     assert TOKEN.encode() not in request
-    stranger.send(greeting[:5] + request[36:], soon())  # the caller's own proof, sent back
+    stranger.send(first[:5] + request[36:], soon())  # the caller's own proof, sent back
     assert settled(keys, errors)
     assert isinstance(errors[0], JoinRefusedError)
     assert "does not know the token" in str(errors[0])
@@ -115,12 +121,13 @@ def test_who_answers_must_know_the_token(ends) -> None:
 def test_a_proof_is_good_for_one_connection_only(ends) -> None:
     caller, listener = ends
     keys, _ = call(caller)
-    first = Challenge(TOKEN, "here")
-    listener.send(first.greeting, soon())
+    listener.send(greeting(), soon())
     request = read(listener, REQUEST_BYTES)
-    second = Challenge(TOKEN, "here")
-    with pytest.raises(JoinRefusedError, match="wrong token"):
-        second.verify(request)
+    stranger, other = (SocketStream(sock) for sock in socket.socketpair())
+    with closing(stranger), closing(other):
+        stranger.send(request, soon())
+        with pytest.raises(JoinRefusedError, match="wrong token"):
+            answer(other)
     assert not keys
 
 
@@ -136,7 +143,7 @@ def test_a_dripping_listener_costs_no_more_than_the_timeout(ends) -> None:
     ending = time.monotonic() + 0.3
 
     def drip() -> None:
-        for byte in Challenge(TOKEN, "here").greeting:
+        for byte in greeting():
             time.sleep(0.25)
             try:
                 listener.send(bytes([byte]), None)
@@ -158,13 +165,13 @@ def test_something_else_listens(ends, says: bytes) -> None:
 
 def test_something_else_calls(ends) -> None:
     caller, listener = ends
-    request = received(listener, REQUEST_BYTES, MAGIC)
-    next(request)
+    handshake = answer_caller(listener, TOKEN, "here")
+    next(handshake)
     caller.send(b"WU", soon())
-    next(request)
+    next(handshake)
     caller.send(b"PD", soon())
     with pytest.raises(FormatError, match="did not send a join request"):
-        next(request)
+        next(handshake)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
@@ -193,6 +200,5 @@ def listen_as_another_user(pipe) -> None:
 
 
 def test_the_messages_have_the_size_that_the_manual_tells() -> None:
-    challenge = Challenge(TOKEN, "here")
-    assert len(challenge.greeting) == len(challenge.wrong_token) == struct.calcsize("<4sB32s") == 37
+    assert _REPLY.size == struct.calcsize("<4sB32s") == 37
     assert REQUEST_BYTES == struct.calcsize("<4s32s32s") == 68

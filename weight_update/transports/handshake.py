@@ -13,19 +13,22 @@ import hmac
 import os
 import socket
 import struct
+import time
+from collections.abc import Generator
 
-from weight_update.errors import JoinRefusedError
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
 from weight_update.transports.socket_stream import SocketStream, peer_credentials
 
-MAGIC = b"WUH1"
-"""First bytes of each message."""
+_MAGIC = b"WUH1"
 PROOF_BYTES = 32
 """Length in bytes of a proof, and of a nonce."""
 _REPLY = struct.Struct(f"<4sB{PROOF_BYTES}s")
 _REQUEST = struct.Struct(f"<4s{PROOF_BYTES}s{PROOF_BYTES}s")
-REQUEST_BYTES = _REQUEST.size
-"""Length in bytes of the caller's message."""
 _WELCOME, _WRONG_TOKEN, _OTHER_USER = 0, 1, 2
+_GONE = (
+    "the other end closed its connection before it joined: it has ended, or its connect() has timed out, or "
+    "it is no worker"
+)
 _REASONS = {
     _WRONG_TOKEN: "wrong token: both ends need the same one",
     _OTHER_USER: "the two processes belong to different users; run both as one user",
@@ -70,7 +73,7 @@ def prove_token(stream: SocketStream, token: str, context: str, deadline: float 
     require_same_user(stream.sock)
     theirs, mine = _next_reply(stream, deadline), os.urandom(PROOF_BYTES)
     nonces = theirs + mine
-    stream.send(_REQUEST.pack(MAGIC, mine, proof(token, b"C", nonces, context)), deadline)
+    stream.send(_REQUEST.pack(_MAGIC, mine, proof(token, b"C", nonces, context)), deadline)
     if not hmac.compare_digest(_next_reply(stream, deadline), proof(token, b"L", nonces, context)):
         raise JoinRefusedError(
             "the process that listens there does not know the token, so it is not the sender"
@@ -80,38 +83,64 @@ def prove_token(stream: SocketStream, token: str, context: str, deadline: float 
 
 def _next_reply(stream: SocketStream, deadline: float | None) -> bytes:
     magic, status, value = _REPLY.unpack(stream.recv(_REPLY.size, deadline))
-    if magic != MAGIC or status not in (_WELCOME, *_REASONS):
+    if magic != _MAGIC or status not in (_WELCOME, *_REASONS):
         raise JoinRefusedError("the process that listens there is not a listener of this library and version")
     if status != _WELCOME:
         raise JoinRefusedError(_REASONS[status])
     return bytes(value)
 
 
-class Challenge:
-    """The listener's part of one handshake, without any input or output.
+def answer_caller(
+    stream: SocketStream, token: str, context: str
+) -> Generator[tuple[bytes, bytes] | None, None, None]:
+    """Perform a handshake up to the listener's last message; yield None wherever bytes are awaited.
 
-    Attributes:
-        greeting: first message of the listener.
-        other_user: only message of the listener to a process of another user.
-        wrong_token: last message of the listener to a caller that does not know the token.
+    Yields:
+        in the end, the last message, and the key that :func:`prove_token` returns at the other end.
+
+    Raises:
+        FormatError: the caller sends something else.
+        JoinRefusedError: the caller belongs to another user, or does not know the token, and was told so.
+        LinkClosedError: the caller is gone.
     """
+    nonce, nothing = os.urandom(PROOF_BYTES), bytes(PROOF_BYTES)
+    now = time.monotonic()  # messages this small always fit into the socket's buffer
+    try:
+        require_same_user(stream.sock)
+    except JoinRefusedError:
+        stream.send(_REPLY.pack(_MAGIC, _OTHER_USER, nothing), now)
+        raise
+    try:
+        stream.send(_REPLY.pack(_MAGIC, _WELCOME, nonce), now)
+        request = yield from received(stream, _REQUEST.size, _MAGIC)
+    except OSError:
+        raise LinkClosedError(_GONE) from None
+    _, theirs, shown = _REQUEST.unpack(request)
+    nonces = nonce + theirs
+    if not hmac.compare_digest(shown, proof(token, b"C", nonces, context)):
+        stream.send(_REPLY.pack(_MAGIC, _WRONG_TOKEN, nothing), now)
+        raise JoinRefusedError(_REASONS[_WRONG_TOKEN])
+    mine = proof(token, b"L", nonces, context)
+    yield _REPLY.pack(_MAGIC, _WELCOME, mine), proof(token, b"K", nonces, context)
 
-    other_user = _REPLY.pack(MAGIC, _OTHER_USER, bytes(PROOF_BYTES))
-    wrong_token = _REPLY.pack(MAGIC, _WRONG_TOKEN, bytes(PROOF_BYTES))
 
-    def __init__(self, token: str, context: str) -> None:
-        self._token, self._context = token, context
-        self._nonce = os.urandom(PROOF_BYTES)
-        self.greeting = _REPLY.pack(MAGIC, _WELCOME, self._nonce)
+def received(stream: SocketStream, size: int, begin: bytes) -> Generator[None, None, bytes]:
+    """Return the next ``size`` bytes, which begin with ``begin``; yield wherever they are awaited.
 
-    def verify(self, request: bytes) -> tuple[bytes, bytes]:
-        """Check the proof in the caller's message; JoinRefusedError if it does not hold.
-
-        Return the listener's last message, and the key that :func:`prove_token` returns at the other end.
-        """
-        _, theirs, shown = _REQUEST.unpack(request)
-        nonces = self._nonce + theirs
-        if not hmac.compare_digest(shown, proof(self._token, b"C", nonces, self._context)):
-            raise JoinRefusedError(_REASONS[_WRONG_TOKEN])
-        mine = proof(self._token, b"L", nonces, self._context)
-        return _REPLY.pack(MAGIC, _WELCOME, mine), proof(self._token, b"K", nonces, self._context)
+    Raises:
+        FormatError: the bytes begin in another way, as soon as that is known.
+        OSError: the other end is gone.
+    """
+    data = b""
+    while len(data) < size:
+        yield
+        try:
+            more = stream.sock.recv(size - len(data))
+        except BlockingIOError:
+            continue
+        if not more:
+            raise LinkClosedError(_GONE)
+        data += more
+        if data[: len(begin)] != begin[: len(data)]:
+            raise FormatError("the other end did not send a join request")
+    return data

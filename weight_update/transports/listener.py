@@ -9,12 +9,12 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.threads import start, start_thread
-from weight_update.transports.handshake import MAGIC, REQUEST_BYTES, Challenge, require_same_user
+from weight_update.transports.handshake import answer_caller
 from weight_update.transports.rate_limit import EXPECTED, Refusals
 from weight_update.transports.socket_stream import (
     SHORTAGES,
@@ -30,11 +30,6 @@ MAX_PENDING = 128
 """Connections that may be in the middle of the handshake at once."""
 _MAX_ACCEPTED = 16
 """Connections accepted between two checks of the pending ones."""
-_GONE = (
-    "the other end closed its connection before it joined: it has ended, or its connect() has timed out, or "
-    "it is no worker"
-)
-
 Serve = Callable[[SocketStream, bytes, float], None]
 """Called with a connection, its key, and the deadline for the first request."""
 
@@ -184,28 +179,7 @@ class Listener(ListenerThread):
             self._refuse(pending, error)
 
     def _handshake(self, stream: SocketStream) -> Iterator[tuple[bytes, bytes] | None]:
-        """Perform a handshake up to the last message; yield None wherever bytes of the other end are awaited.
-
-        Yields:
-            in the end, the last message and the key of the connection.
-        """
-        challenge = Challenge(self._token, self._context)
-        now = time.monotonic()  # messages this small always fit into the socket's buffer
-        try:
-            require_same_user(stream.sock)
-        except JoinRefusedError:
-            stream.send(challenge.other_user, now)
-            raise
-        try:
-            stream.send(challenge.greeting, now)
-            request = yield from received(stream, REQUEST_BYTES, MAGIC)
-        except OSError:
-            raise LinkClosedError(_GONE) from None
-        try:
-            yield challenge.verify(request)
-        except JoinRefusedError:
-            stream.send(challenge.wrong_token, time.monotonic())
-            raise
+        return answer_caller(stream, self._token, self._context)
 
     def _refuse(self, pending: _Pending, error: Exception) -> None:
         self._remove(pending)
@@ -235,28 +209,6 @@ class Listener(ListenerThread):
         stream.close()
         if not self._closed.is_set():
             self.refusals.note(error)
-
-
-def received(stream: SocketStream, size: int, begin: bytes) -> Generator[None, None, bytes]:
-    """Return the next ``size`` bytes, which begin with ``begin``; yield wherever they are awaited.
-
-    Raises:
-        FormatError: the bytes begin in another way, as soon as that is known.
-        OSError: the other end is gone.
-    """
-    data = b""
-    while len(data) < size:
-        yield
-        try:
-            more = stream.sock.recv(size - len(data))
-        except BlockingIOError:
-            continue
-        if not more:
-            raise LinkClosedError(_GONE)
-        data += more
-        if data[: len(begin)] != begin[: len(data)]:
-            raise FormatError("the other end did not send a join request")
-    return data
 
 
 class _Pending(NamedTuple):

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 
 from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.text import format_seconds
-from weight_update.transports.handshake import PROOF_BYTES, proof
-from weight_update.transports.listener import Listener, received
+from weight_update.transports.handshake import PROOF_BYTES, proof, received
+from weight_update.transports.listener import Listener
 from weight_update.transports.signed_stream import dial, listen
 from weight_update.transports.socket_stream import SocketStream
 
