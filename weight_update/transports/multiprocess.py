@@ -273,7 +273,7 @@ class MPTransport(TransportBackend):
         A worker that is killed while its message waits for room leaves a part of the message in the pipe. The
         sender would then take the next worker's message for the rest.
         """
-        with contextlib.suppress(AttributeError, OSError):
+        with contextlib.suppress(OSError):
             pipe = self._outbox._writer
             if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) < nbytes + _PICKLED_BYTES:
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, nbytes + _PICKLED_BYTES)
@@ -309,8 +309,8 @@ class MPTransport(TransportBackend):
 
         A worker that ends right after an update has then confirmed it. Without a reader, the wait is short.
         """
-        thread = getattr(self._outbox, "_thread", None)
-        if thread is not self._feeder and thread is not None:
+        thread = self._outbox._thread
+        if thread is not self._feeder:
             self._feeder = thread
             Finalize(thread, _join, [weakref.ref(thread)], exitpriority=-5)  # after the queue told it to end
 
@@ -320,13 +320,12 @@ class MPTransport(TransportBackend):
         It may still hold the lock of the queue's thread, or have left a waiter behind that would take the
         next notification; the item after it would then stay in this process.
         """
-        with contextlib.suppress(AttributeError):  # another kind of queue
-            condition = self._outbox._notempty
-            condition.acquire(timeout=_CHECK_SECONDS)
-            try:
-                condition.notify_all()
-            finally:
-                condition.release()
+        condition = self._outbox._notempty
+        condition.acquire(timeout=_CHECK_SECONDS)
+        try:
+            condition.notify_all()
+        finally:
+            condition.release()
 
     def _get(self, timeout: float) -> _Item | None:
         if self._inbox is None:
@@ -394,7 +393,7 @@ def _start_writer(outbox: Any) -> None:
     Raises:
         RuntimeError: there can be no thread; the next call tries it again.
     """
-    if getattr(outbox, "_thread", outbox) is None and not outbox._closed:
+    if outbox._thread is None and not outbox._closed:
         call_in_thread("weight_update-queue", _start_thread_of, outbox).result()
 
 

@@ -26,7 +26,7 @@ class QueueReader:
     Where a signal handler must not run between two steps, one call of C does both.
 
     Args:
-        source: queue of ``multiprocessing``, or another one, whose own ``get()`` is called.
+        source: queue of ``multiprocessing``.
     """
 
     def __init__(self, source: Any) -> None:
@@ -45,8 +45,6 @@ class QueueReader:
             OSError, ValueError, EOFError: the queue was closed.
         """
         source = self._source
-        if not hasattr(source, "_reader"):
-            return source.get(timeout=timeout)
         if source._closed:
             raise EOFError
         deadline, held = time.monotonic() + timeout, self._held
