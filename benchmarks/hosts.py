@@ -24,8 +24,8 @@ from benchmarks.targets import Target, target, targets_table
 from benchmarks.trainers import COPY, preload, rival, trainers
 from benchmarks.workers import Case
 from weight_update import SyncReport
-from weight_update.transports.distributed.checksum import Checksum, joint_hex
 from weight_update.transports.distributed.relay.payload_stream import pieces_of
+from weight_update.transports.distributed.transfer import Checksum, joint_hex
 
 QUICK = "1 MB, 2 turns; 4 MB over shaped links"
 

@@ -31,9 +31,9 @@ from weight_update.testing.processes import eventually, freeze, wait_until
 from weight_update.testing.worker_processes import context_of, start_workers
 from weight_update.testing.workers import Worker
 from weight_update.transports.distributed import connection
-from weight_update.transports.distributed.checksum import BLOCK, Checksum, joint_hex
 from weight_update.transports.distributed.relay.host_relay import HostRelay
 from weight_update.transports.distributed.relay.router import Router, _Payload
+from weight_update.transports.distributed.transfer import BLOCK, Checksum, joint_hex
 from weight_update.transports.signed_stream import SignedStream
 
 NUMEL = 3_000_000

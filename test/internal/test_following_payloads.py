@@ -11,9 +11,9 @@ from stream_parts import signed_pair
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError
 from weight_update.testing.chunks import assert_same, in_background
 from weight_update.transports.base import Allocate
-from weight_update.transports.distributed.checksum import Checksum, joint_hex
 from weight_update.transports.distributed.connection import FOLLOWS, Connection, WorkerConnection
 from weight_update.transports.distributed.relay.payload_stream import PIECE, PayloadStream
+from weight_update.transports.distributed.transfer import Checksum, joint_hex
 from weight_update.transports.shared_memory.slots import SlotTable
 from weight_update.wire.frames import Kind, WeightChunk
 

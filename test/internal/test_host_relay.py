@@ -25,12 +25,12 @@ from weight_update.sender.delivery import Delivery
 from weight_update.sender.workers import WorkerState
 from weight_update.testing import Apart
 from weight_update.testing.processes import eventually, wait_until
-from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.connection import INLINE_BYTES, Connection
 from weight_update.transports.distributed.relay import router as routing
 from weight_update.transports.distributed.relay.client import RelayClient
 from weight_update.transports.distributed.relay.host_relay import HostRelay
 from weight_update.transports.distributed.relay.router import RemoteConnection, Router
+from weight_update.transports.distributed.transfer import CHECKSUM
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.slots import SharedBuffer, open_slot
 from weight_update.transports.signed_stream import SignedStream, call, listen

@@ -22,7 +22,6 @@ from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.testing.chunks import in_background
 from weight_update.testing.processes import eventually
 from weight_update.transports.distributed import transfer
-from weight_update.transports.distributed.checksum import BLOCK, Checksum, joint_hex
 from weight_update.transports.distributed.relay import nccl, payload_stream
 from weight_update.transports.distributed.relay.payload_stream import (
     PIECE,
@@ -33,6 +32,7 @@ from weight_update.transports.distributed.relay.payload_stream import (
     discarded_pieces,
     pieces_of,
 )
+from weight_update.transports.distributed.transfer import BLOCK, Checksum, joint_hex
 
 needs_library = pytest.mark.skipif(transfer.library is None, reason="there was no compiler at installation")
 

@@ -13,13 +13,12 @@ from typing import Any, TypeVar
 import torch
 
 from weight_update.errors import FormatError, TransportError, without_frames
-from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.relay.nccl import payload_stream
 from weight_update.transports.distributed.relay.payload_stream import AwaitedStream
+from weight_update.transports.distributed.transfer import CHECKSUM
 from weight_update.transports.shared_memory.slots import slot_of
 from weight_update.transports.signed_stream import SignedStream
 
-_GONE_AT_ONCE = 64  # names of released slots in one command
 _OPENING = 20.0  # seconds in which a worker has to connect for payloads, if updates may not take longer
 _LEAST_PATIENCE = 1.0  # seconds for a host that is sent to directly, unless its limit is less
 _LINK_SHARE = 2
@@ -80,8 +79,7 @@ class RelayClient:
     def take_command_for(self, payload: torch.Tensor) -> dict[str, Any]:
         """Return the part of a ``take`` command that describes the payload's slot."""
         slot = slot_of(payload)
-        given_up = [key for key, ref in self._replicated.items() if (old := ref()) is None or old.fd < 0]
-        gone = given_up[:_GONE_AT_ONCE]
+        gone = [key for key, ref in self._replicated.items() if (old := ref()) is None or old.fd < 0]
         for key in gone:
             del self._replicated[key]
         self._replicated[slot.key] = weakref.ref(slot)

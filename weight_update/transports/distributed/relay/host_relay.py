@@ -15,7 +15,6 @@ from weight_update.errors import (
 )
 from weight_update.progress import Progress
 from weight_update.threads import start_thread
-from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.relay.nccl import payload_stream
 from weight_update.transports.distributed.relay.payload_stream import (
     STALLED,
@@ -26,6 +25,7 @@ from weight_update.transports.distributed.relay.payload_stream import (
     discarded_pieces,
     pieces_of,
 )
+from weight_update.transports.distributed.transfer import CHECKSUM
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.slots import SharedBuffer
 from weight_update.transports.signed_stream import SignedStream, call, listen

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.text import brief
-from weight_update.transports.distributed.checksum import Checksum
 from weight_update.transports.distributed.relay.payload_stream import PIECE, STALLED, PayloadStream
 from weight_update.transports.distributed.store import StoreBase, disown, own
+from weight_update.transports.distributed.transfer import Checksum
 from weight_update.transports.signed_stream import SignedStream
 from weight_update.wire.memory import gpu_in_use
 

@@ -15,8 +15,7 @@ import torch
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError, undo_on_error
 from weight_update.progress import advancer
 from weight_update.threads import call_in_thread
-from weight_update.transports.distributed.checksum import BLOCK, Checksum, joint_hex
-from weight_update.transports.distributed.transfer import transfer_piece
+from weight_update.transports.distributed.transfer import BLOCK, Checksum, joint_hex, transfer_piece
 from weight_update.transports.signed_stream import SignedStream
 from weight_update.transports.socket_stream import deadline_of
 from weight_update.wire.memory import byte_view
