@@ -51,7 +51,7 @@ from weight_update.transports import (
     SharedMemTransport,
     multiprocess,
 )
-from weight_update.transports.distributed.rendezvous import Announcement, Announcer
+from weight_update.transports.distributed.rendezvous import Announcement, SenderStore
 from weight_update.transports.distributed.transport import DistributedListener
 from weight_update.transports.shared_memory.slots import slot_of
 from weight_update.transports.shared_memory.transport import SharedMemListener
@@ -422,7 +422,7 @@ class TestDistributedTransport(TransportContract):
     token = "token"
 
     def make_ends(self) -> Ends:
-        store = Announcer("127.0.0.1", 0)
+        store = SenderStore("127.0.0.1", 0)
         self.port = store.port
         sender = self.sender_class(token=self.token, host=self.hosts[0])
         self.listener = DistributedListener(store, self.hosts[0], self.token, {0: sender}, nobody_else)
@@ -460,7 +460,7 @@ class TestRPCTransport(TestDistributedTransport):
 def test_a_call_does_not_keep_a_worker_from_joining_again(
     leave: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Announcer("127.0.0.1", 0)
+    store = SenderStore("127.0.0.1", 0)
     sender = RPCTransport(SimpleNamespace(owner=lambda: "worker"), host="here")
     worker = DistributedTransport("127.0.0.1", store.port, token="token", host="here")
     monkeypatch.setattr(rpc, "rpc_async", lambda *_, **__: torch.futures.Future())  # it never ends
@@ -500,7 +500,7 @@ def test_a_firewall_blocks_the_port_for_workers_of_other_hosts(drops: bool) -> N
                 caller = stack.enter_context(socket.socket())
                 caller.setblocking(False)
                 caller.connect_ex(("127.0.0.1", port))
-        store = stack.enter_context(contextlib.closing(Announcer("127.0.0.1", 0)))
+        store = stack.enter_context(contextlib.closing(SenderStore("127.0.0.1", 0)))
         store.announce(Announcement("here", "", port, "name"), "token")
         worker = DistributedTransport("127.0.0.1", store.port, token="token", host="there")
         with pytest.raises(SyncTimeoutError if drops else LinkClosedError, match=f"port {port} .* firewall"):

@@ -44,7 +44,7 @@ from faults_tools import (
 from marks import quick_for
 
 from weight_update import DistributedWeightSyncScheme
-from weight_update.transports.distributed.rendezvous import Announcer
+from weight_update.transports.distributed.rendezvous import SenderStore
 
 SHAPE = (8, 4096)  # more than what travels with a signal
 
@@ -219,7 +219,7 @@ def test_a_store_that_cannot_answer_leaves_nothing_open(monkeypatch: pytest.Monk
     def announce(*_: object) -> None:
         raise RuntimeError("no thread")
 
-    monkeypatch.setattr(Announcer, "announce", announce)
+    monkeypatch.setattr(SenderStore, "announce", announce)
     before = open_sockets()
     with pytest.raises(RuntimeError, match="no thread") as caught:
         DistributedWeightSyncScheme().init_on_sender(model=torch.nn.Linear(2, 2), num_workers=1)

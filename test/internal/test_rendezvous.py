@@ -30,7 +30,7 @@ from weight_update.testing.chunks import in_background
 from weight_update.testing.processes import eventually, freeze
 from weight_update.transports.distributed import rendezvous
 from weight_update.transports.distributed import transport as distributed
-from weight_update.transports.distributed.rendezvous import Announcement, Announcer, find_sender
+from weight_update.transports.distributed.rendezvous import Announcement, SenderStore, find_sender
 from weight_update.transports.host_name import this_host
 
 HERE = "127.0.0.1"
@@ -43,8 +43,8 @@ SOON = 5.0
 
 
 @pytest.fixture
-def store() -> Iterator[Announcer]:
-    with closing(Announcer(HERE, 0)) as store:
+def store() -> Iterator[SenderStore]:
+    with closing(SenderStore(HERE, 0)) as store:
         store.announce(WHERE, TOKEN)
         yield store
 
@@ -53,7 +53,7 @@ def find(port: int, timeout: float | None = LONG, **options: bool) -> Announceme
     return find_sender(HERE, port, TOKEN, timeout, **options)
 
 
-def stranger_of(store: Announcer) -> TCPStore:
+def stranger_of(store: SenderStore) -> TCPStore:
     """Return the store client of a stranger that speaks the protocol."""
     return TCPStore(HERE, store.port, is_master=False, wait_for_workers=False)
 
@@ -67,33 +67,33 @@ def repeatedly(action: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-def test_the_announcement_is_found(store: Announcer) -> None:
+def test_the_announcement_is_found(store: SenderStore) -> None:
     assert find(store.port) == WHERE
     assert find(store.port, None) == WHERE
     assert find(store.port, again=True) == WHERE
 
 
-def test_the_store_keeps_no_secret(store: Announcer) -> None:
+def test_the_store_keeps_no_secret(store: SenderStore) -> None:
     assert TOKEN.encode() not in store._request
     assert TOKEN.encode() not in store._value
     assert store._value.endswith(json.dumps(asdict(WHERE)).encode())
 
 
-def test_a_worker_that_comes_before_the_sender(store: Announcer) -> None:
+def test_a_worker_that_comes_before_the_sender(store: SenderStore) -> None:
     """It waits until a process listens there, and until the announcement is written."""
     with socket.socket() as free:
         free.bind((HERE, 0))
         port = free.getsockname()[1]
     found: list[Announcement] = []
     worker = in_background(lambda: found.append(find(port)))
-    with closing(Announcer(HERE, port)) as late:
+    with closing(SenderStore(HERE, port)) as late:
         worker.join(0.3)
         late.announce(WHERE, TOKEN)
         worker.join(LONG)
     assert found == [WHERE]
 
 
-def test_another_token(store: Announcer) -> None:
+def test_another_token(store: SenderStore) -> None:
     start = time.monotonic()
     with pytest.raises(JoinRefusedError, match=r"has another token, or .* same token= \(or"):
         find_sender(HERE, store.port, "another", LONG)
@@ -123,7 +123,7 @@ def test_a_port_that_refuses_is_told_from_a_network_without_a_way(monkeypatch: p
         find(port, 0.3)
 
 
-def test_a_known_sender_that_has_gone_is_not_waited_for(store: Announcer) -> None:
+def test_a_known_sender_that_has_gone_is_not_waited_for(store: SenderStore) -> None:
     assert find(store.port) == WHERE
     store.close()
     start = time.monotonic()
@@ -132,7 +132,7 @@ def test_a_known_sender_that_has_gone_is_not_waited_for(store: Announcer) -> Non
     assert time.monotonic() - start < SOON
 
 
-def test_close_ends_the_store_and_its_thread(store: Announcer) -> None:
+def test_close_ends_the_store_and_its_thread(store: SenderStore) -> None:
     def announcing() -> list[threading.Thread]:
         return [one for one in threading.enumerate() if one.name == "weight_update-announce"]
 
@@ -237,7 +237,7 @@ WRITES: dict[str, Callable[[TCPStore], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_stranger_cannot_write(store: Announcer, write: Callable[[TCPStore], object]) -> None:
+def test_a_stranger_cannot_write(store: SenderStore, write: Callable[[TCPStore], object]) -> None:
     def try_to() -> None:
         with contextlib.suppress(DistError, ValueError):
             write(stranger_of(store))
@@ -248,7 +248,7 @@ def test_a_stranger_cannot_write(store: Announcer, write: Callable[[TCPStore], o
     assert find(store.port) == WHERE
 
 
-def test_strangers_on_the_port(store: Announcer) -> None:
+def test_strangers_on_the_port(store: SenderStore) -> None:
     with contextlib.ExitStack() as stack:
         for data in (b"", b"GET / HTTP/1.0\r\n\r\n", struct.pack("<Q", 1 << 62), b"\xff" * 4096):
             for _ in range(30):
@@ -283,7 +283,7 @@ def sender_process(announced: bool = True, child: str = "") -> Iterator[tuple[mu
 
 
 def be_sender(pipe: Connection, announced: bool, child: str) -> None:
-    store = Announcer(HERE, 0)
+    store = SenderStore(HERE, 0)
     if announced:
         store.announce(WHERE, TOKEN)
         find(store.port)
@@ -311,7 +311,7 @@ def test_a_child_does_not_hide_the_death_of_the_sender(child: str) -> None:
         assert time.monotonic() - start < SOON
 
 
-def test_a_port_is_free_again_after_close_though_a_child_lives(store: Announcer) -> None:
+def test_a_port_is_free_again_after_close_though_a_child_lives(store: SenderStore) -> None:
     ctx = multiprocessing.get_context("fork")
     ours, theirs = ctx.Pipe()
     child = ctx.Process(target=greet_and_wait, args=(theirs,))
@@ -319,7 +319,7 @@ def test_a_port_is_free_again_after_close_though_a_child_lives(store: Announcer)
     try:
         assert ours.recv() == "here"
         store.close()
-        with closing(Announcer(HERE, store.port)) as again:
+        with closing(SenderStore(HERE, store.port)) as again:
             again.announce(WHERE, TOKEN)
             assert find(store.port) == WHERE
     finally:
@@ -349,7 +349,7 @@ def free_descriptors(number: int) -> Iterator[None]:
 
 def test_a_store_with_few_descriptors() -> None:
     with free_descriptors(1):
-        Announcer(HERE, 0).close()
+        SenderStore(HERE, 0).close()
 
 
 def test_a_sender_of_this_host_whose_socket_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,7 +229,7 @@ class Faults:
 
     def _do_strangers(self) -> None:
         dice = random.Random(self._dice.randrange(1 << 30))
-        self._apart(disturb, os.getpid(), dice)
+        self._apart(disturb, os.getpid(), self._driver.scheme, dice)
 
     def _do_disk_full(self) -> bool:
         return self._driver.fill_disk(self._later, self._dice.uniform(0.5, 3.0))

@@ -33,7 +33,7 @@ def listeners(pid: int) -> list[Any]:
     return found
 
 
-def disturb(pid: int, dice: random.Random) -> None:
+def disturb(pid: int, scheme: Any, dice: random.Random) -> None:
     """Thread: send rubbish to all listeners, keep the connections for a while, and leave."""
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         for address in listeners(pid):

@@ -17,7 +17,7 @@ from weight_update.schemes.options import SchemeOptions, takes_options_of
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.relay.nccl import require_backend
-from weight_update.transports.distributed.rendezvous import Announcer
+from weight_update.transports.distributed.rendezvous import SenderStore
 from weight_update.transports.distributed.transport import DistributedListener, DistributedTransport
 from weight_update.transports.host_name import this_host
 
@@ -118,11 +118,11 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         links: dict[int, Any] = super().open_sender(workers, ctx)
-        announcer = Announcer(self.address, self.port)
-        self.port = announcer.port
+        store = SenderStore(self.address, self.port)
+        self.port = store.port
         host = self.host_name() or this_host()
-        with undo_on_error(announcer.close):
-            listener = DistributedListener(announcer, host, self.token, links, self.late_joiner_links())
+        with undo_on_error(store.close):
+            listener = DistributedListener(store, host, self.token, links, self.late_joiner_links())
         with undo_on_error(listener.close):
             self.announce(Whereabouts(self.address, self.port, self.token))
         self.listener = listener

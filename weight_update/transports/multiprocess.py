@@ -270,7 +270,7 @@ class MPTransport(TransportBackend):
         A worker that is killed while its message waits for room leaves a part of the message in the pipe. The
         sender would then take the next worker's message for the rest.
         """
-        with contextlib.suppress(AttributeError, OSError):  # not every system has such calls
+        with contextlib.suppress(OSError):
             pipe = self._outbox._writer
             if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) < nbytes + _PICKLED_BYTES:
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, nbytes + _PICKLED_BYTES)

@@ -1,1 +1,1 @@
-"""Transport over TCP between hosts, with a rendezvous at one known port."""
+"""Transport over TCP between hosts, with a TCPStore for rendezvous."""

@@ -44,7 +44,7 @@ class Announcement:
     Attributes:
         host: name of its host.
         local: name of its abstract Unix socket, for workers on that host.
-        port: TCP port for workers on other hosts, at the same address.
+        port: TCP port for workers on other hosts, at the address of the store.
         name: random name of the sender, for the context of handshakes.
     """
 
@@ -54,7 +54,7 @@ class Announcement:
     name: str
 
 
-class Announcer(Listener):
+class SenderStore(Listener):
     """The sender's end of the rendezvous: it answers any process that asks for the announcement.
 
     Nobody can write into it. It answers as a TCPStore that holds the announcement only, and ends a connection
@@ -97,16 +97,16 @@ def find_sender(
     again: bool = False,
     require_open: Callable[[], None] = lambda: None,
 ) -> Announcement:
-    """Return the announcement of the sender at ``address``; wait until a process listens there.
+    """Return the announcement in the store at ``address``; wait until a process listens there.
 
     ``timeout`` is in seconds; None takes :data:`REPLY_SECONDS`. With ``again``, the sender was found before.
     If nobody listens there, it is then gone, and none is waited for; if no way leads there, the link may come
     back. ``require_open`` raises if the caller was closed meanwhile.
 
     Raises:
-        LinkClosedError: no process could be reached in time, or the sender is gone.
+        LinkClosedError: the store could not be reached in time, or the sender is gone.
         SyncTimeoutError: a process listens there, and did not answer in time; or see ``again``.
-        JoinRefusedError: the answer is not signed with ``token``.
+        JoinRefusedError: the store has no announcement that is signed with ``token``.
     """
     limit = REPLY_SECONDS if timeout is None else timeout
     deadline = time.monotonic() + limit
@@ -142,7 +142,7 @@ def find_sender(
 def _read_announcement(
     stream: SocketStream, address: str, port: int, token: str, deadline: float
 ) -> Announcement:
-    """Ask a sender; raise LinkClosedError if it is gone, and SyncTimeoutError if it is silent."""
+    """Read from a store; raise LinkClosedError if it is gone, and SyncTimeoutError if it is silent."""
     stream.send(_MAGIC + struct.pack("<BI", _PING, port), deadline)
     pong = stream.recv(4, deadline)
     stream.send(_request(token), deadline)

@@ -1,4 +1,4 @@
-"""Links to workers on this host and on others, which ask the sender where it listens."""
+"""Links to workers on this host and on others, which find the sender through a TCPStore."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weight_update.transports.base import Capabilities, TransportBackend
 from weight_update.transports.distributed.connection import Connection, WorkerConnection
 from weight_update.transports.distributed.relay.client import RelayClient
 from weight_update.transports.distributed.relay.router import RemoteConnection, Router
-from weight_update.transports.distributed.rendezvous import Announcement, Announcer, find_sender
+from weight_update.transports.distributed.rendezvous import Announcement, SenderStore, find_sender
 from weight_update.transports.host_name import shares_sockets, this_host
 from weight_update.transports.join_listener import answering_refusals, link_for
 from weight_update.transports.listener import Listener
@@ -40,15 +40,15 @@ _PAYLOADS_SECONDS, _RETRY_SECONDS = 20.0, 0.1  # to connect for payloads
 class DistributedTransport(SharedMemTransport):
     """One end of a link to a worker on this host or on another.
 
-    A worker asks at ``address`` where the sender listens. On the sender's host it connects
+    A worker learns from the store at ``address`` where the sender listens. On the sender's host it connects
     as a :class:`SharedMemTransport` does. To other hosts, frames go over a TCP connection, signed with a key
     of this connection. A payload is sent once to each host, over another connection of one worker there; the
     other workers map that worker's copy. A small payload to the only worker of a host follows its frame.
 
     Args:
-        address: receiver's end: address at which the sender answers. None makes a sender's end, whose
-            connection comes from ``DistributedListener``.
-        port: port at that address.
+        address: receiver's end: address of the sender's store. None makes a sender's end, whose connection
+            comes from ``DistributedListener``.
+        port: port of that store.
         token: secret of both ends.
         host: name of this host; the default is ``this_host()``; two ends with one name share memory.
         directory: see :class:`~weight_update.SharedMemWeightSyncScheme`.
@@ -159,7 +159,7 @@ def _connect_for_payloads(
 class DistributedListener(Listener):
     """The listener for links to this host and to others, with the arguments of :class:`JoinListener`.
 
-    Workers find it by ``announcer``.
+    Workers find it in ``store``.
 
     Attributes:
         router: router of payloads to workers on other hosts.
@@ -167,29 +167,29 @@ class DistributedListener(Listener):
 
     def __init__(
         self,
-        announcer: Announcer,
+        store: SenderStore,
         host: str,
         token: str,
         links: Mapping[int, DistributedTransport],
         late_joiners: Callable[[int], DistributedTransport],
     ) -> None:
-        self._announcer, self._links, self._late_joiners = announcer, links, late_joiners
+        self._store, self._links, self._late_joiners = store, links, late_joiners
         self.router: Router = Router()
         self._local = SharedMemListener(token, links, late_joiners)
         with undo_on_error(self._local.close):
-            sock = listen(announcer.address)
+            sock = listen(store.address)
             where = Announcement(host, self._local.address[1:], sock.getsockname()[1], uuid.uuid4().hex)
             super().__init__(sock, token, _context(where), self._admit, "weight_update-listener", _log)
             self._local.refusals = self.refusals
             with undo_on_error(super().close):
-                announcer.announce(where, token)
+                store.announce(where, token)  # workers wait for start(), rather than be told of another token
 
     def start(self) -> None:
         self._local.start()
         super().start()
 
     def close(self) -> None:
-        self._announcer.close()
+        self._store.close()
         self._local.close()
         super().close()
 
