@@ -63,6 +63,12 @@ subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"], check=True)
 """
 NO_NETWORK = "assert libc.unshare(0x40000000) == 0"
+NO_LIBUV = """
+from weight_update.transports.distributed import rendezvous
+def store(*_, **__):
+    raise RuntimeError("use_libuv was requested but PyTorch was built without libuv support, run with ...")
+rendezvous.TCPStore = store
+"""
 FEW_FILES = "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 4096))"
 
 needs_namespaces = pytest.mark.skipif(
@@ -88,6 +94,7 @@ needs_seccomp = pytest.mark.skipif(
             *(NO_NETWORK, "sockets", "fail", "loopback", "ip link set lo up"),
             marks=[needs_namespaces, pytest.mark.slow],
         ),
+        (NO_LIBUV, "sockets", "fail", "built without libuv", "install PyTorch's own build"),
         (
             "os.environ['GLOO_SOCKET_IFNAME'] = 'no-such-interface'",
             "gloo",
@@ -96,7 +103,7 @@ needs_seccomp = pytest.mark.skipif(
             "set GLOO_SOCKET_IFNAME",
         ),
     ],
-    ids=["open files", "memfd", "other processes", "shm", "loopback", "gloo"],
+    ids=["open files", "memfd", "other processes", "shm", "loopback", "libuv", "gloo"],
 )
 def test_doctor_finds_what_is_broken(breaking: str, check: str, status: str, words: str, cure: str) -> None:
     done = run_python("-c", DOCTOR.format(breaking=breaking))

@@ -37,6 +37,7 @@ from faults_tools import (
 )
 from marks import quick_for
 from stranger_parts import Tap
+from torch.distributed import DistError, TCPStore
 
 from weight_update import DistributedWeightSyncScheme, SyncFailedError, SyncTimeoutError, WeightChunk
 from weight_update.errors import JoinRefusedError, LinkClosedError
@@ -101,6 +102,11 @@ def call(port: int, data: bytes) -> socket.socket:
     stranger = socket.create_connection(("127.0.0.1", port), timeout=10.0)
     stranger.sendall(data)
     return stranger
+
+
+def client(scheme: DistributedWeightSyncScheme) -> TCPStore:
+    """Return the store client of a stranger that speaks the protocol."""
+    return TCPStore("127.0.0.1", scheme.port, is_master=False, wait_for_workers=False)
 
 
 def sender_of(scheme: DistributedWeightSyncScheme) -> Announcement:
@@ -412,3 +418,34 @@ def test_connect_ends_in_time_if_the_link_fails_while_weights_arrive(
                 receiver.connect(timeout=3.0)
         with pytest.raises(SyncFailedError):
             sending.result()
+
+
+# -- the store -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow  # test_listener.py has a quick flood
+def test_a_flood_of_large_values(busy) -> None:
+    me, stranger = psutil.Process(), client(busy)
+    before, peak = me.memory_info().rss, 0
+    for _ in range(80):  # 640 MB; what the allocator keeps varies, but does not grow with them
+        stranger.set("a key", bytes(8_000_000))
+        peak = max(peak, me.memory_info().rss - before)
+    assert stranger.delete_key("a key")
+    assert flows_on(busy)
+    assert peak < 300e6, f"{peak / 1e6:.0f} MB"
+
+
+def test_a_value_that_is_too_large(busy) -> None:
+    with pytest.raises(DistError):
+        client(busy).queue_push("door", bytes(9 << 20))
+    assert flows_on(busy)
+
+
+def test_a_store_gives_no_secret_away(busy) -> None:
+    """A stranger that speaks the protocol finds the announcement, from which it cannot tell the token."""
+    stranger = client(busy)
+    (key,) = stranger.list_keys()
+    value = stranger.get(key.removeprefix("/"))
+    assert busy.token not in key
+    assert busy.token.encode() not in value
+    assert flows_on(busy)

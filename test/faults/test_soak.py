@@ -7,6 +7,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -20,9 +21,10 @@ import torch
 from interpreters import run_python
 from soak_drivers import Driver, driver_of
 from soak_measure import give_back, growth
-from soak_strangers import listeners
+from soak_strangers import listeners, spoil_store
 from soak_table import summary, table
 from soak_worker import fill
+from torch.distributed import TCPStore
 
 from weight_update import SyncFailedError
 from weight_update.testing.workers import dumps
@@ -91,6 +93,18 @@ def test_strangers_find_every_listener() -> None:
         unix.bind(name)
         unix.listen()
         assert {tcp.getsockname(), name} <= set(listeners(os.getpid()))
+
+
+def test_strangers_spoil_what_a_store_holds() -> None:
+    """The announcement of a sender is a value of a store, under a key that any client can list."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spoiled = 0
+    for seed in range(10):
+        store.set("weight_update/key", "announcement")
+        spoil_store("127.0.0.1", store.port, random.Random(seed))
+        kept = store.check(["weight_update/key"]) and store.get("weight_update/key") == b"announcement"
+        spoiled += not kept
+    assert spoiled > 3
 
 
 @pytest.mark.parametrize("peer", [None, "torchrl"])

@@ -9,10 +9,14 @@ import re
 import socket
 import struct
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
+from torch.distributed import TCPStore
+
+from weight_update import RemoteWeightSyncScheme
 
 _SECONDS = 3.0
 
@@ -44,6 +48,8 @@ def disturb(pid: int, scheme: Any, dice: random.Random) -> None:
                     stranger.settimeout(1.0)
                     stranger.connect(address)
                     stranger.sendall(_rubbish(dice))
+        if isinstance(scheme, RemoteWeightSyncScheme) and scheme.port:  # 0: Ray's object store has none
+            spoil_store(scheme.address, scheme.port, dice)
         time.sleep(dice.random() * _SECONDS)
 
 
@@ -57,6 +63,18 @@ def _rubbish(dice: random.Random) -> bytes:
             b"GET / HTTP/1.1\r\n\r\n",
             struct.pack("<Q", 1 << 40) + noise,
             b"\0" + struct.pack("<I", 0x3C85F7CE) + noise,  # as a client of a TCPStore begins
-            b"\0" + struct.pack("<IBIB", 0x3C85F7CE, 13, 0, 3) + noise,  # and asks for a value
         ]
     )
+
+
+def spoil_store(address: str, port: int, dice: random.Random) -> None:
+    """Write rubbish over the values in a TCPStore, and beside them, as any client of it can."""
+    store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2.0))
+    with contextlib.suppress(RuntimeError):
+        for _ in range(dice.randrange(1, 10)):
+            held = [key.removeprefix("/") for key in store.list_keys()]
+            write = dice.choice([store.set, store.append, store.queue_push])
+            write(dice.choice([*held, f"rubbish{dice.randrange(100)}"]), dice.randbytes(40).hex())
+        if dice.random() < 0.2:
+            for key in held:
+                store.delete_key(key)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from weight_update.cli.checks.base import THREADS, Finding, fail, ok, warn
+from weight_update.errors import TransportError
 from weight_update.text import brief
 from weight_update.threads import start_thread
+from weight_update.transports.distributed.rendezvous import SenderStore
 from weight_update.transports.distributed.store import HashStore, ProcessGroupGloo
 
 _SECONDS = 3.0
@@ -24,7 +26,7 @@ GLOO_CURE = f"set {_INTERFACE} to a network interface that is up and has an addr
 
 
 def look_at_loopback() -> Finding:
-    """Connect to this process over loopback and over an abstract Unix socket."""
+    """Connect to this process over loopback and over an abstract Unix socket, and open a sender's store."""
     addresses: list[tuple[int, Any, str, str]] = [
         (socket.AF_INET, ("127.0.0.1", 0), "loopback (127.0.0.1)", "bring it up: ip link set lo up"),
         (
@@ -39,6 +41,11 @@ def look_at_loopback() -> Finding:
             _exchange(family, address)
         except OSError as error:
             return fail(f"no connection over {name}: {error}", cure)
+    try:
+        SenderStore("127.0.0.1", 0).close()
+    except TransportError as error:
+        problem, _, cure = str(error).rpartition("; ")
+        return fail(problem, cure)
     return ok("TCP on 127.0.0.1 and Unix sockets work")
 
 

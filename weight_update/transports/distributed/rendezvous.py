@@ -1,7 +1,8 @@
-"""Rendezvous: a worker asks at a port that it knows where the sender listens.
+"""Rendezvous: a worker reads from a TCPStore in the sender's process where the sender listens.
 
-Any process that reaches the port may ask. Therefore the announcement is signed with the token, and its key is
-derived from the token. Nobody who has joined needs the port.
+The store has no access control: any process that reaches its port may read, write and delete. Therefore the
+announcement is signed with the token, its key is derived from the token, and the sender writes it again and
+again. Nothing else is kept in the store, so nobody who has joined needs it.
 """
 
 from __future__ import annotations
@@ -10,28 +11,44 @@ import contextlib
 import hmac
 import json
 import logging
+import os
+import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 
-from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
-from weight_update.text import format_seconds
-from weight_update.transports.handshake import PROOF_BYTES, proof, received
-from weight_update.transports.listener import Listener
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    SyncTimeoutError,
+    TransportError,
+)
+from weight_update.text import brief, format_seconds
+from weight_update.threads import start_thread
+from weight_update.transports.distributed.store import TCPStore, disown, own
+from weight_update.transports.handshake import PROOF_BYTES, proof
 from weight_update.transports.signed_stream import dial, listen
 from weight_update.transports.socket_stream import SocketStream
 
 _log = logging.getLogger(__name__)
 
 REPLY_SECONDS = 10.0
-"""Seconds that a sender may take to answer where the caller sets no limit."""
+"""Seconds that a store may take to answer where the caller sets no limit."""
 
 _CONTEXT = "rendezvous"
+_REPEAT_SECONDS = 0.05
+"""Seconds after which the sender writes its announcement again."""
+_MISSING_SECONDS = 50 * _REPEAT_SECONDS
+"""Seconds after which a store without an announcement for our token counts as the store of someone else."""
 _RETRY_SECONDS = 0.1
-_LARGEST = 1 << 20  # bytes; no announcement is larger
+_DESCRIPTORS = 16  # more than a store needs with its thread and a few workers
+_LARGEST = 8 << 20  # a TCPStore takes no larger value, though strangers may append to one
 
-# the part of the protocol of torch.distributed.TCPStore that is used here
+# the protocol of torch.distributed.TCPStore
 _VALIDATE, _GET, _PING = 0, 3, 13
 _MAGIC = struct.pack("<BI", _VALIDATE, 0x3C85F7CE)
 _NUMBER = struct.Struct("<Q")
@@ -54,38 +71,115 @@ class Announcement:
     name: str
 
 
-class SenderStore(Listener):
-    """The sender's end of the rendezvous: it answers any process that asks for the announcement.
-
-    Nobody can write into it. It answers as a TCPStore that holds the announcement only, and ends a connection
-    over which something else arrives.
+class SenderStore:
+    """A TCPStore in this process that keeps the sender's announcement.
 
     Raises:
         OSError: as :func:`listen`.
+        TransportError: the store does not work, for example because the process has too many open files, or
+            PyTorch was built without libuv.
     """
 
     def __init__(self, address: str, port: int) -> None:
         sock = listen(address, port)
         self.address: str = address
         self.port: int = sock.getsockname()[1]
-        super().__init__(sock, "", _CONTEXT, lambda *_: None, "weight_update-announce", _log)
+        self._descriptor = sock.detach()
+        _listening.add(self._descriptor)
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        identity = os.fstat(self._descriptor).st_ino
+        try:
+            _require_descriptors(self._descriptor)
+            with _limit(self._descriptor, REPLY_SECONDS):
+                store = TCPStore(
+                    address,
+                    self.port,
+                    is_master=True,
+                    timeout=timedelta(seconds=REPLY_SECONDS),
+                    wait_for_workers=False,
+                    master_listen_fd=self._descriptor,
+                )
+            self._server = own(store)
+        except BaseException as error:
+            _listening.discard(self._descriptor)
+            with contextlib.suppress(OSError):
+                if os.fstat(self._descriptor).st_ino == identity:  # else the store has closed it
+                    os.close(self._descriptor)
+            if not isinstance(error, RuntimeError | OSError):
+                raise
+            where = f"{address}:{self.port}"
+            raise TransportError(f"the sender cannot open its store at {where} {_why_not(error)}") from None
 
     def announce(self, where: Announcement, token: str) -> None:
-        """Answer with the announcement from now on, until :meth:`close`; called once."""
-        self._request, self._value = _request(token), _signed(json.dumps(asdict(where)).encode(), token)
-        self.start()
+        """Write the announcement, and keep writing it until :meth:`close`; called once."""
+        key, signed = _key(token), _signed(json.dumps(asdict(where)).encode(), token)
+        self._server.set(key, signed)
+        self._thread = start_thread("weight_update-announce", self._repeat, key, signed, in_order=True)
 
-    def _handshake(self, stream: SocketStream) -> Iterator[None]:
-        now = time.monotonic()  # messages this small always fit into the socket's buffer
-        ping = yield from received(stream, len(_MAGIC) + 5, _MAGIC + bytes([_PING]))
-        stream.send(ping[-4:], now)
-        while True:
-            request = yield from received(stream, len(self._request), self._request[:1])
-            value = self._value if request == self._request else b""
-            stream.send(_NUMBER.pack(len(value)) + value, now)
+    def close(self) -> None:
+        """Close the store; calling it twice is fine."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(REPLY_SECONDS)
+        _listening.discard(self._descriptor)
+        disown(self._server)
+        self._server = None  # which listens until nothing refers to it
 
-    def _end(self, stream: SocketStream, error: Exception) -> None:
-        stream.close()  # as a worker does that has its answer, so this is nothing to report
+    def _repeat(self, key: str, signed: bytes) -> None:
+        try:
+            while not self._closed.wait(_REPEAT_SECONDS):
+                self._server.set(key, signed)
+        except RuntimeError as error:  # a firewall, for example, has cut this process's own connection
+            if self._closed.is_set():
+                return
+            _log.warning(
+                "the sender at %s:%d does not write its announcement again: %s; workers can join unless "
+                "another process overwrites the announcement; if they cannot, start the sender again",
+                *(self.address, self.port, brief(error)),
+            )
+
+
+def _why_not(error: Exception) -> str:
+    """Return the reason why a store could not be opened, and the remedy."""
+    reason = str(error).partition("\n")[0]
+    if "without libuv" in reason:  # PyTorch advises USE_LIBUV=0: a store that one stranger can block
+        return "(this PyTorch was built without libuv); install PyTorch's own build: pip install torch"
+    return f"({reason}); if it has too many open files, raise the process's limit (ulimit -n)"
+
+
+def _require_descriptors(one: int) -> None:
+    """Raise OSError unless this process may open some more; PyTorch's store aborts a process that may not."""
+    with contextlib.ExitStack() as copies:
+        for _ in range(_DESCRIPTORS):
+            copies.callback(os.close, os.dup(one))
+
+
+@contextlib.contextmanager
+def _limit(descriptor: int, seconds: float) -> Iterator[None]:
+    """End the making of a store that listens on ``descriptor`` after some seconds, by a RuntimeError.
+
+    A store connects to its own server, and waits for an answer without limit. There is none as long as this
+    process has no descriptor left: workers took them. The connection ends when nobody listens any more.
+    """
+    made, sock = threading.Event(), socket.socket(fileno=os.dup(descriptor))
+    last = seconds + _RETRY_SECONDS  # later than the store's own limit, so that it does not retry
+
+    def watch() -> None:
+        if not made.wait(last):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    with sock:
+        _listening.add(sock.fileno())
+        thread = start_thread("weight_update-rendezvous", watch)
+        try:
+            yield
+        finally:
+            made.set()
+            thread.join()
+            _listening.discard(sock.fileno())
+        if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise RuntimeError(f"it did not answer in {format_seconds(seconds)}")
 
 
 def find_sender(
@@ -145,26 +239,53 @@ def _read_announcement(
     """Read from a store; raise LinkClosedError if it is gone, and SyncTimeoutError if it is silent."""
     stream.send(_MAGIC + struct.pack("<BI", _PING, port), deadline)
     pong = stream.recv(4, deadline)
-    stream.send(_request(token), deadline)
-    (size,) = _NUMBER.unpack(length := stream.recv(_NUMBER.size, deadline))
-    if size > _LARGEST:
-        raise LinkClosedError(f"what answers there is not a sender: it sent {pong + length!r}")
-    signed = stream.recv(size, deadline)
-    body = signed[PROOF_BYTES:]
-    if not hmac.compare_digest(signed, _signed(body, token)):
-        raise JoinRefusedError(
-            f"the sender at {address}:{port} has another token, or its init_on_sender() failed: pass the "
-            "scheme to the worker after init_on_sender(), or give both ends the same token= (or "
-            "WEIGHT_UPDATE_TOKEN)"
-        )
-    return Announcement(**json.loads(body))
+    give_up = time.monotonic() + _MISSING_SECONDS
+    key = b"/" + _key(token).encode()  # as torch.distributed writes it
+    while time.monotonic() < min(give_up, deadline):
+        stream.send(bytes([_GET]) + _NUMBER.pack(len(key)) + key, deadline)
+        (size,) = _NUMBER.unpack(length := stream.recv(_NUMBER.size, deadline))
+        if size > _LARGEST:
+            raise LinkClosedError(f"what answers there is not a sender: it sent {pong + length!r}")
+        if size:  # a sender with our token writes this key, so a stranger hides what it wrote
+            give_up = deadline
+        with contextlib.suppress(FormatError):
+            return _verified(stream.recv(size, deadline), token)
+    if time.monotonic() >= deadline:
+        raise SyncTimeoutError
+    raise JoinRefusedError(
+        f"the sender at {address}:{port} has another token, or its init_on_sender() failed: pass the scheme "
+        "to the worker after init_on_sender(), or give both ends the same token= (or WEIGHT_UPDATE_TOKEN)"
+    )
 
 
-def _request(token: str) -> bytes:
-    """Return the bytes that ask for the announcement of a sender with ``token``."""
-    key = f"/weight_update/{proof(token, b'A', b'', _CONTEXT).hex()}".encode()  # as TCPStore writes it
-    return bytes([_GET]) + _NUMBER.pack(len(key)) + key
+def _key(token: str) -> str:
+    return f"weight_update/{proof(token, b'A', b'', _CONTEXT).hex()}"
 
 
 def _signed(body: bytes, token: str) -> bytes:
     return proof(token, b"A", b"", f"{_CONTEXT} {body.decode(errors='replace')}") + body
+
+
+def _verified(signed: bytes, token: str) -> Announcement:
+    """Return the announcement; raise FormatError if it is not signed with ``token``."""
+    body = signed[PROOF_BYTES:]
+    if not hmac.compare_digest(signed, _signed(body, token)):
+        raise FormatError("the announcement is not signed with our token")
+    return Announcement(**json.loads(body))
+
+
+_listening: set[int] = set()
+"""Descriptors on which a TCPStore listens; an open copy in a child would hide the death of this process."""
+
+
+def _close_inherited() -> None:
+    """Close the sockets in a child; keep their descriptors in use, because C++ objects refer to them."""
+    if _listening:
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in _listening:
+            os.dup2(nothing, descriptor, inheritable=False)
+        os.close(nothing)
+        _listening.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

@@ -1,4 +1,4 @@
-"""Names of torch.distributed, whose compiled half has no complete type stubs."""
+"""TCPStore and other names of torch.distributed, whose compiled half has no complete type stubs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ HashStore: Any = _dist.HashStore
 PrefixStore: Any = _dist.PrefixStore
 StoreBase: Any = _dist.Store
 ProcessGroupGloo: Any = _dist.ProcessGroupGloo
+TCPStore: Any = _dist.TCPStore
 
 _owned: list[Any] = []
 
