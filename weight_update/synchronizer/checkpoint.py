@@ -248,7 +248,7 @@ class CheckpointService(Service):
     def explorer_fetched(self, session: str, version: int | None, step: int, reason: str) -> Reply:
         """Note that an explorer has read a version made at the trainer's ``step``, or could not."""
         with self.changed:
-            explorer = self.table.of(session).member
+            explorer = self.session(session).member
             assert isinstance(explorer, ExplorerState)
             if version is None:
                 self.machine.failed(explorer.id, reason)

@@ -182,7 +182,7 @@ class DirectService(Service):
         with self.changed:
             found, explorer = self._explorer(session, step, held)
             if self.trainer_endpoint is None and not self._await_trainer(explorer, deadline):
-                self.table.of(session)  # raises if the client left meanwhile
+                self.session(session)  # raises if the client left meanwhile
                 withdrawn = explorer.outcome is None
                 return self.explorer_gives_up(session, "it went on") if withdrawn else outcome_of(explorer)
             endpoint = self.trainer_endpoint

@@ -107,7 +107,7 @@ class MemoryService(Service):
 
     def _require_open(self) -> None:
         """Raise Closed if another thread closed the service, and release what was made meanwhile."""
-        if self.table.closed:
+        if self.closed:
             self._release()
             raise Closed(CLOSED)
 
@@ -209,8 +209,10 @@ class MemoryService(Service):
             newest = self._newest
             if newest is None:  # the service was closed
                 return
-            linked = self.table.linked(key_of(newest.publisher.endpoint))
-            going = [one for one in linked if self.machine.may_fetch(one.id) is not None]
+            key = key_of(newest.publisher.endpoint)
+            linked = [one.member for one in self.sessions.values() if one.linked == key]
+            explorers = [one for one in linked if isinstance(one, ExplorerState)]
+            going = [one for one in explorers if self.machine.may_fetch(one.id) is not None]
             if not going and not spread:  # the call before has sent to them
                 return
             self.machine.begin([one.id for one in going])

@@ -76,7 +76,7 @@ class Service(SessionManager, ABC):
         except Refused as error:
             return {"refused": str(error)}
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
-            if self.table.closed:  # close() may have taken anything away
+            if self.closed:  # close() may have taken anything away
                 return {"closed": CLOSED}
             if isinstance(error, WeightSyncError):
                 return {"error": str(error)}
@@ -114,7 +114,7 @@ class Service(SessionManager, ABC):
 
     def _trainer(self, session: str, step: int) -> TrainerState:
         """Return the trainer that calls, and note its step."""
-        trainer = self.table.of(session).member
+        trainer = self.session(session).member
         assert isinstance(trainer, TrainerState)
         if trainer.step != step:
             self.machine.trainer_at(step)
@@ -140,7 +140,7 @@ class Service(SessionManager, ABC):
     def explorer_gives_up(self, session: str, reason: str) -> Reply:
         """Note that an explorer does not wait any longer."""
         with self.changed:
-            explorer = self.table.of(session).member
+            explorer = self.session(session).member
             assert isinstance(explorer, ExplorerState)
             self.machine.gave_up(explorer.id, reason)
             return {"version": explorer.version, "reason": reason}
@@ -149,7 +149,7 @@ class Service(SessionManager, ABC):
 
     def _explorer(self, session: str, step: int, held: Held) -> tuple[Session, ExplorerState]:
         """Return the session and state of the explorer that calls; note its step and its update."""
-        found = self.table.of(session)
+        found = self.session(session)
         explorer = found.member
         assert isinstance(explorer, ExplorerState)
         if explorer.step != step:
