@@ -151,9 +151,9 @@ class CheckpointStore:
     def latest(self) -> Manifest | None:
         """Return the manifest of the newest complete version; None if there is none.
 
-        Broken versions are skipped: each is warned about once, and not looked at again until its files
-        change. A version whose manifest cannot be read now is skipped until it can. Wrong bits in the data
-        are found by :meth:`reading`, and remembered.
+        Broken versions are skipped until their files change, with one warning for each. A version whose
+        manifest cannot be read now is skipped until it can. Wrong bits in the data are found by
+        :meth:`reading`, and remembered.
         """
         return self._newest(above=-1)
 
@@ -225,26 +225,30 @@ class CheckpointStore:
 
     def _read(self, version: int) -> dict[str, Any]:
         try:
-            marks = self._index.marks(version)
             while True:
                 manifest = self._index.load(version)
                 with contextlib.ExitStack() as unused:
                     lease = Lease(self.directory, manifest.stem, self._lease_seconds)
                     unused.callback(lease.end)
                     if self._index.load(version) == manifest:  # read again, now that it is leased
-                        mapping, weights = map_file(self.directory / manifest.file, manifest.digest)
+                        mapping, weights = self._map(manifest)
                         weakref.finalize(mapping, lease.end)  # tensors keep the mapping
                         unused.pop_all()
                         return weights
-        except CorruptCheckpointError as error:
-            self._index.distrust(version, error, marks)
-            raise
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 error.errno,
                 f"no version {version} in {self.directory} (it was removed, or never published); latest() "
                 "gives the newest",
             ) from None
+
+    def _map(self, manifest: Manifest) -> tuple[mmap.mmap, dict[str, Any]]:
+        changed_at = self._index.changed_at(manifest)
+        try:
+            return map_file(self.directory / manifest.file, manifest.digest)
+        except CorruptCheckpointError as error:
+            self._index.distrust(manifest, error, changed_at)
+            raise
 
 
 def map_file(path: Path, expected: str | None = None) -> tuple[mmap.mmap, dict[str, Any]]:
