@@ -7,6 +7,7 @@ import errno
 import logging
 import mmap
 import os
+import stat
 import threading
 import time
 import uuid
@@ -20,7 +21,7 @@ import torch
 
 from weight_update.arguments import require_local_path, require_seconds, whole_number
 from weight_update.checkpoints.io import PART, digest, naming_free_space, open_regular, write_beside
-from weight_update.checkpoints.lease import Lease, LeaseMonitor
+from weight_update.checkpoints.lease import LEASE, Lease
 from weight_update.checkpoints.manifest import LAST_VERSION, Manifest, ManifestIndex, describe
 from weight_update.checkpoints.safetensors import pack, unpack
 from weight_update.errors import CorruptCheckpointError, LifecycleError
@@ -276,12 +277,12 @@ class GarbageCollector:
     The manifest is removed first, then leases are looked at again, then the data file is removed. A reader
     makes its lease first and then checks that the manifest is still there. So one of the two sees the other.
     Leases lie in the directory of the manifests because an NFS client reads the names anew after a change
-    that it made itself.
+    that it made itself. A lease counts as dead if it stays the same for ``lease_seconds``.
     """
 
     def __init__(self, index: ManifestIndex, lease_seconds: float, keep: int) -> None:
-        self._leases = LeaseMonitor(index.directory, lease_seconds, self._remove)
-        self._index, self._keep = index, keep
+        self._index, self._silence, self._keep = index, lease_seconds, keep
+        self._seen: dict[str, tuple[int, float]] = {}  # of each lease: its time, and since when
         self._unremovable: set[Path] = set()  # files of which that was logged
 
     def collect(self) -> None:
@@ -289,10 +290,10 @@ class GarbageCollector:
         try:
             # In this order: a writer publishes its manifest before it ends its lease.
             files = self._index.data_files()
-            in_use = self._leases.in_use()
+            in_use = self._in_use()
             manifests = {version: self._index.good(version) for version in self._index.versions()}
             self._remove_old_manifests(manifests, in_use)
-            in_use |= self._leases.in_use()
+            in_use |= self._in_use()
             for version, stem, path in files:
                 manifest = manifests.get(version)
                 named = manifest is None or manifest.stem == stem  # by a broken manifest, too
@@ -300,6 +301,40 @@ class GarbageCollector:
                     self._remove(path)
         except OSError as error:
             _log.warning("old checkpoints could not be removed yet: %s", error)
+
+    def _in_use(self) -> set[str]:
+        """Return the stems of the files that are in use, and remove dead leases."""
+        now = time.monotonic()
+        seen = dict[str, tuple[int, float]]()
+        in_use = set[str]()
+        for name in os.listdir(self._index.directory):
+            renewed = self._renewed(name) if name.endswith(LEASE) else None
+            if renewed is None:
+                continue
+            before, since = self._seen.get(name, (renewed, now))
+            seen[name] = renewed, since if before == renewed else now
+            if now - seen[name][1] <= self._silence:
+                in_use.add(name.partition(".")[0])
+            else:
+                self._remove(self._index.directory / name)
+        self._seen = seen
+        return in_use
+
+    def _renewed(self, name: str) -> int | None:
+        """Return the modification time of a lease; None if there is no such regular file.
+
+        It is -1 while it cannot be found out, so that the lease lapses if that stays so.
+        """
+        path = self._index.directory / name
+        with contextlib.suppress(OSError):  # NFS asks its server for the true times of a file that is opened
+            os.close(open_regular(path))
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            return None
+        except OSError:
+            return -1
+        return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else None
 
     def _remove_old_manifests(self, manifests: Mapping[int, Manifest | None], in_use: set[str]) -> None:
         complete = 0
