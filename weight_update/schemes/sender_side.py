@@ -34,7 +34,7 @@ from weight_update.sender.joining import WorkerAlive, liveness
 from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import NOBODY
-from weight_update.sharded.gathering import Gathering, part_of
+from weight_update.sharded.gathering import GatherFollower, Gathering, GatherLeader
 from weight_update.sharded.ranks import Ranks
 from weight_update.sharded.senders import Follower, Leader
 from weight_update.strategy.named_weights import NamedWeights
@@ -248,7 +248,8 @@ class SenderSide:
         if strategy.gather is not None or sources.sharded(strategy):
             gather = strategy.gather or GatherShards()
             self.ranks = Ranks(gather.members(), timeout, connect_timeout)
-            self._reader.gathering = part_of(self.ranks, gather)
+            part = GatherLeader if self.ranks.leads else GatherFollower
+            self._reader.gathering = part(self.ranks, gather)
         ranks, patience = self.ranks, connect_timeout + self._patience
         self.leads = ranks is None or ranks.leads
         with _outside_inference_mode(), contextlib.ExitStack() as undo:

@@ -216,11 +216,6 @@ class GatherFollower(Gathering):
             self._ranks.finish(0, self._ranks.push(memory, tag))
 
 
-def part_of(ranks: Ranks, options: GatherShards) -> Gathering:
-    """Return the part that this rank takes in gathers."""
-    return GatherLeader(ranks, options) if ranks.leads else GatherFollower(ranks, options)
-
-
 class _PendingBatch:
     """A batch on its way to the leader.
 

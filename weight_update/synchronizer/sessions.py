@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -339,9 +338,8 @@ class VersionFile:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._path = Path(directory) / "synchronizer.json"
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in self._path.parent.glob(f"{self._path.name}.*{PART}"):  # of a process killed in _write()
-            with contextlib.suppress(OSError):
-                left.unlink()
+        self._beside = self._path.with_name(self._path.name + PART)
+        self._beside.unlink(missing_ok=True)  # of a process that was killed in _write()
         self._writing = threading.Lock()
         self._kept = -1  # version in the file, or on its way there
 
@@ -369,12 +367,11 @@ class VersionFile:
 
     def _write(self, version: int, step: int) -> None:
         """Replace the file; a full disk is logged, and the run goes on without."""
-        beside = self._path.with_name(f"{self._path.name}.{os.getpid()}{PART}")
         try:
-            beside.unlink(missing_ok=True)
-            with beside.open("x") as file:
+            self._beside.unlink(missing_ok=True)
+            with self._beside.open("x") as file:
                 file.write(json.dumps({"version": version, "step": step}))
-            beside.replace(self._path)
+            self._beside.replace(self._path)
         except OSError as error:
             then = "a restart may begin with an older version, or none"
             _log.warning("%s could not be written; %s: %s", self._path, then, error)
