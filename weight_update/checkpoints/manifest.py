@@ -12,7 +12,6 @@ All other files are left alone.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -146,12 +145,6 @@ class ManifestIndex:
         if size != manifest.nbytes:
             raise CorruptCheckpointError(f"{manifest.file} has {size} bytes, not {manifest.nbytes}")
         return manifest
-
-    def stem(self, version: int) -> str | None:
-        """Return the stem in the manifest of a version, complete or not; None if it cannot be read."""
-        with contextlib.suppress(OSError, CorruptCheckpointError):
-            return Manifest.decode(read_regular(self.path(version))).stem
-        return None
 
     def version_of(self, path: Path) -> int | None:
         """Return the version whose manifest or data file has the name of ``path``; None for other files."""

@@ -100,8 +100,7 @@ class CheckpointStore:
                 negative; or a name is reserved.
         """
         version = whole_number(version, "version", least=0, most=LAST_VERSION)
-        replaced, newest = self._index.stem(version), self.latest()
-        if newest is not None:
+        if (newest := self.latest()) is not None:
             self._require_next(version, newest)
         step = whole_number(step, "step", least=0)
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -110,8 +109,8 @@ class CheckpointStore:
         stem = f"{self._index.path(version).stem}-{uuid.uuid4().hex}"
         nbytes = sum(map(len, parts))
         self._published = version
-        # A publish that fails may leave any of them.
-        self._stems = {stem, None if newest is None else newest.stem, replaced}
+        # A publish that fails may leave either of them.
+        self._stems = {stem, None if newest is None else newest.stem}
         with naming_free_space(self.directory, nbytes):
             lease = Lease(self.directory, stem, self._lease_seconds)
             try:
