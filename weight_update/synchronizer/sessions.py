@@ -95,7 +95,7 @@ class SessionManager:
         self._lease = lease
         self._replaced: dict[str, str] = {}  # why the calls of a session are refused, by its name
         self._left: dict[str, str] = {}  # the same, for the last clients that have left
-        self._watching = False
+        self._watching = False  # whether the thread runs that ends leases
         self.trainer_endpoint: Endpoint | None = None
         self.directory: str | None = None
         self.address: str | None = None
@@ -130,7 +130,9 @@ class SessionManager:
         """
         with self.changed:
             self._require_current(session)
-            self._watch()  # or raise an error, before anything changes
+            if not self._watching:
+                start_thread("weight_update-lease", self._end_leases)  # or raise, before anything changes
+                self._watching = True
             if session in self.sessions:
                 member = self.session(session).member
                 id = member.id if isinstance(member, ExplorerState) else None
@@ -247,14 +249,8 @@ class SessionManager:
                     )
                     _log.warning("the trainer was replaced by a new client")
 
-    def _watch(self) -> None:
-        """Start the thread that ends leases, unless it runs; it ends once there are no sessions."""
-        if not self._watching:
-            start_thread("weight_update-lease", self._end_leases)
-            self._watching = True
-
     def _end_leases(self) -> None:
-        """Sleep until the first lease would end, as a thread, while there are clients."""
+        """End leases, as a thread, while there are clients."""
         lease = self._lease
         with self.changed:
             while not self.closed and (sessions := dict(self.sessions)):
