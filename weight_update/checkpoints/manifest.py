@@ -94,7 +94,7 @@ class ManifestIndex:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._skipped: dict[int, str] = {}  # why versions are skipped, as was logged
+        self._skipped = set[int]()  # versions that are skipped now, which was logged
         self._wrong: dict[str, int] = {}  # stems of data files with wrong bits, and when these were changed
         self._seen = False  # whether the directory existed
 
@@ -160,11 +160,11 @@ class ManifestIndex:
         except FileNotFoundError:
             return None
         except (OSError, CorruptCheckpointError) as error:  # it is looked at again: a file server may be away
-            if self._skipped.get(version) != str(error):
-                self._skipped[version] = str(error)
+            if version not in self._skipped:
+                self._skipped.add(version)
                 self._warn(version, error)
             return None
-        self._skipped.pop(version, None)
+        self._skipped.discard(version)
         return manifest
 
     def distrust(self, manifest: Manifest, why: CorruptCheckpointError, changed_at: int) -> None:

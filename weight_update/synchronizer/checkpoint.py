@@ -228,7 +228,7 @@ class CheckpointService(Service):
     def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
         deadline = deadline_of(timeout)
         with self.changed:
-            _, explorer = self._explorer(session, step, held)
+            explorer = self._explorer(session, step, held)
             self.machine.explorer_requires(explorer.id)
             ready = self._await_turn(
                 explorer, deadline, timeout, lambda: self.machine.may_fetch(explorer.id) is not None
@@ -242,7 +242,7 @@ class CheckpointService(Service):
     def explorer_fetched(self, session: str, version: int | None, step: int, reason: str) -> Reply:
         """Note that an explorer has read a version made at the trainer's ``step``, or could not."""
         with self.changed:
-            explorer = self.session(session).member
+            explorer = self.member(session)
             assert isinstance(explorer, ExplorerState)
             if version is None:
                 self.machine.failed(explorer.id, reason)

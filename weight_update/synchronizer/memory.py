@@ -179,7 +179,7 @@ class MemoryService(Service):
     def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
         deadline = deadline_of(timeout)
         with self.changed:
-            found, explorer = self._explorer(session, step, held)
+            explorer = self._explorer(session, step, held)
             if again and explorer.outcome is not None:
                 return outcome_of(explorer)
             self.machine.explorer_requires(explorer.id)
@@ -189,7 +189,7 @@ class MemoryService(Service):
                     self._transfers.pop(explorer, None)
                     return outcome_of(explorer)
                 newest, sent = self._newest, self._transfers.pop(explorer, None)
-                if sent is None and newest and found.linked != key_of(newest.publisher.endpoint):
+                if sent is None and newest and explorer.linked != key_of(newest.publisher.endpoint):
                     return {"join": newest.publisher.endpoint}
             if sent is None:
                 self._send_to_waiting()
@@ -212,9 +212,8 @@ class MemoryService(Service):
                 if newest is None:  # the service was closed
                     return
                 key = key_of(newest.publisher.endpoint)
-                linked = [one.member for one in self.sessions.values() if one.linked == key]
-                explorers = [one for one in linked if isinstance(one, ExplorerState)]
-                going = [one for one in explorers if self.machine.may_fetch(one.id) is not None]
+                linked = [one for one in self.machine.explorers.values() if one.linked == key]
+                going = [one for one in linked if self.machine.may_fetch(one.id) is not None]
                 if not going and not spread:  # the call before has sent to them
                     return
                 self.machine.begin([one.id for one in going])

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,21 +51,6 @@ class Closed(Refused):
     """A call to a synchronizer that was closed."""
 
 
-@dataclass
-class Session:
-    """A client that said hello.
-
-    Attributes:
-        member: its trainer or explorer in the state machine.
-        linked: key of the publisher that the explorer is connected to; None for none.
-        seen: time on the monotonic clock when the client was last heard of.
-    """
-
-    member: MemberState
-    linked: str | None = None
-    seen: float = field(default_factory=time.monotonic)
-
-
 class SessionManager:
     """A state machine behind a lock, and the clients that change it. Its methods are calls of clients.
 
@@ -77,7 +61,7 @@ class SessionManager:
 
     Attributes:
         changed: the lock of all this; notified when anything changed.
-        sessions: the clients that are here, by the name of their session.
+        sessions: the trainer and the explorers that are here, by the name of their session.
         closed: whether all later calls are refused.
         trainer_endpoint: endpoint of the trainer's publisher; None while there is none.
         directory: directory of the checkpoints; None for methods that have none.
@@ -90,7 +74,7 @@ class SessionManager:
         self.plan = plan
         self.machine: StateMachine = StateMachine(plan, on_change=self._wake)
         self.changed: threading.Condition = threading.Condition(threading.RLock())
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, MemberState] = {}
         self.closed: bool = False
         self._lease = lease
         self._replaced: dict[str, str] = {}  # why the calls of a session are refused, by its name
@@ -133,27 +117,26 @@ class SessionManager:
             if not self._watching:
                 start_thread("weight_update-lease", self._end_leases)  # or raise, before anything changes
                 self._watching = True
-            if session in self.sessions:
-                member = self.session(session).member
-                id = member.id if isinstance(member, ExplorerState) else None
-            elif role == "trainer":
+            new = session not in self.sessions
+            if new and role == "trainer":
                 self._replace(self.machine.trainer)
                 if version is not None and (self.machine.newest is None or version > self.machine.newest):
                     made = step if synced_at is None else synced_at
                     self._restore(version, made)  # started after the trainer, without its versions
-                self.sessions[session] = Session(self.machine.trainer_joined(step, synced_at))
-            else:
+                self.sessions[session] = self.machine.trainer_joined(step, synced_at)
+            elif new:
                 known = self.machine.explorers
                 if id is None or (back and id in known):
-                    id = next(new for new in range(len(known) + 1) if new not in known)
+                    id = next(free for free in range(len(known) + 1) if free not in known)
                 self._replace(known.get(id))
                 explorer = self.machine.joined(id, version, step, synced_at)
-                self.sessions[session] = Session(explorer)
+                self.sessions[session] = explorer
                 self.observers.tell(WorkerEvent("joined", id, explorer.version))
+            member = self.member(session)
             if role == "trainer":
                 self._take_endpoint(ticket)
             return {
-                "id": id,
+                "id": member.id if isinstance(member, ExplorerState) else None,
                 "plan": self.plan.to_json(),
                 "lease": self._lease,
                 "version": self.machine.newest,
@@ -180,13 +163,13 @@ class SessionManager:
     def beat(self, session: str) -> Reply:
         """Note that a client lives."""
         with self.changed:
-            self.session(session)
+            self.member(session)
         return {}
 
     def notify(self, session: str, step: int, status: str) -> Reply:
         """Note what a client is doing. REQUIRE_SYNC announces a wish without waiting."""
         with self.changed:
-            member = self.session(session).member
+            member = self.member(session)
             if status == RunningStatus.STOPPED:
                 self.gone(session, None)
             elif isinstance(member, TrainerState):
@@ -217,14 +200,17 @@ class SessionManager:
 
     # -- sessions and their leases, with the lock held -----------------------------------------------
 
-    def session(self, name: str) -> Session:
-        """Return a session, and renew its lease; raise Refused if there is none, and Closed after the end."""
+    def member(self, name: str) -> MemberState:
+        """Return the client of a session, and renew its lease.
+
+        Raise Refused if there is none, and Closed after the end.
+        """
         self._require_current(name)
         if name not in self.sessions:
             raise Refused("unknown")
-        session = self.sessions[name]
-        session.seen = time.monotonic()
-        return session
+        member = self.sessions[name]
+        member.seen = time.monotonic()
+        return member
 
     def _require_current(self, name: str) -> None:
         """Raise Closed after the end, and Refused if the client left, or another has taken its place."""
@@ -235,8 +221,8 @@ class SessionManager:
 
     def _replace(self, member: MemberState | None) -> None:
         """Remove the session of ``member``, whose place a new client takes. Its later calls are refused."""
-        for name, session in list(self.sessions.items()):
-            if session.member is member:
+        for name, known in list(self.sessions.items()):
+            if known is member:
                 del self.sessions[name]
                 if isinstance(member, ExplorerState):
                     self._replaced[name] = (
@@ -255,16 +241,16 @@ class SessionManager:
         with self.changed:
             while not self.closed and (sessions := dict(self.sessions)):
                 now = time.monotonic()
-                for name, session in sessions.items():
-                    if now - session.seen >= lease:
+                for name, member in sessions.items():
+                    if now - member.seen >= lease:
                         _log.warning("no call of a client for %g s; it counts as gone", lease)
                         self.gone(name, f"it was not heard of for {lease:g} s")
-                first = min(session.seen for session in sessions.values())
+                first = min(member.seen for member in sessions.values())
                 pause = max(first + lease - now, 0.01)
                 self.changed.wait(pause)
                 if time.monotonic() > now + pause + lease / 2:  # stopped, this process could hear no one
-                    for session in self.sessions.values():
-                        session.seen = time.monotonic()
+                    for member in self.sessions.values():
+                        member.seen = time.monotonic()
             self._watching = False
 
     # -- for the service ---------------------------------------------------------------------------
@@ -272,10 +258,10 @@ class SessionManager:
     def gone(self, session: str, how: str | None = "its connection ended") -> None:
         """Remove a client that left (``how`` is None) or is missed, and wake those that wait for it."""
         with self.changed:
-            ended = self.sessions.pop(session, None)
-            if ended is None:
+            member = self.sessions.pop(session, None)
+            if member is None:
                 return
-            member, machine, suffix = ended.member, self.machine, "" if how is None else f": {how}"
+            machine, suffix = self.machine, "" if how is None else f": {how}"
             if isinstance(member, TrainerState) and machine.trainer is member:
                 self.trainer_endpoint = None
                 machine.trainer_left(TRAINER_STOPPED + suffix)

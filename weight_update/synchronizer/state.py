@@ -41,6 +41,7 @@ class MemberState:
         waits: whether it is inside ``sync_weight`` (the trainer: by NCCL); if not, REQUIRE_SYNC only
             announces that.
         outcome: end of its last wait; None while it waits.
+        seen: for the service: time on the monotonic clock when the client was last heard of.
     """
 
     status: RunningStatus = RUNNING
@@ -49,6 +50,7 @@ class MemberState:
     failed_at: int | None = None
     waits: bool = False
     outcome: SyncOutcome | None = None
+    seen: float = 0.0
 
 
 @dataclass(eq=False)
@@ -73,6 +75,7 @@ class ExplorerState(MemberState):
         had: while it waits: version in force when it began to wait.
         busy: whether weights are on their way to it, so that it cannot give up.
         failure: reason for which it last gave up; None if it synchronized since.
+        linked: for the service: key of the publisher that it is connected to; None for none.
     """
 
     id: int
@@ -83,6 +86,7 @@ class ExplorerState(MemberState):
     had: int | None = None
     busy: bool = False
     failure: str | None = None
+    linked: str | None = None
 
 
 def resolve(member: MemberState, outcome: SyncOutcome) -> None:
