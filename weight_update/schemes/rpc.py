@@ -119,7 +119,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     def announce(self, where: Whereabouts) -> None:
         """Announce the sender to the workers of the RPC world that ask."""
         _post(self._model_name, where)
-        self._process.undo.callback(_withdraw, self._model_name, where)
+        self._process.announced.callback(_withdraw, self._model_name, where)
 
     # -- receiver ----------------------------------------------------------------------------------
 
@@ -213,7 +213,6 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
                     rest.callback(awaited.close)
             elif isinstance(awaited, _Question):  # of a connect() in another thread, if it still waits
                 rest.callback(awaited.close)
-            rest.callback(self._process.undo.close)  # workers that are left may ask for the next sender
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle, with the name of this process in the RPC world."""
