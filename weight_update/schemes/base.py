@@ -19,7 +19,8 @@ from weight_update.receiver.forked_threads import warn_if_forked
 from weight_update.receiver.gate import shared_gate
 from weight_update.receiver.staging import ReceiverOptions
 from weight_update.schemes.collector import register_with_torchrl, resolve_model
-from weight_update.schemes.process_state import ProcessState, ReceiverSide, close_receiver, require_picklable
+from weight_update.schemes.process_state import ProcessState, require_picklable
+from weight_update.schemes.receiver_side import ReceiverSide, close_receiver
 from weight_update.schemes.sender_side import SenderListener, SenderSide, require_links
 from weight_update.schemes.sources import DeviceMap, Sources
 from weight_update.schemes.updates import SchemeUpdates

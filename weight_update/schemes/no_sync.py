@@ -10,7 +10,7 @@ from weight_update.receiver.gate import Gate, Hold
 from weight_update.report import SyncReport
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.collector import register_with_torchrl
-from weight_update.schemes.process_state import ReceiverSide
+from weight_update.schemes.receiver_side import ReceiverSide
 from weight_update.sender.handle import AnswerReader, Outcomes, SendHandle
 from weight_update.sender.workers import WorkerTable
 from weight_update.strategy.strategy import WeightStrategy
