@@ -41,7 +41,7 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.convert import Sharded, gather_tensor_parallel
-from weight_update.sharded import batch, gathering
+from weight_update.sharded import gathering
 from weight_update.testing.models import Noted, fingerprint
 from weight_update.testing.workers import ANSWER_SECONDS, RemoteObject, Worker, WorkerDiedError
 
@@ -348,7 +348,7 @@ def rename_on_second(body: Body) -> None:
 def count_bytes(body: Body) -> None:
     """Count the tensors that the gather makes from now on."""
     body.made, body.kept = ByteCounter(), ByteCounter()  # type: ignore[attr-defined]
-    assemble, flat = batch.assemble, batch.flat
+    assemble, flat = gathering._assemble, gathering._flat
 
     def counted_assemble(*args: Any) -> torch.Tensor:
         tensor = assemble(*args)
@@ -360,8 +360,8 @@ def count_bytes(body: Body) -> None:
         body.kept.count(memory)  # type: ignore[attr-defined]
         return memory, views
 
-    batch.assemble = counted_assemble
-    batch.flat = gathering.flat = counted_flat
+    gathering._assemble = counted_assemble
+    gathering._flat = counted_flat
 
 
 def peaks(body: Body) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from weight_update import (
     SyncFailedError,
     SyncTimeoutError,
 )
-from weight_update.sharded import batch, gathering, links
+from weight_update.sharded import gathering, links
 from weight_update.testing.processes import freeze
 
 ROWS = {"first": 2, "second": 2, "third": 2, "fourth": 1 << 14}
@@ -56,17 +56,20 @@ def make_large(body: Body, size: int) -> None:
     }
 
 
+flat = gathering._flat
+
+
 def set_memory(body: Body, is_short: bool) -> None:
     """Have the second rank lack memory for large parts."""
 
     def short(shapes: Any) -> Any:
-        memory, views = batch.flat(shapes)
+        memory, views = flat(shapes)
         if memory.numel() > 1 << 20:
             raise MemoryError("short of memory")
         return memory, views
 
     if dist.get_rank() == 1:
-        gathering.flat = short if is_short else batch.flat
+        gathering._flat = short if is_short else flat
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TextIO
 
 SHOW_AFTER = 2.0
@@ -78,12 +79,13 @@ class Progress:
             _write(self._terminal, f"{self._what} [{bar:<{_BAR_CHARS}}] {text}")
 
     def __enter__(self) -> Progress:
-        self._outer, _thread.progress = _thread.progress, self
+        self._outer = _current.get()
+        _current.set(self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         global _shown
-        _thread.progress = self._outer
+        _current.set(self._outer)
         if self._logged:
             self._show(time.monotonic())
         if self._terminal is not None and _shown is self:
@@ -91,13 +93,7 @@ class Progress:
             _write(self._terminal, "")
 
 
-class _Thread(threading.local):
-    """One thread, and the innermost progress that it is in."""
-
-    progress: Progress | None = None
-
-
-_thread = _Thread()
+_current: ContextVar[Progress | None] = ContextVar("progress", default=None)  # the innermost of a thread
 _shown: Progress | None = None  # on the terminal
 
 
@@ -106,7 +102,8 @@ def advancer() -> Callable[[int], None]:
 
     It notes them in the progress whose context the calling thread is in, if any.
     """
-    return (lambda nbytes: None) if _thread.progress is None else _thread.progress.advance
+    progress = _current.get()
+    return (lambda nbytes: None) if progress is None else progress.advance
 
 
 def notice(text: str) -> None:

@@ -69,14 +69,10 @@ def in_threads(work: Callable[[_T], _R], items: Sequence[_T], threads: int) -> l
     finally:
         deque(left, maxlen=0)  # after an error of a signal handler
         wait(others)
-    if not errors:
-        return results
-    first = errors[0]
-    errors.clear()  # the frames of an error refer to this one
-    try:
-        raise first
-    finally:
-        del first
+    if errors:
+        del errors[1:]
+        raise errors.pop()  # and keep none: the frames of an error refer to this one
+    return results
 
 
 def start(thread: threading.Thread) -> None:

@@ -36,7 +36,7 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.receiver.receiver import Receiver
-from weight_update.schemes import rpc_notices
+from weight_update.schemes import rpc as rpc_scheme
 from weight_update.schemes.base import End
 from weight_update.sender import delivery, handle
 from weight_update.sender.buffers import BufferPool
@@ -201,7 +201,7 @@ def test_workers_that_a_sender_leaves_are_not_sent_to_it_again() -> None:
 
     class Link(RPCTransport):
         def close(self) -> None:
-            announced.append("policy" in rpc_notices._posted)
+            announced.append("policy" in rpc_scheme._posted)
             super().close()
 
     class Scheme(RPCWeightSyncScheme):
@@ -210,7 +210,7 @@ def test_workers_that_a_sender_leaves_are_not_sent_to_it_again() -> None:
 
     scheme = Scheme()
     scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
-    assert "policy" in rpc_notices._posted
+    assert "policy" in rpc_scheme._posted
     scheme.shutdown()
     assert announced
     assert not any(announced)

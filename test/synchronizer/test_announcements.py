@@ -141,7 +141,7 @@ def test_giving_up_ends_a_wait_for_a_synchronizer_that_is_away(
         client = make(where.serve(), model_at(0))
     with client:
         waiting = Waiting(client)
-        wait_until(lambda: client.blocking._given_up is not None)
+        wait_until(lambda: client.blocking._syncing.locked())
         client.blocking.give_up()
         assert "synchronizer at 127.0.0.1" in waiting.result(5.0)["reason"]  # timeout= is 60 s
 

@@ -19,7 +19,6 @@ import torch
 from checkpoint_parts import data_files, every_dtype, same_bits, versions, visible, weights
 
 from weight_update import CorruptCheckpointError, LifecycleError
-from weight_update.checkpoints.manifest import ManifestIndex
 from weight_update.synchronizer import CheckpointStore
 
 SHORT = 0.6  # seconds after which a lease counts as dead in these tests
@@ -117,19 +116,6 @@ def test_many_versions_that_stay_are_read_twice_by_a_publish(tmp_path: Path) -> 
         patch.setattr(os, "open", note)
         store.publish(20, weights(20), step=20)
     assert read.count("000000000010.json") == 2, "once before and once after the version is written"
-
-
-def test_a_publish_does_not_search_the_directory_for_each_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = CheckpointStore(tmp_path, keep=20)
-    for version in range(10):
-        store.publish(version, weights(version), step=version)
-    searches: list[int] = []
-    marks = ManifestIndex.marks
-    monkeypatch.setattr(ManifestIndex, "marks", lambda index, v: (searches.append(v), marks(index, v))[1])
-    store.publish(10, weights(10), step=10)
-    assert not searches
 
 
 @pytest.mark.parametrize("version", [1.0, "1", True, None, -1])

@@ -32,6 +32,7 @@ from weight_update import (
     SchemaMismatchError,
     Synchronizer,
     SyncMethod,
+    SyncPlan,
     SyncStyle,
     TrainerClient,
     TransportError,
@@ -39,8 +40,7 @@ from weight_update import (
 )
 from weight_update.synchronizer import methods, sessions
 from weight_update.synchronizer.memory import MemoryService
-from weight_update.synchronizer.sessions import SessionTable
-from weight_update.synchronizer.state import ExplorerState
+from weight_update.synchronizer.sessions import SessionManager
 from weight_update.synchronizer.transfer import Publisher, Subscriber, settle
 
 REQUIRE_SYNC = RunningStatus.REQUIRE_SYNC
@@ -291,20 +291,15 @@ def test_a_model_does_not_keep_the_receiver_of_a_dropped_client() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_was_stopped_renews_all_leases() -> None:
-    changed, missed = threading.Condition(threading.RLock()), list[float]()
-    table = SessionTable(changed, 0.5, lambda session, why: missed.append(time.monotonic()))
-    with changed:
-        table.watch()
-        table.add("one", ExplorerState(0))
+    manager = SessionManager(SyncPlan(SyncMethod.MEMORY), lease=0.5)
+    manager.hello("one", "explorer")
     time.sleep(0.1)
-    with changed:
+    with manager.changed:
         time.sleep(1.0)  # as if it had been stopped
         going_on = time.monotonic()
-    wait_until(lambda: missed)
-    with changed:
-        table.closed = True
-        changed.notify_all()
-    assert missed[0] - going_on > 0.4
+    wait_until(lambda: not manager.sessions)
+    assert time.monotonic() - going_on > 0.4
+    manager.end_sessions()
 
 
 def test_an_explorer_is_named_by_its_own_id() -> None:

@@ -11,18 +11,13 @@ and there a version would vanish under its readers.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
-import stat
 import threading
-import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
-from weight_update.checkpoints.io import open_regular
 from weight_update.errors import undo_on_error
 from weight_update.threads import start_thread
 
@@ -79,48 +74,3 @@ def _renew(path: Path, ended: threading.Event, pause: float) -> None:
             return
         except OSError as error:  # a server that is away for a moment
             _log.debug("the lease %s was not renewed: %s", path, error)
-
-
-class LeaseMonitor:
-    """A monitor of the leases in a directory, for a process that removes files.
-
-    A lease counts as dead if it stays the same for ``silence`` seconds; ``remove`` then removes it.
-    """
-
-    def __init__(self, directory: Path, silence: float, remove: Callable[[Path], None]) -> None:
-        self._directory, self._silence, self._remove = directory, silence, remove
-        self._seen: dict[str, tuple[int, float]] = {}
-
-    def in_use(self) -> set[str]:
-        """Return the stems of the files that are in use, and remove dead leases."""
-        now = time.monotonic()
-        seen = dict[str, tuple[int, float]]()
-        in_use = set[str]()
-        for name in os.listdir(self._directory):
-            renewed = self._renewed(name) if name.endswith(LEASE) else None
-            if renewed is None:
-                continue
-            before, since = self._seen.get(name, (renewed, now))
-            seen[name] = renewed, since if before == renewed else now
-            if now - seen[name][1] <= self._silence:
-                in_use.add(name.partition(".")[0])
-            else:
-                self._remove(self._directory / name)
-        self._seen = seen
-        return in_use
-
-    def _renewed(self, name: str) -> int | None:
-        """Return the modification time of a lease; None if there is no such regular file.
-
-        It is -1 while it cannot be found out, so that the lease lapses if that stays so.
-        """
-        path = self._directory / name
-        with contextlib.suppress(OSError):  # NFS asks its server for the true times of a file that is opened
-            os.close(open_regular(path))
-        try:
-            found = path.stat()
-        except FileNotFoundError:
-            return None
-        except OSError:
-            return -1
-        return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else None

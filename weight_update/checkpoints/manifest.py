@@ -12,7 +12,6 @@ All other files are left alone.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -91,12 +90,12 @@ def _checksum(fields: Any) -> str:
 
 
 class ManifestIndex:
-    """The manifests of a directory. Broken ones are remembered, and skipped until their files change."""
+    """The manifests of a directory. Broken versions are skipped, with one warning for each."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._broken: dict[int, list[object]] = {}
-        self._unreadable = set[int]()  # skipped now, and tried again: perhaps a file server is away
+        self._skipped = set[int]()  # versions that are skipped now, which was logged
+        self._wrong: dict[str, int] = {}  # stems of data files with wrong bits, and when these were changed
         self._seen = False  # whether the directory existed
 
     def path(self, version: int) -> Path:
@@ -147,12 +146,6 @@ class ManifestIndex:
             raise CorruptCheckpointError(f"{manifest.file} has {size} bytes, not {manifest.nbytes}")
         return manifest
 
-    def stem(self, version: int) -> str | None:
-        """Return the stem in the manifest of a version, complete or not; None if it cannot be read."""
-        with contextlib.suppress(OSError, CorruptCheckpointError):
-            return Manifest.decode(read_regular(self.path(version))).stem
-        return None
-
     def version_of(self, path: Path) -> int | None:
         """Return the version whose manifest or data file has the name of ``path``; None for other files."""
         match = _MANIFEST.fullmatch(path.name) or _DATA.fullmatch(path.name)
@@ -160,41 +153,28 @@ class ManifestIndex:
 
     def good(self, version: int) -> Manifest | None:
         """Return the manifest of a version; None if it is missing or broken, which is warned about once."""
-        marks: list[object] | None = None
         try:
-            if version in self._broken and self._broken[version] == (marks := self.marks(version)):
-                return None
             manifest = self.load(version)
+            if manifest.stem in self._wrong and self._wrong[manifest.stem] == self.changed_at(manifest):
+                return None
         except FileNotFoundError:
             return None
-        except CorruptCheckpointError as error:
-            if marks is None:  # it takes long to find them among many files, so only then are they read first
-                self._broken[version] = []
-                return self.good(version)
-            self.distrust(version, error, marks)
-            return None
-        except OSError as error:
-            if version not in self._unreadable:
-                self._unreadable.add(version)
+        except (OSError, CorruptCheckpointError) as error:  # it is looked at again: a file server may be away
+            if version not in self._skipped:
+                self._skipped.add(version)
                 self._warn(version, error)
             return None
-        self._unreadable.discard(version)
+        self._skipped.discard(version)
         return manifest
 
-    def distrust(self, version: int, why: CorruptCheckpointError, marks: list[object]) -> None:
-        """Take a version for broken until its files change; ``marks`` are those before it was read."""
-        self._warn(version, why)
-        self._broken[version] = marks
+    def distrust(self, manifest: Manifest, why: CorruptCheckpointError, changed_at: int) -> None:
+        """Skip a version whose data is wrong, until that changes after ``changed_at``."""
+        self._warn(manifest.version, why)
+        self._wrong[manifest.stem] = changed_at
+
+    def changed_at(self, manifest: Manifest) -> int:
+        """Return the time at which the data file was last changed; FileNotFoundError if there is none."""
+        return (self.directory / manifest.file).stat().st_mtime_ns
 
     def _warn(self, version: int, why: Exception) -> None:
         _log.warning("checkpoint %d in %s is skipped: %s", version, self.directory, why)
-
-    def marks(self, version: int) -> list[object]:
-        """Return what tells the present files of a version from those that replace them."""
-        marks = list[object]()
-        for path in sorted(self.directory.glob(f"{version:0{_DIGITS}}[-.]*")):
-            if _MANIFEST.fullmatch(path.name) or path.suffix == ".safetensors":
-                with contextlib.suppress(OSError):  # it was removed just now, or cannot be looked at
-                    stat = path.stat()
-                    marks.append((path.name, stat.st_ino, stat.st_mtime_ns, stat.st_size))
-        return marks

@@ -7,6 +7,7 @@ import errno
 import logging
 import mmap
 import os
+import stat
 import threading
 import time
 import uuid
@@ -20,7 +21,7 @@ import torch
 
 from weight_update.arguments import require_local_path, require_seconds, whole_number
 from weight_update.checkpoints.io import PART, digest, naming_free_space, open_regular, write_beside
-from weight_update.checkpoints.lease import Lease, LeaseMonitor
+from weight_update.checkpoints.lease import LEASE, Lease
 from weight_update.checkpoints.manifest import LAST_VERSION, Manifest, ManifestIndex, describe
 from weight_update.checkpoints.safetensors import pack, unpack
 from weight_update.errors import CorruptCheckpointError, LifecycleError
@@ -99,8 +100,7 @@ class CheckpointStore:
                 negative; or a name is reserved.
         """
         version = whole_number(version, "version", least=0, most=LAST_VERSION)
-        replaced, newest = self._index.stem(version), self.latest()
-        if newest is not None:
+        if (newest := self.latest()) is not None:
             self._require_next(version, newest)
         step = whole_number(step, "step", least=0)
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -109,8 +109,8 @@ class CheckpointStore:
         stem = f"{self._index.path(version).stem}-{uuid.uuid4().hex}"
         nbytes = sum(map(len, parts))
         self._published = version
-        # A publish that fails may leave any of them.
-        self._stems = {stem, None if newest is None else newest.stem, replaced}
+        # A publish that fails may leave either of them.
+        self._stems = {stem, None if newest is None else newest.stem}
         with naming_free_space(self.directory, nbytes):
             lease = Lease(self.directory, stem, self._lease_seconds)
             try:
@@ -151,9 +151,9 @@ class CheckpointStore:
     def latest(self) -> Manifest | None:
         """Return the manifest of the newest complete version; None if there is none.
 
-        Broken versions are skipped: each is warned about once, and not looked at again until its files
-        change. A version whose manifest cannot be read now is skipped until it can. Wrong bits in the data
-        are found by :meth:`reading`, and remembered.
+        Broken versions are skipped until their files change, with one warning for each. A version whose
+        manifest cannot be read now is skipped until it can. Wrong bits in the data are found by
+        :meth:`reading`, and remembered.
         """
         return self._newest(above=-1)
 
@@ -225,26 +225,30 @@ class CheckpointStore:
 
     def _read(self, version: int) -> dict[str, Any]:
         try:
-            marks = self._index.marks(version)
             while True:
                 manifest = self._index.load(version)
                 with contextlib.ExitStack() as unused:
                     lease = Lease(self.directory, manifest.stem, self._lease_seconds)
                     unused.callback(lease.end)
                     if self._index.load(version) == manifest:  # read again, now that it is leased
-                        mapping, weights = map_file(self.directory / manifest.file, manifest.digest)
+                        mapping, weights = self._map(manifest)
                         weakref.finalize(mapping, lease.end)  # tensors keep the mapping
                         unused.pop_all()
                         return weights
-        except CorruptCheckpointError as error:
-            self._index.distrust(version, error, marks)
-            raise
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 error.errno,
                 f"no version {version} in {self.directory} (it was removed, or never published); latest() "
                 "gives the newest",
             ) from None
+
+    def _map(self, manifest: Manifest) -> tuple[mmap.mmap, dict[str, Any]]:
+        changed_at = self._index.changed_at(manifest)
+        try:
+            return map_file(self.directory / manifest.file, manifest.digest)
+        except CorruptCheckpointError as error:
+            self._index.distrust(manifest, error, changed_at)
+            raise
 
 
 def map_file(path: Path, expected: str | None = None) -> tuple[mmap.mmap, dict[str, Any]]:
@@ -272,12 +276,12 @@ class GarbageCollector:
     The manifest is removed first, then leases are looked at again, then the data file is removed. A reader
     makes its lease first and then checks that the manifest is still there. So one of the two sees the other.
     Leases lie in the directory of the manifests because an NFS client reads the names anew after a change
-    that it made itself.
+    that it made itself. A lease counts as dead if it stays the same for ``lease_seconds``.
     """
 
     def __init__(self, index: ManifestIndex, lease_seconds: float, keep: int) -> None:
-        self._leases = LeaseMonitor(index.directory, lease_seconds, self._remove)
-        self._index, self._keep = index, keep
+        self._index, self._silence, self._keep = index, lease_seconds, keep
+        self._seen: dict[str, tuple[int, float]] = {}  # of each lease: its time, and since when
         self._unremovable: set[Path] = set()  # files of which that was logged
 
     def collect(self) -> None:
@@ -285,10 +289,10 @@ class GarbageCollector:
         try:
             # In this order: a writer publishes its manifest before it ends its lease.
             files = self._index.data_files()
-            in_use = self._leases.in_use()
+            in_use = self._in_use()
             manifests = {version: self._index.good(version) for version in self._index.versions()}
             self._remove_old_manifests(manifests, in_use)
-            in_use |= self._leases.in_use()
+            in_use |= self._in_use()
             for version, stem, path in files:
                 manifest = manifests.get(version)
                 named = manifest is None or manifest.stem == stem  # by a broken manifest, too
@@ -296,6 +300,40 @@ class GarbageCollector:
                     self._remove(path)
         except OSError as error:
             _log.warning("old checkpoints could not be removed yet: %s", error)
+
+    def _in_use(self) -> set[str]:
+        """Return the stems of the files that are in use, and remove dead leases."""
+        now = time.monotonic()
+        seen = dict[str, tuple[int, float]]()
+        in_use = set[str]()
+        for name in os.listdir(self._index.directory):
+            renewed = self._renewed(name) if name.endswith(LEASE) else None
+            if renewed is None:
+                continue
+            before, since = self._seen.get(name, (renewed, now))
+            seen[name] = renewed, since if before == renewed else now
+            if now - seen[name][1] <= self._silence:
+                in_use.add(name.partition(".")[0])
+            else:
+                self._remove(self._index.directory / name)
+        self._seen = seen
+        return in_use
+
+    def _renewed(self, name: str) -> int | None:
+        """Return the modification time of a lease; None if there is no such regular file.
+
+        It is -1 while it cannot be found out, so that the lease lapses if that stays so.
+        """
+        path = self._index.directory / name
+        with contextlib.suppress(OSError):  # NFS asks its server for the true times of a file that is opened
+            os.close(open_regular(path))
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            return None
+        except OSError:
+            return -1
+        return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else None
 
     def _remove_old_manifests(self, manifests: Mapping[int, Manifest | None], in_use: set[str]) -> None:
         complete = 0

@@ -300,10 +300,11 @@ class WeightSyncScheme(SchemeUpdates):
         sources = Sources.of(given, model_id, devices, device_map_fn, num_workers)
         self.model_id, self.context = model_id, context
         limits, open_links = (self.timeout, self.connect_timeout), functools.partial(self._open_links, ctx)
-        with undo_on_error(process.undo.close):
+        with undo_on_error(functools.partial(close_all, process.announced, process.undo)):
             side = SenderSide(sources, self.strategy, self.token, *limits, process.observers, open_links)
         process.sender, process.end = side, "sender"
-        parts = process.observers, side.sender, side.listener, process.undo, side.ranks
+        # workers that are left may ask for the next sender at once
+        parts = process.announced, process.observers, side.sender, side.listener, process.undo, side.ranks
         process.close_at_end(self, close_all, *parts)
 
     def init_on_receiver(

@@ -67,7 +67,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         if dist.is_initialized():
             text = json.dumps(astuple(where))
             _default_store().set(self._notice, text)
-            self._process.undo.callback(_withdraw, self._notice, text)
+            self._process.announced.callback(_withdraw, self._notice, text)
 
     def look_up(self, timeout: float) -> Whereabouts:
         """Return the announcement in the store of the default group."""
@@ -92,12 +92,6 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
                 f"within {format_seconds(timeout)} ({brief(error) or 'the store does not answer'})"
             ) from None
         return Whereabouts(*json.loads(answer))
-
-    def shutdown(self) -> None:
-        with contextlib.ExitStack() as rest:
-            rest.callback(super().shutdown)
-            if self.initialized_on_sender:  # first: workers that it leaves may ask for the next one at once
-                rest.callback(self._process.undo.close)
 
     @property
     def _notice(self) -> str:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
+import threading
+import time
+import uuid
 from collections.abc import Mapping, Sequence
 from concurrent import futures
-from contextlib import ExitStack
 from typing import Any
 
+from torch.distributed import rpc
 from typing_extensions import Unpack
 
 from weight_update.arguments import require_seconds
-from weight_update.errors import LifecycleError, SyncTimeoutError
+from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError
 from weight_update.receiver.receiver import Receiver
 from weight_update.schemes.base import End
 from weight_update.schemes.collector import rrefs_of
 from weight_update.schemes.options import RemoteOptions, SenderOptions, takes_options_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
-from weight_update.schemes.rpc_notices import Question, own_name, post, withdraw
 from weight_update.strategy.strategy import WeightStrategy
+from weight_update.text import brief, format_seconds
 from weight_update.threads import call_in_thread
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.rpc import RPCTransport, called_for
@@ -26,6 +31,13 @@ from weight_update.transports.socket_stream import deadline_of, seconds_left
 
 _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 5.0
+_LEAST_SECONDS = 0.001  # RPC waits for ever with 0
+
+_lock = threading.Lock()
+_posted: dict[str, Whereabouts] = {}
+_askers: dict[str, list[tuple[str, str]]] = {}
+"""Workers that asked for a missing announcement: name of the worker and of its question."""
+_questions: dict[str, queue.SimpleQueue[Whereabouts | None]] = {}
 
 
 class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
@@ -67,7 +79,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     def _reset(self) -> None:
         super()._reset()
         self._rrefs: dict[int, Any] = {}
-        self._awaited: Question | TransportBackend | None = None  # by the thread that joins
+        self._awaited: _Question | TransportBackend | None = None  # by the thread that joins
         self._joining: futures.Future[None] | None = None
         self._leaving = False
 
@@ -106,20 +118,20 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
 
     def announce(self, where: Whereabouts) -> None:
         """Announce the sender to the workers of the RPC world that ask."""
-        post(self._model_name, where)
-        self._process.undo.callback(withdraw, self._model_name, where)
+        _post(self._model_name, where)
+        self._process.announced.callback(_withdraw, self._model_name, where)
 
     # -- receiver ----------------------------------------------------------------------------------
 
     def look_up(self, timeout: float) -> Whereabouts:
         """Ask the RPC worker ``sender`` for its announcement."""
-        if own_name() is None:
+        if _own_name() is None:
             raise LifecycleError(
                 "this scheme does not know where its sender is: call torch.distributed.rpc.init_rpc() first, "
                 "or pass the scheme to the worker after init_on_sender(), or give both sides address, port "
                 "and token"
             )
-        self._awaited = question = Question(self._model_name)
+        self._awaited = question = _Question(self._model_name)
         return question.ask(0 if self.sender is None else self.sender, timeout)
 
     def connect(
@@ -192,19 +204,96 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
 
     def shutdown(self) -> None:
         self._leaving = True
-        with ExitStack() as rest:  # whatever one step raises, all are taken; the last entered is the first
+        with contextlib.ExitStack() as rest:  # all steps are taken, whatever one raises; the last comes first
             rest.callback(super().shutdown)
             joining, awaited = self._joining, self._awaited
             if joining is not None and not joining.done():
                 rest.callback(futures.wait, [joining], _LEAVE_SECONDS)
                 if awaited is not None:
                     rest.callback(awaited.close)
-            elif isinstance(awaited, Question):  # of a connect() in another thread, if it still waits
+            elif isinstance(awaited, _Question):  # of a connect() in another thread, if it still waits
                 rest.callback(awaited.close)
-            rest.callback(self._process.undo.close)  # workers that are left may ask for the next sender
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle, with the name of this process in the RPC world."""
         state = super().__getstate__()
-        state["sender"] = self.sender or own_name()
+        state["sender"] = self.sender or _own_name()
         return state
+
+
+def _own_name() -> str | None:
+    """Return the name of this process in its RPC world; None outside of one."""
+    try:
+        return str(rpc.get_worker_info().name)
+    except RuntimeError:
+        return None
+
+
+def _post(key: str, where: Whereabouts) -> None:
+    """Announce ``where`` under ``key`` to all workers that asked or will ask; does not wait."""
+    with _lock:
+        _posted[key] = where
+        askers = _askers.pop(key, [])
+    for name, question in askers:
+        with contextlib.suppress(RuntimeError):  # a worker that has left needs no answer
+            rpc.rpc_async(name, _take_answer, args=(question, where))
+
+
+def _withdraw(key: str, where: Whereabouts) -> None:
+    """Withdraw an announcement, unless another one has replaced it."""
+    with _lock:
+        if _posted.get(key) == where:
+            del _posted[key]
+
+
+class _Question:
+    """A request for the announcement of an RPC worker. No thread of RPC waits, on either side."""
+
+    def __init__(self, key: str) -> None:
+        self._key, self._name = key, uuid.uuid4().hex
+        self._answers: queue.SimpleQueue[Whereabouts | None] = queue.SimpleQueue()
+
+    def ask(self, sender: str | int, timeout: float) -> Whereabouts:
+        """Wait for the answer of the worker with the name or rank ``sender``.
+
+        Raises:
+            LinkClosedError: that worker cannot be asked, or :meth:`close` was called.
+            SyncTimeoutError: that worker announced nothing in time.
+        """
+        _questions[self._name] = self._answers
+        deadline = time.monotonic() + timeout
+        try:
+            limit = max(timeout, _LEAST_SECONDS)
+            where = rpc.rpc_sync(sender, _answer, args=(self._key, _own_name(), self._name), timeout=limit)
+            found = where or self._answers.get(timeout=max(deadline - time.monotonic(), 0.0))
+        except RuntimeError as error:
+            raise LinkClosedError(f"RPC worker {sender!r} cannot be asked ({brief(error)})") from None
+        except queue.Empty:
+            raise SyncTimeoutError(
+                f"RPC worker {sender!r} announced no sender of {self._key!r} within "
+                f"{format_seconds(timeout)}; if the sender is another worker, give its name: sender=..."
+            ) from None
+        finally:
+            _questions.pop(self._name, None)
+        if found is None:
+            raise LinkClosedError("this end was closed")
+        return found
+
+    def close(self) -> None:
+        """Make :meth:`ask` raise."""
+        self._answers.put(None)
+
+
+def _answer(key: str, asker: str, question: str) -> Whereabouts | None:
+    """Return the announcement, in the sender; without one return None and remember the asker."""
+    with _lock:
+        if key not in _posted:
+            _askers.setdefault(key, []).append((asker, question))
+        return _posted.get(key)
+
+
+def _take_answer(question: str, where: Whereabouts) -> None:
+    """Take the answer to a question, in the worker that asked."""
+    waiting = _questions.get(question)
+    if waiting is not None:
+        waiting.put(where)

@@ -34,10 +34,9 @@ from weight_update.sender.joining import WorkerAlive, liveness
 from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import NOBODY
-from weight_update.sharded.follower import Follower
-from weight_update.sharded.gathering import Gathering, part_of
-from weight_update.sharded.leader import Leader
+from weight_update.sharded.gathering import GatherFollower, Gathering, GatherLeader
 from weight_update.sharded.ranks import Ranks
+from weight_update.sharded.senders import Follower, Leader
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.repeated import RepeatedRead
 from weight_update.strategy.strategy import GatherShards, WeightStrategy
@@ -219,7 +218,7 @@ class SenderSide:
 
     If the trainer is sharded, all its ranks make one of these; the leading rank has a
     :class:`~weight_update.sender.sender.Sender` and the others have a
-    :class:`~weight_update.sharded.follower.Follower`.
+    :class:`~weight_update.sharded.senders.Follower`.
 
     Attributes:
         sender: sends versions to the workers, or follows the rank that does.
@@ -249,7 +248,8 @@ class SenderSide:
         if strategy.gather is not None or sources.sharded(strategy):
             gather = strategy.gather or GatherShards()
             self.ranks = Ranks(gather.members(), timeout, connect_timeout)
-            self._reader.gathering = part_of(self.ranks, gather)
+            part = GatherLeader if self.ranks.leads else GatherFollower
+            self._reader.gathering = part(self.ranks, gather)
         ranks, patience = self.ranks, connect_timeout + self._patience
         self.leads = ranks is None or ranks.leads
         with _outside_inference_mode(), contextlib.ExitStack() as undo:

@@ -3,8 +3,7 @@
 from weight_update.checkpoints.manifest import Manifest
 from weight_update.checkpoints.store import CheckpointStore
 from weight_update.synchronizer.asyncio_clients import ExplorerClient, TrainerClient
-from weight_update.synchronizer.blocking_clients import BlockingExplorer, BlockingTrainer
-from weight_update.synchronizer.metrics import Metrics
+from weight_update.synchronizer.blocking_clients import BlockingExplorer, BlockingTrainer, Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan, SyncStyle
 from weight_update.synchronizer.ray_actor import RayHost
 from weight_update.synchronizer.rpc import Server

@@ -12,8 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from weight_update.arguments import TOKEN, given_token
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.synchronizer.blocking_clients import BlockingExplorer, BlockingTrainer
-from weight_update.synchronizer.metrics import Metrics
+from weight_update.synchronizer.blocking_clients import BlockingExplorer, BlockingTrainer, Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
 from weight_update.synchronizer.ray_actor import RayChannel, RayHost
 from weight_update.synchronizer.rpc import Channel, LocalChannel, Server, SocketChannel

@@ -72,7 +72,6 @@ class CheckpointExplorer(ExplorerMethod):
         self._id, self._timeout = client.id, client.transfer_timeout
         self._reading = threading.RLock()  # a signal handler may call close() while it is held
         self._reader: threading.Thread | None = None
-        self._unfit = -1
         self._step = 0
         self.gate = Gate()
         unguard = self.gate.guard(model) if isinstance(model, nn.Module) else lambda: None
@@ -158,18 +157,22 @@ class CheckpointExplorer(ExplorerMethod):
 
     def _read_all(self, ref: weakref.ref[ClientBase], closed: threading.Event) -> None:
         """Read new versions as they come, as a thread, until the client is closed or dropped."""
-        have, warned = -1, False
+        have, unfit, warned = -1, -1, False
         while not closed.is_set():
             newest, reason = None, None
             try:
-                newest = self._store.wait_newer(max(have, self._unfit), _LOOK_SECONDS, closed)
+                newest = self._store.wait_newer(max(have, unfit), _LOOK_SECONDS, closed)
             except OSError as error:  # a directory that is away for a while
                 reason = str(error)
             client = ref()
             if client is None:
                 return
             if newest is not None:
-                reason = self._read_newest(client, newest.version)
+                try:
+                    read, _, why = self._read(client, newest.version)
+                    reason = why if read is None else None
+                except Exception as error:  # noqa: BLE001 - later versions are read all the same
+                    unfit, reason = newest.version, str(error) or type(error).__name__
             if reason is not None and not (warned or closed.is_set()):
                 held = "has no version yet" if client.version is None else f"keeps version {client.version}"
                 _log.warning("explorer %s %s: %s", client.id, held, reason)
@@ -177,15 +180,6 @@ class CheckpointExplorer(ExplorerMethod):
             del client
             if reason is not None:
                 closed.wait(_LOOK_SECONDS)  # a file that is broken now stays so for a moment
-
-    def _read_newest(self, client: ClientBase, version: int) -> str | None:
-        """Read a new version; return None, or the reason for which that failed."""
-        try:
-            read, _, reason = self._read(client, version)
-        except Exception as error:  # noqa: BLE001 - later versions are read all the same
-            self._unfit = version
-            return str(error) or type(error).__name__
-        return reason if read is None else None
 
 
 class CheckpointService(Service):
@@ -234,7 +228,7 @@ class CheckpointService(Service):
     def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
         deadline = deadline_of(timeout)
         with self.changed:
-            _, explorer = self._explorer(session, step, held)
+            explorer = self._explorer(session, step, held)
             self.machine.explorer_requires(explorer.id)
             ready = self._await_turn(
                 explorer, deadline, timeout, lambda: self.machine.may_fetch(explorer.id) is not None
@@ -248,7 +242,7 @@ class CheckpointService(Service):
     def explorer_fetched(self, session: str, version: int | None, step: int, reason: str) -> Reply:
         """Note that an explorer has read a version made at the trainer's ``step``, or could not."""
         with self.changed:
-            explorer = self.table.of(session).member
+            explorer = self.member(session)
             assert isinstance(explorer, ExplorerState)
             if version is None:
                 self.machine.failed(explorer.id, reason)

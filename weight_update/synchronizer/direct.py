@@ -180,13 +180,13 @@ class DirectService(Service):
     def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
         deadline = deadline_of(timeout)
         with self.changed:
-            found, explorer = self._explorer(session, step, held)
+            explorer = self._explorer(session, step, held)
             if self.trainer_endpoint is None and not self._await_trainer(explorer, deadline):
-                self.table.of(session)  # raises if the client left meanwhile
+                self.member(session)  # raises if the client left meanwhile
                 withdrawn = explorer.outcome is None
                 return self.explorer_gives_up(session, "it went on") if withdrawn else outcome_of(explorer)
             endpoint = self.trainer_endpoint
-            if endpoint is not None and found.linked != key_of(endpoint):
+            if endpoint is not None and explorer.linked != key_of(endpoint):
                 return {"join": endpoint}
             self.machine.explorer_requires(explorer.id)
             self._await_turn(explorer, deadline, timeout, lambda: False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from dataclasses import replace
@@ -72,7 +73,7 @@ class MemoryService(Service):
     - A call of the trainer uses the link and replaces the version that is held. One call at a time does so:
       it holds the lock ``_taking``, which guards the link.
     - A call that finds explorers waiting sends the version to all of them. One call at a time does so:
-      ``_sending`` is true meanwhile. The call of each explorer then waits for its own delivery.
+      it holds the lock ``_sending``. The call of each explorer then waits for its own delivery.
     """
 
     calls = (*Service.calls, "take_from", "trainer_published")
@@ -84,7 +85,7 @@ class MemoryService(Service):
         self._subscriber: Subscriber | None = None  # the link to the trainer
         self._schema: WeightSchema | None = None  # of the weights by this link, once they are known
         self._newest: _HeldVersion | None = None
-        self._sending = False
+        self._sending = threading.Lock()  # acquired before ``changed``
         self._transfers: dict[ExplorerState, tuple[int, SendHandle]] = {}  # that no call waits for yet
 
     def reach_by(self, address: str) -> None:
@@ -107,7 +108,7 @@ class MemoryService(Service):
 
     def _require_open(self) -> None:
         """Raise Closed if another thread closed the service, and release what was made meanwhile."""
-        if self.table.closed:
+        if self.closed:
             self._release()
             raise Closed(CLOSED)
 
@@ -165,19 +166,20 @@ class MemoryService(Service):
 
     def explorer_needs(self, session: str, step: int, held: Held) -> Reply:
         with self.changed:
-            self.wait_for(lambda: not self._being_recorded(held), None)
+            being_recorded = self._being_recorded(held)
+        with self._sending if being_recorded else contextlib.nullcontext():
             return super().explorer_needs(session, step, held)
 
     def _being_recorded(self, held: Held) -> bool:
         """Return whether an explorer has an update that is still being sent; its version is recorded then."""
-        if not self._sending or self._newest is None or held is None or held[1] is None:
+        if not self._sending.locked() or self._newest is None or held is None or held[1] is None:
             return False
         return held[0] == key_of(self._newest.publisher.endpoint) and self._version_of(*held) is None
 
     def explorer_syncs(self, session: str, step: int, held: Held, timeout: float, again: bool) -> Reply:
         deadline = deadline_of(timeout)
         with self.changed:
-            found, explorer = self._explorer(session, step, held)
+            explorer = self._explorer(session, step, held)
             if again and explorer.outcome is not None:
                 return outcome_of(explorer)
             self.machine.explorer_requires(explorer.id)
@@ -187,7 +189,7 @@ class MemoryService(Service):
                     self._transfers.pop(explorer, None)
                     return outcome_of(explorer)
                 newest, sent = self._newest, self._transfers.pop(explorer, None)
-                if sent is None and newest and found.linked != key_of(newest.publisher.endpoint):
+                if sent is None and newest and explorer.linked != key_of(newest.publisher.endpoint):
                     return {"join": newest.publisher.endpoint}
             if sent is None:
                 self._send_to_waiting()
@@ -204,23 +206,18 @@ class MemoryService(Service):
 
     def _send_to_waiting(self, *, spread: bool = False) -> None:
         """Send to all explorers that wait; with ``spread`` also to the others, which fetch what they miss."""
-        with self.changed:
-            self.wait_for(lambda: not self._sending, None)
-            newest = self._newest
-            if newest is None:  # the service was closed
-                return
-            linked = self.table.linked(key_of(newest.publisher.endpoint))
-            going = [one for one in linked if self.machine.may_fetch(one.id) is not None]
-            if not going and not spread:  # the call before has sent to them
-                return
-            self.machine.begin([one.id for one in going])
-            self._sending = True
-        try:
-            self._send(newest, going, spread)
-        finally:
+        with self._sending:
             with self.changed:
-                self._sending = False
-                self.changed.notify_all()
+                newest = self._newest
+                if newest is None:  # the service was closed
+                    return
+                key = key_of(newest.publisher.endpoint)
+                linked = [one for one in self.machine.explorers.values() if one.linked == key]
+                going = [one for one in linked if self.machine.may_fetch(one.id) is not None]
+                if not going and not spread:  # the call before has sent to them
+                    return
+                self.machine.begin([one.id for one in going])
+            self._send(newest, going, spread)
 
     def _send(self, newest: _HeldVersion, going: list[ExplorerState], spread: bool) -> None:
         """Send a version, and record what is on its way to whom; or note why it was not sent."""
@@ -241,6 +238,7 @@ class MemoryService(Service):
                 self._record(publisher.endpoint, transfer.version, newest.version, newest.step)
                 waiting = [one for one in going if not has_ended(one)]  # the others may have left for good
                 self._transfers.update(dict.fromkeys(waiting, (newest.version, transfer)))
+                self.changed.notify_all()
 
 
 def require_all_at_first(strategy: WeightStrategy) -> None:

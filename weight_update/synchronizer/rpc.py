@@ -151,7 +151,7 @@ class SocketChannel(Channel):
         self._lock = threading.RLock()  # a signal handler may call close() while it is held
         self._idle: list[SignedStream] = []
         self._idle_beats: list[SignedStream] = []
-        self._busy: set[SignedStream] = set()
+        self._open: set[SignedStream] = set()  # those that are idle, and those of calls
         self._connecting: set[SocketStream] = set()
         self._closed = False
 
@@ -166,8 +166,7 @@ class SocketChannel(Channel):
             self._drop()  # if one connection is gone, all are
             raise LinkClosedError(f"the synchronizer at {self._host}:{self._port}: {error}") from None
         with self._lock:
-            if connection in self._busy:  # else it was dropped meanwhile
-                self._busy.remove(connection)
+            if connection in self._open:  # else it was dropped meanwhile
                 idle.append(connection)
         return reply
 
@@ -181,9 +180,9 @@ class SocketChannel(Channel):
 
     def _drop(self) -> None:
         with self._lock:
-            connections = [*self._idle, *self._idle_beats, *self._busy]
-            for these in (self._idle, self._idle_beats, self._busy):
-                these.clear()
+            connections, self._open = self._open, set()
+            self._idle.clear()
+            self._idle_beats.clear()
         for connection in connections:
             connection.close()
 
@@ -212,9 +211,7 @@ class SocketChannel(Channel):
         with self._lock:
             self._require_open()
             if idle:
-                connection = idle.pop()
-                self._busy.add(connection)
-                return connection
+                return idle.pop()
         where = f"{self._host}:{self._port}"
         try:
             return self._connect(deadline)
@@ -238,7 +235,7 @@ class SocketChannel(Channel):
                 connection = SignedStream(stream, key, listener=False)
                 self.address = connection.local_address  # before others may close the connection
                 with self._lock:
-                    self._busy.add(connection)
+                    self._open.add(connection)
                     self._require_open()
                 return connection
         finally:

@@ -18,7 +18,6 @@ from weight_update.synchronizer.sessions import (
     Held,
     Refused,
     Reply,
-    Session,
     SessionManager,
 )
 from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState, remember
@@ -76,7 +75,7 @@ class Service(SessionManager, ABC):
         except Refused as error:
             return {"refused": str(error)}
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
-            if self.table.closed:  # close() may have taken anything away
+            if self.closed:  # close() may have taken anything away
                 return {"closed": CLOSED}
             if isinstance(error, WeightSyncError):
                 return {"error": str(error)}
@@ -114,7 +113,7 @@ class Service(SessionManager, ABC):
 
     def _trainer(self, session: str, step: int) -> TrainerState:
         """Return the trainer that calls, and note its step."""
-        trainer = self.table.of(session).member
+        trainer = self.member(session)
         assert isinstance(trainer, TrainerState)
         if trainer.step != step:
             self.machine.trainer_at(step)
@@ -123,7 +122,7 @@ class Service(SessionManager, ABC):
     def explorer_needs(self, session: str, step: int, held: Held) -> Reply:
         """Return whether an explorer should synchronize, and the version in force there."""
         with self.changed:
-            _, explorer = self._explorer(session, step, held)
+            explorer = self._explorer(session, step, held)
             return {"need": self.machine.explorer_needs_sync(explorer.id), "version": explorer.version}
 
     @abstractmethod
@@ -140,29 +139,28 @@ class Service(SessionManager, ABC):
     def explorer_gives_up(self, session: str, reason: str) -> Reply:
         """Note that an explorer does not wait any longer."""
         with self.changed:
-            explorer = self.table.of(session).member
+            explorer = self.member(session)
             assert isinstance(explorer, ExplorerState)
             self.machine.gave_up(explorer.id, reason)
             return {"version": explorer.version, "reason": reason}
 
     # -- for subclasses, with the lock held --------------------------------------------------------
 
-    def _explorer(self, session: str, step: int, held: Held) -> tuple[Session, ExplorerState]:
-        """Return the session and state of the explorer that calls; note its step and its update."""
-        found = self.table.of(session)
-        explorer = found.member
+    def _explorer(self, session: str, step: int, held: Held) -> ExplorerState:
+        """Return the explorer that calls; note its step and its update."""
+        explorer = self.member(session)
         assert isinstance(explorer, ExplorerState)
         if explorer.step != step:
             self.machine.explorer_at(explorer.id, step)
-        found.linked = None if held is None else held[0]
+        explorer.linked = None if held is None else held[0]
         if held is not None and held[1] is None:
             self.machine.has_none(explorer.id)
-            return found, explorer
+            return explorer
         known = None if held is None else self._version_of(*held)
         if known is not None:
             self.machine.published(*known)
             self._note_version(self.machine.has, explorer.id, known[0])
-        return found, explorer
+        return explorer
 
     def _version_of(self, key: str, number: int) -> tuple[int, int] | None:
         """Return version and trainer step of an update that an explorer has; None if it is unknown."""

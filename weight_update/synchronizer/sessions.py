@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,109 +51,6 @@ class Closed(Refused):
     """A call to a synchronizer that was closed."""
 
 
-@dataclass
-class Session:
-    """A client that said hello.
-
-    Attributes:
-        member: its trainer or explorer in the state machine.
-        linked: key of the publisher that the explorer is connected to; None for none.
-        seen: time on the monotonic clock when the client was last heard of.
-    """
-
-    member: MemberState
-    linked: str | None = None
-    seen: float = field(default_factory=time.monotonic)
-
-
-class SessionTable:
-    """The sessions by name, and the leases of clients.
-
-    A client that is not heard of for ``lease`` seconds counts as gone: ``on_lapsed`` is called with the name
-    of its session and the reason. All methods are called with the lock ``changed`` held.
-    """
-
-    def __init__(
-        self, changed: threading.Condition, lease: float, on_lapsed: Callable[[str, str], None]
-    ) -> None:
-        self.lease: float = lease
-        self.closed: bool = False
-        self._changed, self._on_lapsed = changed, on_lapsed
-        self.sessions: dict[str, Session] = {}
-        self._replaced: dict[str, str] = {}  # why the calls of a session are refused, by its name
-        self._left: dict[str, str] = {}  # the same, for the last clients that have left
-        self._watching = False
-
-    def watch(self) -> None:
-        """Start the thread that ends leases, unless it runs; it ends once there are no sessions."""
-        if not self._watching:
-            start_thread("weight_update-lease", self._watch)
-            self._watching = True
-
-    def add(self, name: str, member: MemberState) -> None:
-        """Add the session of a client that has come."""
-        self.sessions[name] = Session(member)
-
-    def of(self, name: str) -> Session:
-        """Return a session, and renew its lease; raise Refused if there is none, and Closed after the end."""
-        self.require_current(name)
-        if name not in self.sessions:
-            raise Refused("unknown")
-        session = self.sessions[name]
-        session.seen = time.monotonic()
-        return session
-
-    def require_current(self, name: str) -> None:
-        """Raise Closed after the end, and Refused if the client left, or another has taken its place."""
-        if self.closed:
-            raise Closed(CLOSED)
-        if reason := self._replaced.get(name) or self._left.get(name):
-            raise Refused(reason)
-
-    def leave(self, name: str) -> None:
-        """Refuse calls of a session that its client began before it left."""
-        remember(self._left, name, "this client is closed; create a new one")
-
-    def replace(self, member: MemberState | None) -> None:
-        """Remove the session of ``member``, whose place a new client takes. Its later calls are refused."""
-        for name, session in list(self.sessions.items()):
-            if session.member is member:
-                del self.sessions[name]
-                if isinstance(member, ExplorerState):
-                    self._replaced[name] = (
-                        f"another explorer with id {member.id} has replaced this one; each needs its own id"
-                    )
-                    _log.warning("explorer %d was replaced by a new client with its id", member.id)
-                else:
-                    self._replaced[name] = (
-                        "another trainer has replaced this one; a synchronizer has one trainer"
-                    )
-                    _log.warning("the trainer was replaced by a new client")
-
-    def linked(self, key: str) -> list[ExplorerState]:
-        """Return the explorers that are connected to a publisher."""
-        members = [session.member for session in self.sessions.values() if session.linked == key]
-        return [member for member in members if isinstance(member, ExplorerState)]
-
-    def _watch(self) -> None:
-        """Sleep until the first lease would end, as a thread, while there are clients."""
-        lease = self.lease
-        with self._changed:
-            while not self.closed and (sessions := dict(self.sessions)):
-                now = time.monotonic()
-                for name, session in sessions.items():
-                    if now - session.seen >= lease:
-                        _log.warning("no call of a client for %g s; it counts as gone", lease)
-                        self._on_lapsed(name, f"it was not heard of for {lease:g} s")
-                first = min(session.seen for session in sessions.values())
-                pause = max(first + lease - now, 0.01)
-                self._changed.wait(pause)
-                if time.monotonic() > now + pause + lease / 2:  # stopped, this process could hear no one
-                    for session in self.sessions.values():
-                        session.seen = time.monotonic()
-            self._watching = False
-
-
 class SessionManager:
     """A state machine behind a lock, and the clients that change it. Its methods are calls of clients.
 
@@ -166,6 +61,8 @@ class SessionManager:
 
     Attributes:
         changed: the lock of all this; notified when anything changed.
+        sessions: the trainer and the explorers that are here, by the name of their session.
+        closed: whether all later calls are refused.
         trainer_endpoint: endpoint of the trainer's publisher; None while there is none.
         directory: directory of the checkpoints; None for methods that have none.
         address: address of the interface by which clients on other machines reach this one; None if there are
@@ -177,7 +74,12 @@ class SessionManager:
         self.plan = plan
         self.machine: StateMachine = StateMachine(plan, on_change=self._wake)
         self.changed: threading.Condition = threading.Condition(threading.RLock())
-        self.table: SessionTable = SessionTable(self.changed, lease, self.gone)
+        self.sessions: dict[str, MemberState] = {}
+        self.closed: bool = False
+        self._lease = lease
+        self._replaced: dict[str, str] = {}  # why the calls of a session are refused, by its name
+        self._left: dict[str, str] = {}  # the same, for the last clients that have left
+        self._watching = False  # whether the thread runs that ends leases
         self.trainer_endpoint: Endpoint | None = None
         self.directory: str | None = None
         self.address: str | None = None
@@ -211,31 +113,32 @@ class SessionManager:
                 another id.
         """
         with self.changed:
-            self.table.require_current(session)
-            self.table.watch()  # or raise an error, before anything changes
-            if session in self.table.sessions:
-                member = self.table.of(session).member
-                id = member.id if isinstance(member, ExplorerState) else None
-            elif role == "trainer":
-                self.table.replace(self.machine.trainer)
+            self._require_current(session)
+            if not self._watching:
+                start_thread("weight_update-lease", self._end_leases)  # or raise, before anything changes
+                self._watching = True
+            new = session not in self.sessions
+            if new and role == "trainer":
+                self._replace(self.machine.trainer)
                 if version is not None and (self.machine.newest is None or version > self.machine.newest):
                     made = step if synced_at is None else synced_at
                     self._restore(version, made)  # started after the trainer, without its versions
-                self.table.add(session, self.machine.trainer_joined(step, synced_at))
-            else:
+                self.sessions[session] = self.machine.trainer_joined(step, synced_at)
+            elif new:
                 known = self.machine.explorers
                 if id is None or (back and id in known):
-                    id = next(new for new in range(len(known) + 1) if new not in known)
-                self.table.replace(known.get(id))
+                    id = next(free for free in range(len(known) + 1) if free not in known)
+                self._replace(known.get(id))
                 explorer = self.machine.joined(id, version, step, synced_at)
-                self.table.add(session, explorer)
+                self.sessions[session] = explorer
                 self.observers.tell(WorkerEvent("joined", id, explorer.version))
+            member = self.member(session)
             if role == "trainer":
                 self._take_endpoint(ticket)
             return {
-                "id": id,
+                "id": member.id if isinstance(member, ExplorerState) else None,
                 "plan": self.plan.to_json(),
-                "lease": self.table.lease,
+                "lease": self._lease,
                 "version": self.machine.newest,
                 "step": self.machine.newest_step,
                 "directory": self.directory,
@@ -254,19 +157,19 @@ class SessionManager:
         """Let a client go, for good: a call that it has begun before may still ask to come back."""
         with self.changed:
             self.gone(session, None)
-            self.table.leave(session)
+            remember(self._left, session, "this client is closed; create a new one")
         return {}
 
     def beat(self, session: str) -> Reply:
         """Note that a client lives."""
         with self.changed:
-            self.table.of(session)
+            self.member(session)
         return {}
 
     def notify(self, session: str, step: int, status: str) -> Reply:
         """Note what a client is doing. REQUIRE_SYNC announces a wish without waiting."""
         with self.changed:
-            member = self.table.of(session).member
+            member = self.member(session)
             if status == RunningStatus.STOPPED:
                 self.gone(session, None)
             elif isinstance(member, TrainerState):
@@ -295,21 +198,76 @@ class SessionManager:
                 "step": self.machine.newest_step,
             }
 
+    # -- sessions and their leases, with the lock held -----------------------------------------------
+
+    def member(self, name: str) -> MemberState:
+        """Return the client of a session, and renew its lease.
+
+        Raise Refused if there is none, and Closed after the end.
+        """
+        self._require_current(name)
+        if name not in self.sessions:
+            raise Refused("unknown")
+        member = self.sessions[name]
+        member.seen = time.monotonic()
+        return member
+
+    def _require_current(self, name: str) -> None:
+        """Raise Closed after the end, and Refused if the client left, or another has taken its place."""
+        if self.closed:
+            raise Closed(CLOSED)
+        if reason := self._replaced.get(name) or self._left.get(name):
+            raise Refused(reason)
+
+    def _replace(self, member: MemberState | None) -> None:
+        """Remove the session of ``member``, whose place a new client takes. Its later calls are refused."""
+        for name, known in list(self.sessions.items()):
+            if known is member:
+                del self.sessions[name]
+                if isinstance(member, ExplorerState):
+                    self._replaced[name] = (
+                        f"another explorer with id {member.id} has replaced this one; each needs its own id"
+                    )
+                    _log.warning("explorer %d was replaced by a new client with its id", member.id)
+                else:
+                    self._replaced[name] = (
+                        "another trainer has replaced this one; a synchronizer has one trainer"
+                    )
+                    _log.warning("the trainer was replaced by a new client")
+
+    def _end_leases(self) -> None:
+        """End leases, as a thread, while there are clients."""
+        lease = self._lease
+        with self.changed:
+            while not self.closed and (sessions := dict(self.sessions)):
+                now = time.monotonic()
+                for name, member in sessions.items():
+                    if now - member.seen >= lease:
+                        _log.warning("no call of a client for %g s; it counts as gone", lease)
+                        self.gone(name, f"it was not heard of for {lease:g} s")
+                first = min(member.seen for member in sessions.values())
+                pause = max(first + lease - now, 0.01)
+                self.changed.wait(pause)
+                if time.monotonic() > now + pause + lease / 2:  # stopped, this process could hear no one
+                    for member in self.sessions.values():
+                        member.seen = time.monotonic()
+            self._watching = False
+
     # -- for the service ---------------------------------------------------------------------------
 
     def gone(self, session: str, how: str | None = "its connection ended") -> None:
         """Remove a client that left (``how`` is None) or is missed, and wake those that wait for it."""
         with self.changed:
-            ended = self.table.sessions.pop(session, None)
-            if ended is None:
+            member = self.sessions.pop(session, None)
+            if member is None:
                 return
-            member, machine, suffix = ended.member, self.machine, "" if how is None else f": {how}"
+            machine, suffix = self.machine, "" if how is None else f": {how}"
             if isinstance(member, TrainerState) and machine.trainer is member:
                 self.trainer_endpoint = None
                 machine.trainer_left(TRAINER_STOPPED + suffix)
             elif isinstance(member, ExplorerState) and machine.explorers.get(member.id) is member:
                 machine.left(member.id, f"the explorer stopped{suffix}")
-                if not self.table.closed:
+                if not self.closed:
                     kind: Literal["left", "lost"] = "left" if how is None else "lost"
                     self.observers.tell(WorkerEvent(kind, member.id, member.version, how or ""))
 
@@ -346,8 +304,8 @@ class SessionManager:
     def end_sessions(self) -> None:
         """Wake all that wait, and refuse later calls."""
         with self.changed:
-            self.table.closed = True
-            for name in list(self.table.sessions):
+            self.closed = True
+            for name in list(self.sessions):
                 self.gone(name, CLOSED)
             self.changed.notify_all()
 
@@ -362,9 +320,8 @@ class VersionFile:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._path = Path(directory) / "synchronizer.json"
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in self._path.parent.glob(f"{self._path.name}.*{PART}"):  # of a process killed in _write()
-            with contextlib.suppress(OSError):
-                left.unlink()
+        self._beside = self._path.with_name(self._path.name + PART)
+        self._beside.unlink(missing_ok=True)  # of a process that was killed in _write()
         self._writing = threading.Lock()
         self._kept = -1  # version in the file, or on its way there
 
@@ -392,12 +349,11 @@ class VersionFile:
 
     def _write(self, version: int, step: int) -> None:
         """Replace the file; a full disk is logged, and the run goes on without."""
-        beside = self._path.with_name(f"{self._path.name}.{os.getpid()}{PART}")
         try:
-            beside.unlink(missing_ok=True)
-            with beside.open("x") as file:
+            self._beside.unlink(missing_ok=True)
+            with self._beside.open("x") as file:
                 file.write(json.dumps({"version": version, "step": step}))
-            beside.replace(self._path)
+            self._beside.replace(self._path)
         except OSError as error:
             then = "a restart may begin with an older version, or none"
             _log.warning("%s could not be written; %s: %s", self._path, then, error)
