@@ -303,7 +303,6 @@ class WeightSyncScheme(SchemeUpdates):
         with undo_on_error(functools.partial(close_all, process.announced, process.undo)):
             side = SenderSide(sources, self.strategy, self.token, *limits, process.observers, open_links)
         process.sender, process.end = side, "sender"
-        # workers that are left may ask for the next sender at once
         parts = process.announced, process.observers, side.sender, side.listener, process.undo, side.ranks
         process.close_at_end(self, close_all, *parts)
 

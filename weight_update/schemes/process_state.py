@@ -32,7 +32,7 @@ class ProcessState:
     context: weakref.ref[Any] | None = None
     worker_alive: WorkerAlive | None = None
     observers: Observers = field(default_factory=Observers)
-    announced: ExitStack = field(default_factory=ExitStack)  # withdraws what workers without a sender find
+    announced: ExitStack = field(default_factory=ExitStack)  # withdrawn first: workers ask for a new sender
     undo: ExitStack = field(default_factory=ExitStack)  # of what open_sender() made besides links, listener
     finalizer: weakref.finalize[Any, Any] | None = None  # once there is something to end
     _unfinished: weakref.finalize[Any, Any] | None = None  # after Ctrl-C in shut_down()
