@@ -22,7 +22,7 @@ from weight_update.errors import (
 )
 from weight_update.progress import Progress
 from weight_update.report import SyncReport, WorkerEvent
-from weight_update.sender.buffers import MIXED, EncodedUpdate, are_short
+from weight_update.sender.buffers import MIXED, ChunkedUpdate, EncodedUpdate, are_short
 from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.workers import NOBODY, GroupAssignment, Outbox, WorkerState, WorkerTable
 from weight_update.threads import start_thread
@@ -328,12 +328,15 @@ class AnswerThreads:
         elif chunk.kind is Kind.STAGED:
             with self._table.lock:
                 worker.staged = header["version"]
-                worker.leave_window(header["version"], reading=False)
+                if isinstance(update := worker.inflight, ChunkedUpdate) and update.version == worker.staged:
+                    update.uses.clear()
                 self._table.changed.notify_all()
         elif chunk.kind is Kind.TAKEN:
             with self._table.lock:
-                if worker.window is not None and worker.window.version == header["version"]:
-                    worker.window.taken(worker.idx, header["index"])
+                update = worker.inflight
+                if isinstance(update, ChunkedUpdate) and update.version == header["version"]:
+                    update.note_read(header["index"])
+                    self._table.changed.notify_all()
         elif chunk.kind in (Kind.APPLIED, Kind.FAILED):
             self.record_result(worker, chunk)
             self._delivery.update(worker)
@@ -365,7 +368,6 @@ class AnswerThreads:
         """Note that a worker has applied the update in flight, or failed to."""
         header, version = chunk.header, chunk.header["version"]
         with self._table.lock:
-            worker.leave_window(version, reading=False)  # it has all chunks, or will read no more of them
             update = worker.inflight
             if update is None or update.version != version:
                 return
@@ -379,7 +381,7 @@ class AnswerThreads:
                 if joins or version <= self._table.told:  # a report may not contain this worker
                     self._table.tell(WorkerEvent("applied", worker.idx, version, late_joiner=worker.late))
             else:
-                if worker.link.capabilities.shares_memory:
+                if worker.link.capabilities.shares_memory and not self._copies:
                     update.abandon()  # it may have failed after the switch, and read this memory now
                 text = "\n\n".join(filter(None, (header["error"], header["traceback"])))
                 if not header["kept"] and worker.has is not None:

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 from weight_update.arguments import require_seconds
 from weight_update.errors import FormatError, LinkClosedError, SyncFailedError
 from weight_update.report import SyncReport
+from weight_update.sender.buffers import ChunkedUpdate
 from weight_update.sender.groups.base import FullGroup
 from weight_update.sender.reasons import ABSENT, reason_of
 from weight_update.sender.workers import WorkerState, WorkerTable
@@ -417,7 +418,7 @@ class Patience:
             return self.deadline
         if since is not None:
             deadline += now - since
-        writing = self._patient and worker.writing and worker.window is None
+        writing = self._patient and worker.writing and not isinstance(worker.inflight, ChunkedUpdate)
         self._later[worker.idx] = connection, deadline, now if writing else None
         return deadline
 

@@ -378,8 +378,9 @@ class Sender(Outcomes):
         with self.table.lock:
             for worker in states:
                 worker.staged = None
-                worker.leave_window(version, reading=worker.may_read)
                 if worker.inflight is not None and worker.inflight.version == version:
+                    if self._pipelines is not None and worker.may_read:
+                        worker.inflight.abandon()
                     worker.inflight = None  # first: frames not sent yet are then not sent at all
             self.table.changed.notify_all()
         self._delivery.broadcast(states, WeightChunk(Kind.ABORT, {"version": version}))

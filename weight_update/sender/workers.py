@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from weight_update.encodings import DeltaEncoding, Encoding
 from weight_update.errors import undo_on_error
 from weight_update.report import WorkerEvent
-from weight_update.sender.buffers import MIXED, BufferPool, ChunkWindow, EncodedUpdate, VersionId
+from weight_update.sender.buffers import MIXED, BufferPool, EncodedUpdate, VersionId
 from weight_update.sender.groups.base import FullGroup, SendGroup
 from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.observers import Observers, PendingUpdate
@@ -99,7 +99,6 @@ class WorkerState:
         staged: the version that it keeps until COMMIT or ABORT.
         inflight: the update it was sent and has not answered yet.
         sent_at: time, on the monotonic clock, at which ``inflight`` was set.
-        window: the version it is being sent chunk by chunk.
         reached: the newest version it ever applied; kept when it leaves.
         arrived: whether it has applied weights since it joined.
         complete: whether a late joiner has all models that are sent together.
@@ -138,7 +137,6 @@ class WorkerState:
     staged: int | None = None
     inflight: EncodedUpdate | None = None
     sent_at: float = 0.0
-    window: ChunkWindow | None = None
     reached: int = -1
     arrived: bool = False
     complete: bool = False
@@ -199,7 +197,7 @@ class WorkerState:
 
         A version in a pipeline is not kept for workers that join meanwhile.
         """
-        idle = self.inflight is None and self.window is None and self.lacks is None and not self.writing
+        idle = self.inflight is None and self.lacks is None and not self.writing
         return self.joining or (self.joined and not idle)
 
     def failure(self, version: int) -> Exception | None:
@@ -224,12 +222,6 @@ class WorkerState:
             self.outbox.close()
             self.outbox = None
 
-    def leave_window(self, version: int | None = None, *, reading: bool) -> None:
-        """Take no more chunks of ``version``, where None is any version; see :meth:`ChunkWindow.leave`."""
-        if self.window is not None and version in (None, self.window.version):
-            self.window.leave(self.idx, reading=reading)
-            self.window = None
-
     @property
     def may_read(self) -> bool:
         """Whether the worker may still read memory of the sender, connected or not."""
@@ -238,9 +230,7 @@ class WorkerState:
 
     def mark_disconnected(self) -> None:
         """Stop expecting its answers. Memory that it may still read is never written again."""
-        reading = self.may_read
-        self.leave_window(reading=reading)
-        if reading:
+        if self.may_read:
             for update in filter(None, (self.applied, self.inflight)):
                 update.abandon()
         self.joined, self.joining, self.has, self.staged = False, False, None, None
