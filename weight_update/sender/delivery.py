@@ -65,14 +65,18 @@ class Delivery:
         """
         unwritten: dict[WorkerState, int] = {}  # workers whose update is not written, and their connections
         try:
-            slow = [worker for worker in workers if not worker.link.capabilities.send_never_blocks]
-            loads = [(one, update) for one in slow if (update := self._load(one, unwritten)) is not None]
-            _announce(loads)
-            for worker, update in loads:
-                self._deliver(worker, update, unwritten)
+            slow: list[tuple[WorkerState, EncodedUpdate]] = []
             for worker in workers:
-                if (update := self._load(worker, unwritten)) is not None:
+                if (update := self._load(worker, unwritten)) is None:
+                    continue
+                if worker.link.capabilities.send_never_blocks:
                     self._deliver(worker, update, unwritten)
+                else:
+                    slow.append((worker, update))
+            if len(slow) > 1:
+                _announce(slow)
+            for worker, update in slow:
+                self._deliver(worker, update, unwritten)
         except BaseException as error:
             for worker, connection in unwritten.items():
                 self.lose(worker, _as_exception(error), connection)

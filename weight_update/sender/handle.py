@@ -404,12 +404,7 @@ class Patience:
                 break
             if stop():
                 return False
-            try:
-                changed.wait(last - now)
-            except BaseException:  # a signal handler may raise before wait() is ready to take the lock again
-                if not changed._is_owned():  # type: ignore[attr-defined]
-                    changed.acquire()
-                raise
+            changed.wait(last - now)
         return True
 
     def _deadline_of(self, worker: WorkerState, now: float) -> float:
