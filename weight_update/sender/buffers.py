@@ -206,20 +206,16 @@ class BufferPool:
         """
         with self.lock:
             self._updates += 1
-            idle = [
-                one for one in self._slots if not one.in_use and self._updates - one.taken > _IDLE_UPDATES
-            ]
-            counts = Counter([one.buffer.tensor.numel() for one in self._slots]) if idle else {}
-            for slot in idle:
-                nbytes = slot.buffer.tensor.numel()
-                if counts[nbytes] > self._reserved.get(nbytes, 0):
-                    self._drop([slot])
-                    counts[nbytes] -= 1
+            counts = Counter([slot.buffer.tensor.numel() for slot in self._slots])
             spare = 0
             for slot in reversed([slot for slot in self._slots if not slot.in_use]):
-                spare += slot.buffer.tensor.numel()
-                if spare > keep:
+                nbytes = slot.buffer.tensor.numel()
+                extra = counts[nbytes] > self._reserved.get(nbytes, 0)
+                idle = extra and self._updates - slot.taken > _IDLE_UPDATES
+                spare += 0 if idle else nbytes
+                if idle or spare > keep:
                     self._drop([slot])
+                    counts[nbytes] -= 1
 
     def _drop(self, slots: list[Slot]) -> None:
         for slot in slots:

@@ -23,7 +23,6 @@ from weight_update.errors import (
 from weight_update.progress import Progress
 from weight_update.report import SyncReport, WorkerEvent
 from weight_update.sender.buffers import MIXED, ChunkedUpdate, EncodedUpdate, are_short
-from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.workers import NOBODY, GroupAssignment, Outbox, WorkerState, WorkerTable
 from weight_update.threads import start_thread
 from weight_update.transports.base import TransportBackend
@@ -49,14 +48,14 @@ class Delivery:
         self.timeout = timeout
         self._table, self.lock, self.changed = table, table.lock, table.changed
         self._closed = False
-        self._reports: weakref.WeakValueDictionary[int, SyncReport] = weakref.WeakValueDictionary()
-        self._counted: set[tuple[int, int]] = set()  # versions, and payloads that workers share
+        # By version: the report, and the payloads that workers share and that are counted.
+        self._reports: dict[int, tuple[weakref.ref[SyncReport], set[int]]] = {}
 
     def count_in(self, report: SyncReport) -> None:
         """Count the bytes that workers are sent of a version in its report, as long as that is in use."""
         with self._table.lock:
-            self._counted = {(version, key) for version, key in self._counted if version in self._reports}
-            self._reports[report.version] = report
+            self._reports = {key: one for key, one in self._reports.items() if one[0]() is not None}
+            self._reports[report.version] = weakref.ref(report), set()
 
     def update(self, *workers: WorkerState) -> None:
         """Send workers the updates they lack, unless they are busy, without waiting for slow links.
@@ -195,7 +194,7 @@ class Delivery:
                     return None
                 update = group.update_for(worker.has, together=worker.together)
                 if update is not None:
-                    if worker.has is not None and isinstance(group, DeltaGroup) and update in group.kept:
+                    if worker.has is not None and group.sends_changes and update in group.kept:
                         reason = "it lacks the version that changes refer to"
                         if worker.has is MIXED:
                             reason = "changes cannot be applied to the weights that it has"
@@ -218,15 +217,16 @@ class Delivery:
 
     def _count(self, update: EncodedUpdate, shared: bool) -> None:
         """Count the bytes of an update in the report of its version. The caller holds the sender's lock."""
-        report = self._reports.get(update.version)
+        found, counted = self._reports.get(update.version, (lambda: None, set[int]()))
+        report = found()
         if report is None:
             return
         for chunk in update.chunks:
-            key = update.version, id(chunk.payload)
-            if key not in self._counted:
+            key = id(chunk.payload)
+            if key not in counted:
                 report.wire_bytes += chunk.payload_bytes
             if shared:
-                self._counted.add(key)
+                counted.add(key)
 
     def _transmit(self, worker: WorkerState, update: EncodedUpdate) -> None:
         """Write the update in flight, unless the worker was lost or the sender shut down meanwhile."""

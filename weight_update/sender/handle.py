@@ -14,7 +14,6 @@ from weight_update.arguments import require_seconds
 from weight_update.errors import FormatError, LinkClosedError, SyncFailedError
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import ChunkedUpdate
-from weight_update.sender.groups.base import FullGroup
 from weight_update.sender.reasons import ABSENT, reason_of
 from weight_update.sender.workers import WorkerState, WorkerTable
 from weight_update.transports.base import Arrivals
@@ -201,7 +200,7 @@ class Outcomes:
         """Wait until workers are ``good`` or settled; return the errors of those that are not ``good``."""
 
         def done(worker: WorkerState) -> bool:
-            return good(worker) or is_settled(worker, version)
+            return is_settled(worker, version) or good(worker)
 
         self.reader.read(states, done, patience.deadline)
         with self.table.lock:
@@ -281,7 +280,7 @@ class AnswerReader:
         for worker in states:
             arrivals = worker.link.arrivals
             # changes may need memory first that is free only after answers to the update before
-            if arrivals is not None and isinstance(worker.group, FullGroup):
+            if arrivals is not None and worker.group is not None and not worker.group.sends_changes:
                 paused[arrivals] = worker  # first: a signal handler may raise at any time
                 arrivals.pause()
 
@@ -420,4 +419,6 @@ class Patience:
 
 def is_settled(worker: WorkerState, version: int) -> bool:
     """Return whether a worker has applied ``version`` or a newer one, failed or left."""
-    return worker.reached >= version or not worker.awaited or worker.failure(version) is not None
+    if worker.reached >= version or not worker.awaited:
+        return True
+    return bool(worker.failures) and worker.failure(version) is not None

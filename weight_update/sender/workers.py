@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -184,7 +184,8 @@ class WorkerState:
         target = None if self.group is None else self.group.target(self.has, together=self.together)
         if target is None or target in self.failures:
             return None
-        return target if self.version is None or self.version < target else None
+        version = self.version
+        return target if version is None or version < target else None
 
     @property
     def writing(self) -> bool:
@@ -318,23 +319,27 @@ class GroupAssignment:
         self.lock, self.encoding = threading.Lock(), encoding
         self._table, self._pool = table, pool
 
-    def all(self) -> list[SendGroup]:
-        """Return the groups that have workers, or weights for those to come."""
-        return list({worker.group: None for worker in self._table if worker.group})
+    def all(self) -> dict[SendGroup, list[WorkerState]]:
+        """Return the workers of each group."""
+        found: dict[SendGroup, list[WorkerState]] = {}
+        for worker in self._table:
+            if worker.group is not None:
+                found.setdefault(worker.group, []).append(worker)
+        return found
 
     def move(self, states: list[WorkerState], group: SendGroup | None) -> None:
         """Move workers into ``group``, or out of theirs."""
         with self._table.lock:
-            left = {worker.group for worker in states} - {group}
+            left = {worker.group for worker in states if worker.group is not None} - {group}
             for worker in states:
                 worker.group = group
-            self.close_unused(left)
+            if left:
+                self.close_unused(left)
 
-    def close_unused(self, left: Iterable[SendGroup | None]) -> None:
+    def close_unused(self, left: Iterable[SendGroup]) -> None:
         """Close those of the groups that have no workers."""
-        for group in left:
-            if group is not None and group not in self.all():
-                group.close()
+        for group in {*left}.difference(self.all()):
+            group.close()
 
     def join(self, worker: WorkerState, wire: WeightSchema) -> SendGroup | None:
         """Return the group of a worker that joins, if it has one, or joins late.
@@ -388,7 +393,8 @@ class GroupAssignment:
         """Release updates held for late joiners that have left."""
         with self._table.lock:
             gone = [one for one in self._table if one.late and not one.joined and one.lost is not None]
-            self.move(gone, None)
+            if gone:
+                self.move(gone, None)
 
     def partition(self, weights: WorkerWeights, *, apart: bool) -> list[list[WorkerState]]:
         """Return lists of workers that can be sent the same bytes; workers without a group are left out.
@@ -403,8 +409,8 @@ class GroupAssignment:
                 parts.setdefault(key, []).append(worker)
         return list(parts.values())
 
-    def await_room(self, timeout: float) -> None:
-        """Wait while so many updates are in use that one more would cost too much memory.
+    def await_room(self, groups: Collection[SendGroup], timeout: float) -> None:
+        """Wait while so many updates, of all ``groups``, are in use that one more would cost too much memory.
 
         A worker that is busy, as in ``hold()``, keeps up to two updates until it goes on. The limit grows
         with the number of such workers, so that they delay neither the caller nor other workers.
@@ -412,27 +418,30 @@ class GroupAssignment:
         deadline, busy = time.monotonic() + timeout, min(timeout, _BUSY_SECONDS)
         with self._table.lock:
             while (now := time.monotonic()) < deadline:
-                groups = self.all()
-                used = {one.version_id for group in groups for one in group.kept if one is not None}
-                limit = _MAX_UPDATES + 2 * (len(groups) - 1)
+                limit, kept = _MAX_UPDATES + 2 * (len(groups) - 1), list[EncodedUpdate | None]()
+                for group in groups:
+                    kept += group.kept
                 for worker in self._table:
-                    used.update([one.version_id for one in (worker.applied, worker.inflight) if one])
+                    kept += worker.applied, worker.inflight
                     if worker.inflight is not None and now - worker.sent_at > busy:
                         limit += 2
-                if len(used) < limit:
+                if len({one.version_id for one in kept if one is not None}) < limit:
                     return
                 self._table.changed.wait(_CHECK_SECONDS)
 
-    def group_for(self, states: list[WorkerState]) -> SendGroup:
+    def group_for(
+        self, states: list[WorkerState], groups: Mapping[SendGroup, list[WorkerState]]
+    ) -> SendGroup:
         """Return a group for these workers alone, which :meth:`partition` put together.
 
-        The caller moves them to it once the update is staged.
+        ``groups`` are all groups. The caller moves the workers to theirs once the update is staged.
         """
-        groups = {worker.group: None for worker in states if worker.group}
-        outside = {worker.group for worker in set(self._table).difference(states)}
-        own = [group for group in groups if group not in outside]
-        return max(own, key=_version) if own else next(iter(groups)).fork()
+        own = [group for group, workers in groups.items() if set(workers).issubset(states)]
+        if own:
+            return max(own, key=_version)
+        assert states[0].group is not None
+        return states[0].group.fork()
 
 
 def _version(group: SendGroup) -> int:
-    return -1 if group.version is None else group.version
+    return -1 if group.version_id is None else group.version_id.version

@@ -7,7 +7,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -62,7 +62,10 @@ class SendGroup(ABC):
         version_id: the weights that were committed last.
         whole: the update that carries all of them, if there is one in memory.
         source: key of the weights that the group was last given; equal for groups that were given the same.
+        sends_changes: whether updates carry changes.
     """
+
+    sends_changes: ClassVar[bool] = False
 
     def __init__(self, schema: WeightSchema, pool: BufferPool, whole: WholeEncoding) -> None:
         self.schema = schema

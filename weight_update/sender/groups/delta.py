@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -42,6 +42,8 @@ class DeltaGroup(SendGroup):
     remembered, and the next update carries all weights. Updates may change the entries ``tracked``; None is
     all.
     """
+
+    sends_changes: ClassVar[bool] = True
 
     def __init__(
         self, schema: WeightSchema, pool: BufferPool, encoding: DeltaEncoding, tracked: frozenset[str] | None
