@@ -7,8 +7,9 @@ compared in place unless they must be converted; small neighbours share a tile a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -87,7 +88,11 @@ class Scanner:
             snapshot: 1-D uint8 on the CPU, 8-byte aligned.
         """
         check_sizes(self._schema, tensors, snapshot)
-        weights = _Weights.of(flattened(tensors, self._tiles), self._tiles, snapshot)
+        live = flattened(tensors, self._tiles)
+        dtypes = {tile.slices[0].entry: tile.slices[0].meta.dtype for tile in self._tiles if tile.flat}
+        readable = [entry for entry, dtype in dtypes.items() if _readable(live[entry], dtype)]
+        addresses = {entry: live[entry].view(torch.uint8).numpy().ctypes.data for entry in readable}
+        weights = _Weights(live, addresses, snapshot.numpy())
 
         @torch.no_grad()  # a setting of each thread
         def scan(share: list[_Group]) -> list[_Found]:
@@ -124,8 +129,7 @@ def check_sizes(schema: WeightSchema, tensors: Sequence[torch.Tensor], snapshot:
         )
 
 
-@dataclass(frozen=True)
-class _Weights:
+class _Weights(NamedTuple):
     """Live tensors and a snapshot.
 
     Attributes:
@@ -134,19 +138,9 @@ class _Weights:
         snapshot: 1-D uint8.
     """
 
-    live: Sequence[torch.Tensor] = field(repr=False)
+    live: Sequence[torch.Tensor]
     addresses: dict[int, int]
-    snapshot: Bytes = field(repr=False)
-
-    @classmethod
-    def of(cls, live: Sequence[torch.Tensor], tiles: Sequence[Tile], snapshot: torch.Tensor) -> _Weights:
-        dtypes = {tile.slices[0].entry: tile.slices[0].meta.dtype for tile in tiles if tile.flat}
-        addresses = {
-            entry: live[entry].view(torch.uint8).numpy().ctypes.data
-            for entry, dtype in dtypes.items()
-            if _readable(live[entry], dtype)
-        }
-        return cls(live, addresses, snapshot.numpy())
+    snapshot: Bytes
 
 
 _Found = tuple[int, dict[int, Segment], list[ByteRange]]
