@@ -68,7 +68,7 @@ class Scanner:
     ) -> None:
         if threads is None:
             threads = torch.get_num_threads() if schema.nbytes >= _LITTLE else 1
-        self._schema, self._relative = schema, relative
+        self._relative = relative
         self._tiles = list(cut(schema, tracked, TILE, LARGE))
         self._total = sum(tile.elements for tile in self._tiles)
         groups = list(_grouped(self._tiles))
@@ -81,13 +81,12 @@ class Scanner:
             self._shares.append([_Group(tiles, scratch, relative) for tiles in share])
 
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
-        """Compare without writing to either side; ValueError if their sizes do not fit the schema.
+        """Compare without writing to either side.
 
         Args:
             tensors: one for each schema entry, in order, of any strides.
             snapshot: 1-D uint8 on the CPU, 8-byte aligned.
         """
-        check_sizes(self._schema, tensors, snapshot)
         live = flattened(tensors, self._tiles)
         dtypes = {tile.slices[0].entry: tile.slices[0].meta.dtype for tile in self._tiles if tile.flat}
         readable = [entry for entry, dtype in dtypes.items() if _readable(live[entry], dtype)]
@@ -118,15 +117,6 @@ def _grouped(tiles: Sequence[Tile]) -> Iterator[list[Tile]]:
         group.append(tile)
     if group:
         yield group
-
-
-def check_sizes(schema: WeightSchema, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> None:
-    """Raise ValueError if a size does not fit the schema."""
-    if len(tensors) != len(schema.tensors) or snapshot.numel() != schema.nbytes:
-        raise ValueError(
-            f"{len(tensors)} tensors and a snapshot of {snapshot.numel()} bytes; the schema has "
-            f"{len(schema.tensors)} and {schema.nbytes}"
-        )
 
 
 class _Weights(NamedTuple):
