@@ -265,7 +265,7 @@ def test_a_step_after_an_interrupted_one(
         "stage": (sender._delivery, "update"),
         "handle": (sender_side, "SendHandle"),
         "publish": (sender_side, "_outside_inference_mode"),
-        "commit": (sender._groups.all()[0], "commit"),
+        "commit": (next(iter(sender._groups.all())), "commit"),
         "broadcast": (sender._delivery, "broadcast"),
     }[step]
     before = getattr(owner, name)

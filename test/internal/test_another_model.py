@@ -106,8 +106,8 @@ def test_no_model_leaves_the_one_before_as_it_is(join: Join) -> None:
 def test_it_gets_the_weights_before_a_rejoin_without_weights(join: Join) -> None:
     source, other = net(), net()
     sender, receiver = join(source, net())
-    header = {"schema": sender._sender._groups.all()[0].schema.to_header(), "digests": None}
-    receiver._receiver.staging.begin_with({**header, **sender._sender._groups.all()[0].welcome()})
+    header = {"schema": next(iter(sender._sender._groups.all())).schema.to_header(), "digests": None}
+    receiver._receiver.staging.begin_with({**header, **next(iter(sender._sender._groups.all())).welcome()})
     receiver.model = other
     assert same(source, other)
 

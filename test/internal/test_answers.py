@@ -18,8 +18,8 @@ from marks import random_interrupts
 from pairs import connect_pair
 from torch import nn
 
-from weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
-from weight_update.sender.buffers import ChunkWindow
+from weight_update import SharedMemWeightSyncScheme, WeightStrategy, WeightSyncScheme
+from weight_update.sender.buffers import ChunkedUpdate, VersionId
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import WorkerState
 from weight_update.transports.shared_memory.slots import SlotTable
@@ -136,23 +136,20 @@ TIMES = {"apply_seconds": 0.0, "stall_seconds": 0.0}
 )
 def test_a_late_answer_to_an_earlier_version_frees_no_chunk(kind: Kind, fields: dict[str, Any]) -> None:
     """The memory of a chunk is written again once every worker has read it."""
-    scheme = SharedMemWeightSyncScheme(timeout=PROMPT)
+    scheme = SharedMemWeightSyncScheme(WeightStrategy(encoding="bucket"), timeout=PROMPT)
     with scheme, connect_pair(scheme, nn.Linear(2, 2), nn.Linear(2, 2)):
         sender = scheme._require_sender().sender
         assert isinstance(sender, Sender)
         worker, use = sender.table[0], sender._pool.take(64)
-        window = ChunkWindow(5, 1, 0.0, sender.table.changed)
         with sender.table.lock:
             slot = use.slot
-            window.add(0, use, [0])
+            worker.inflight = ChunkedUpdate(VersionId(5), [], [use])
             del use
-            worker.window = window
             sender._answers._handle(worker, WeightChunk(kind, {"version": 4, **fields}))
-            assert worker.window is window
-            assert (window.await_room(), slot.in_use) == ([0], True)
+            assert slot.in_use
             sender._answers._handle(worker, WeightChunk(kind, {"version": 5, **fields}))
-            assert (window.await_room(), slot.in_use) == ([], False)
-            worker.leave_window(reading=False)
+            assert not slot.in_use
+            worker.inflight = None
 
 
 def test_a_thread_that_waits_no_more_ends_only_its_own_pause() -> None:

@@ -120,13 +120,6 @@ def test_payload_at_an_odd_address() -> None:
     case.applied(shifted.copy_(payload))
 
 
-def test_coordinates_need_a_tensor_of_the_width() -> None:
-    schema = WeightSchema.of({"a": torch.empty(8)})
-    changes = Changes((Sparse.of(2, torch.tensor([1]), torch.tensor([1], dtype=torch.int16)),))
-    with pytest.raises(ValueError, match="outside the tensors of its width"):
-        encode_patch(changes, schema, 0, 1, options("coo"), lend)
-
-
 # Sizes.
 
 

@@ -79,16 +79,6 @@ def test_gaps_around_the_escapes(gap: int, count: int, device: torch.device) -> 
     assert torch.equal(payload, expected)
 
 
-@pytest.mark.parametrize("names", [("a",), ("a", "b"), ("b",)])
-def test_coordinates_need_a_tensor_of_the_width(names: tuple[str, ...], device: torch.device) -> None:
-    kinds = {"a": torch.empty(40), "b": torch.empty(40, dtype=torch.int16)}
-    schema = WeightSchema.of({name: kinds[name] for name in names})
-    outside = torch.tensor([schema.nbytes // 2 - 1])
-    changes = Changes((Sparse.of(2, outside, torch.ones(1, dtype=torch.int16)),))
-    with pytest.raises(ValueError, match="outside the tensors of its width"):
-        encode_patch(changes.to(device), schema, 0, 1, options("coo"), lend, add_on_device)
-
-
 @pytest.mark.parametrize("size", [1, 2, 7])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
 def test_positions_are_decoded_part_by_part(

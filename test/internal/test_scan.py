@@ -215,14 +215,6 @@ def test_results_share_no_memory() -> None:
     assert same(snapshot, expected)
 
 
-def test_wrong_arguments() -> None:
-    schema = schema_of([torch.ones(3)])
-    with pytest.raises(ValueError, match="1 tensors and a snapshot of 63 bytes; the schema has 1 and 64"):
-        Scanner(schema).scan([torch.ones(3)], torch.zeros(63, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="2 tensors"):
-        Scanner(schema).scan([torch.ones(3)] * 2, torch.zeros(64, dtype=torch.uint8))
-
-
 SHAPES = st.lists(st.integers(0, 40), max_size=2).map(tuple) | st.sampled_from(
     [(LARGE,), (257, 301), (TILE // 8 + 3,)]
 )

@@ -65,7 +65,7 @@ def pack(weights: Mapping[str, Any]) -> tuple[WeightSchema, list[memoryview]]:
         )
     if _METADATA in weights:
         raise ValueError(f"no tensor may be named {_METADATA!r} in a safetensors file")
-    named = from_items(iter(weights.items()))
+    named = from_items(weights.items())
     if hollow := [name for name, tensor in named.tensors.items() if tensor.is_meta]:
         raise UnsupportedSourceError(f"on the meta device, without values to write: {', '.join(hollow[:10])}")
     tensors, schema = named.tensors, WeightSchema.of(named.tensors)

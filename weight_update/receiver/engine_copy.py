@@ -84,12 +84,9 @@ class DoubleBuffer(OwnCopy):
 
     def switch(self, update: StagedUpdate, target: Target) -> None:
         target.write(self.schema.names, update.values, update.version)
-        assert self._next is not None
-        if update.base is not None and self._flat is not None:
-            self._spare, self._behind = (self._flat, self.values), self._staged
-        else:
-            self._spare = None
-        (self._flat, self.values), self._next = self._next, None
+        self._spare = None if update.base is None else (self._flat, self.values)
+        self._behind = self._staged
+        self._flat, self.values = self._next
         self._version = update.version
 
     def settle(self) -> None:

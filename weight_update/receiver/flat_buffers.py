@@ -119,8 +119,8 @@ class OwnCopy(Storage):
     ) -> None:
         super().__init__(schema)
         self._binding, self._owns = binding, owns
-        self._flat: torch.Tensor | None = None
-        self._next: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._flat = torch.empty(0, device="cpu")
+        self._next = self._flat, list[torch.Tensor]()  # the staged buffer and its views; then those in force
         self._version: int | None = None
         # How often each of the model's tensors was written to when an update was complete, and its place.
         self._writes: list[int] = []
@@ -177,8 +177,7 @@ class OwnCopy(Storage):
         before = self._tensors()
         writes = _writes_of(before)
         target.write(self.schema.names, update.values, update.version)
-        assert self._next is not None
-        (self._flat, self.values), self._next = self._next, None
+        self._flat, self.values = self._next
         self._version, self._overwritten = update.version, False
         self._find_copies()
         if all(map(operator.is_, before, self._tensors())):  # none was on the meta device
@@ -227,7 +226,7 @@ class OwnCopy(Storage):
         """
         self.unbind()
         self._binding = binding
-        if self._flat is not None:  # else the first weights are still to come
+        if self.values:  # else the first weights are still to come
             self._find_copies()
 
     def unbind(self) -> None:
@@ -245,7 +244,7 @@ class OwnCopy(Storage):
         Raises:
             MissingBaseError: another version is in force, or the worker wrote into its weights.
         """
-        if self._flat is None or base != self._version:
+        if base != self._version:
             raise MissingBaseError(
                 f"the delta applies to version {base}, but version {self._version} is in force"
             )
@@ -281,7 +280,6 @@ class OwnCopy(Storage):
 
     def _write(self, deltas: Sequence[Delta]) -> None:
         """Write changes into the buffer, and renew the model's tensors that are copies."""
-        assert self._flat is not None
         for delta in deltas:
             delta.write(self._flat)
         if self._binding is not None and self._copies:
@@ -295,7 +293,6 @@ class OwnCopy(Storage):
 
         Inside the gate, :meth:`apply` then writes these elements into the model, instead of whole tensors.
         """
-        assert self._flat is not None
         on_cpu = self._copies and self._flat.is_cpu
         positions = few_elements(deltas, self.schema, self._copies) if on_cpu else {}
         if positions and all(takes_bytes(self._required[i], self.values[i]) for i in positions):

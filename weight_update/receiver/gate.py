@@ -44,7 +44,7 @@ class _Section:
         self.frame: types.FrameType | None = frame
         self.hold: weakref.ref[Hold] | None = None if hold is None else weakref.ref(hold)
         self.thread: int = threading.get_ident()
-        self.wake: Callable[[], Any] | None = None
+        self.wake: Callable[[], Any] = lambda: None
         self.outer: _Section | None = _innermost(_current.get())
 
     def within(self, gate: Gate) -> bool:
@@ -279,7 +279,6 @@ class Gate(CallGuard):
         """Begin the sections that waited for the update before."""
         for section in self._waiting:
             self._inside.add(section)
-            assert section.wake is not None
             section.wake()
         self._waiting.clear()
 

@@ -9,7 +9,6 @@ import functools
 import inspect
 import sys
 import types
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, NoReturn, TypeVar
 
@@ -28,23 +27,13 @@ _UNFINISHED = (
 )
 
 
-class CallGuard(ABC):
+class CallGuard:
     """The part of a gate that holds it during calls; see :class:`~weight_update.Gate`."""
 
-    @abstractmethod
-    def enter(self, frame: types.FrameType | None = None) -> Any:
-        """Keep updates out until :meth:`leave`; return what it takes."""
-
-    @abstractmethod
-    def leave(self, section: Any = None) -> None:
-        """Let updates in again."""
-
-    @abstractmethod
-    def _leave_call(self) -> None: ...
-
-    @abstractmethod
-    def hold(self) -> Any:
-        """Return a context manager, synchronous or asynchronous, that keeps updates out."""
+    enter: Callable[..., Any]
+    leave: Callable[..., None]
+    hold: Callable[[], Any]
+    _leave_call: Callable[[], None]
 
     def guard(self, module: nn.Module) -> Callable[[], None]:
         """Hold the gate during every forward pass of ``module``; return a function that ends this."""

@@ -137,14 +137,11 @@ class Receiver:
                     raise
                 self.link.disconnect()
 
+    @torch.inference_mode(False)  # the thread writes into the memory that is allocated here
     def _attempt(self, timeout: float) -> None:
         """Join the sender once. A receiver that joins again keeps its weights if the sender has none now."""
-        try:
-            with torch.inference_mode(False):  # the thread writes into the memory that is allocated here
-                self._join(timeout)
-        except BaseException:
-            self.staging.forget()
-            raise
+        with undo_on_error(self.staging.forget):
+            self._join(timeout)
 
     def _join(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

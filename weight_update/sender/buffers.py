@@ -94,6 +94,22 @@ class EncodedUpdate:
             use.slot.abandoned = True
 
 
+@dataclass(eq=False)
+class ChunkedUpdate(EncodedUpdate):
+    """An update that one worker is sent chunk by chunk; it has the uses of the chunks that were not read yet.
+
+    Attributes:
+        read: number of chunks that the worker has read.
+    """
+
+    read: int = 0
+
+    def note_read(self, index: int) -> None:
+        """Note that the worker has read the chunks up to ``index``."""
+        del self.uses[: max(index + 1 - self.read, 0)]
+        self.read = max(index + 1, self.read)
+
+
 def are_short(chunks: Iterable[WeightChunk]) -> bool:
     """Return whether a connection keeps frames, without their payloads, until a worker reads them."""
     return sum(len(chunk.encode_head(checksum=False)) for chunk in chunks) <= _KEPT_BYTES
@@ -190,20 +206,16 @@ class BufferPool:
         """
         with self.lock:
             self._updates += 1
-            idle = [
-                one for one in self._slots if not one.in_use and self._updates - one.taken > _IDLE_UPDATES
-            ]
-            counts = Counter([one.buffer.tensor.numel() for one in self._slots]) if idle else {}
-            for slot in idle:
-                nbytes = slot.buffer.tensor.numel()
-                if counts[nbytes] > self._reserved.get(nbytes, 0):
-                    self._drop([slot])
-                    counts[nbytes] -= 1
+            counts = Counter([slot.buffer.tensor.numel() for slot in self._slots])
             spare = 0
             for slot in reversed([slot for slot in self._slots if not slot.in_use]):
-                spare += slot.buffer.tensor.numel()
-                if spare > keep:
+                nbytes = slot.buffer.tensor.numel()
+                extra = counts[nbytes] > self._reserved.get(nbytes, 0)
+                idle = extra and self._updates - slot.taken > _IDLE_UPDATES
+                spare += 0 if idle else nbytes
+                if idle or spare > keep:
                     self._drop([slot])
+                    counts[nbytes] -= 1
 
     def _drop(self, slots: list[Slot]) -> None:
         for slot in slots:
@@ -215,62 +227,3 @@ class BufferPool:
         with self.lock:
             self._closed = True
             self._drop(list(self._slots))
-
-
-@dataclass
-class _SentChunk:
-    """A chunk that was sent, and the indices of the workers that have not read it yet."""
-
-    index: int
-    use: SlotUse
-    readers: set[int]
-    sent_at: float
-
-
-class ChunkWindow:
-    """Chunks that were sent and not yet read by all workers.
-
-    At most ``limit`` chunks exist at one time, including the one that is being filled. A worker has
-    ``timeout`` seconds to read a chunk. Callers of all methods hold the sender's lock.
-    """
-
-    def __init__(self, version: int, limit: int, timeout: float, changed: threading.Condition) -> None:
-        self.version = version
-        self._limit, self._timeout, self._changed = limit, timeout, changed
-        self._sent: list[_SentChunk] = []
-
-    def await_room(self) -> list[int]:
-        """Wait until one more chunk may be made; return the workers that prevent it for too long, if any."""
-        while len(self._sent) >= self._limit:
-            oldest = self._sent[0]
-            left = oldest.sent_at + self._timeout - time.monotonic()
-            if left <= 0:
-                return list(oldest.readers)
-            self._changed.wait(left)
-        return []
-
-    def add(self, index: int, use: SlotUse, workers: Iterable[int]) -> None:
-        """Note that chunk ``index``, which lies in the slot of ``use``, is sent to workers."""
-        self._sent.append(_SentChunk(index, use, set(workers), time.monotonic()))
-
-    def taken(self, worker: int, index: int) -> None:
-        """Note that a worker has read the chunks up to ``index``."""
-        for chunk in self._sent:
-            if chunk.index <= index:
-                chunk.readers.discard(worker)
-        self._free()
-
-    def leave(self, worker: int, *, reading: bool) -> None:
-        """Remove a worker that has all chunks, or will not have them.
-
-        If it may still be ``reading`` the chunks it was sent, their memory is not written again.
-        """
-        for chunk in self._sent:
-            if worker in chunk.readers:
-                chunk.readers.discard(worker)
-                chunk.use.slot.abandoned |= reading
-        self._free()
-
-    def _free(self) -> None:
-        self._sent = [chunk for chunk in self._sent if chunk.readers]
-        self._changed.notify_all()

@@ -22,8 +22,7 @@ from weight_update.errors import (
 )
 from weight_update.progress import Progress
 from weight_update.report import SyncReport, WorkerEvent
-from weight_update.sender.buffers import MIXED, EncodedUpdate, are_short
-from weight_update.sender.groups.delta import DeltaGroup
+from weight_update.sender.buffers import MIXED, ChunkedUpdate, EncodedUpdate, are_short
 from weight_update.sender.workers import NOBODY, GroupAssignment, Outbox, WorkerState, WorkerTable
 from weight_update.threads import start_thread
 from weight_update.transports.base import TransportBackend
@@ -49,14 +48,14 @@ class Delivery:
         self.timeout = timeout
         self._table, self.lock, self.changed = table, table.lock, table.changed
         self._closed = False
-        self._reports: weakref.WeakValueDictionary[int, SyncReport] = weakref.WeakValueDictionary()
-        self._counted: set[tuple[int, int]] = set()  # versions, and payloads that workers share
+        # By version: the report, and the payloads that workers share and that are counted.
+        self._reports: dict[int, tuple[weakref.ref[SyncReport], set[int]]] = {}
 
     def count_in(self, report: SyncReport) -> None:
         """Count the bytes that workers are sent of a version in its report, as long as that is in use."""
         with self._table.lock:
-            self._counted = {(version, key) for version, key in self._counted if version in self._reports}
-            self._reports[report.version] = report
+            self._reports = {key: one for key, one in self._reports.items() if one[0]() is not None}
+            self._reports[report.version] = weakref.ref(report), set()
 
     def update(self, *workers: WorkerState) -> None:
         """Send workers the updates they lack, unless they are busy, without waiting for slow links.
@@ -65,14 +64,18 @@ class Delivery:
         """
         unwritten: dict[WorkerState, int] = {}  # workers whose update is not written, and their connections
         try:
-            slow = [worker for worker in workers if not worker.link.capabilities.send_never_blocks]
-            loads = [(one, update) for one in slow if (update := self._load(one, unwritten)) is not None]
-            _announce(loads)
-            for worker, update in loads:
-                self._deliver(worker, update, unwritten)
+            slow: list[tuple[WorkerState, EncodedUpdate]] = []
             for worker in workers:
-                if (update := self._load(worker, unwritten)) is not None:
+                if (update := self._load(worker, unwritten)) is None:
+                    continue
+                if worker.link.capabilities.send_never_blocks:
                     self._deliver(worker, update, unwritten)
+                else:
+                    slow.append((worker, update))
+            if len(slow) > 1:
+                _announce(slow)
+            for worker, update in slow:
+                self._deliver(worker, update, unwritten)
         except BaseException as error:
             for worker, connection in unwritten.items():
                 self.lose(worker, _as_exception(error), connection)
@@ -191,7 +194,7 @@ class Delivery:
                     return None
                 update = group.update_for(worker.has, together=worker.together)
                 if update is not None:
-                    if worker.has is not None and isinstance(group, DeltaGroup) and update in group.kept:
+                    if worker.has is not None and group.sends_changes and update in group.kept:
                         reason = "it lacks the version that changes refer to"
                         if worker.has is MIXED:
                             reason = "changes cannot be applied to the weights that it has"
@@ -214,15 +217,16 @@ class Delivery:
 
     def _count(self, update: EncodedUpdate, shared: bool) -> None:
         """Count the bytes of an update in the report of its version. The caller holds the sender's lock."""
-        report = self._reports.get(update.version)
+        found, counted = self._reports.get(update.version, (lambda: None, set[int]()))
+        report = found()
         if report is None:
             return
         for chunk in update.chunks:
-            key = update.version, id(chunk.payload)
-            if key not in self._counted:
+            key = id(chunk.payload)
+            if key not in counted:
                 report.wire_bytes += chunk.payload_bytes
             if shared:
-                self._counted.add(key)
+                counted.add(key)
 
     def _transmit(self, worker: WorkerState, update: EncodedUpdate) -> None:
         """Write the update in flight, unless the worker was lost or the sender shut down meanwhile."""
@@ -328,12 +332,15 @@ class AnswerThreads:
         elif chunk.kind is Kind.STAGED:
             with self._table.lock:
                 worker.staged = header["version"]
-                worker.leave_window(header["version"], reading=False)
+                if isinstance(update := worker.inflight, ChunkedUpdate) and update.version == worker.staged:
+                    update.uses.clear()
                 self._table.changed.notify_all()
         elif chunk.kind is Kind.TAKEN:
             with self._table.lock:
-                if worker.window is not None and worker.window.version == header["version"]:
-                    worker.window.taken(worker.idx, header["index"])
+                update = worker.inflight
+                if isinstance(update, ChunkedUpdate) and update.version == header["version"]:
+                    update.note_read(header["index"])
+                    self._table.changed.notify_all()
         elif chunk.kind in (Kind.APPLIED, Kind.FAILED):
             self.record_result(worker, chunk)
             self._delivery.update(worker)
@@ -365,7 +372,6 @@ class AnswerThreads:
         """Note that a worker has applied the update in flight, or failed to."""
         header, version = chunk.header, chunk.header["version"]
         with self._table.lock:
-            worker.leave_window(version, reading=False)  # it has all chunks, or will read no more of them
             update = worker.inflight
             if update is None or update.version != version:
                 return
@@ -379,7 +385,7 @@ class AnswerThreads:
                 if joins or version <= self._table.told:  # a report may not contain this worker
                     self._table.tell(WorkerEvent("applied", worker.idx, version, late_joiner=worker.late))
             else:
-                if worker.link.capabilities.shares_memory:
+                if worker.link.capabilities.shares_memory and not self._copies:
                     update.abandon()  # it may have failed after the switch, and read this memory now
                 text = "\n\n".join(filter(None, (header["error"], header["traceback"])))
                 if not header["kept"] and worker.has is not None:

@@ -11,17 +11,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from weight_update.arguments import require_seconds
-from weight_update.errors import FormatError, LinkClosedError, SyncFailedError
+from weight_update.errors import FormatError, LinkClosedError, SyncFailedError, SyncTimeoutError
 from weight_update.report import SyncReport
-from weight_update.sender.groups.base import FullGroup
-from weight_update.sender.reasons import ABSENT, reason_of
+from weight_update.sender.buffers import ChunkedUpdate
 from weight_update.sender.workers import WorkerState, WorkerTable
+from weight_update.text import format_seconds
 from weight_update.transports.base import Arrivals
 from weight_update.wire.frames import Kind, WeightChunk
 
 _Paused = dict[Arrivals, WorkerState]
 _T = TypeVar("_T")
 _WorkerTest = Callable[[WorkerState], bool]
+_ABSENT = "it is not connected; has it called connect()?"
 
 
 class UpdateOwner(Protocol):
@@ -96,10 +97,7 @@ class SendHandle:
         return self.report
 
     def wait_applied(self, since: float) -> dict[int, Exception]:
-        """Wait until the workers have applied the update; return the errors of all others.
-
-        The scheme's ``timeout`` counts from ``since``, a time of the monotonic clock.
-        """
+        """Wait until the workers have applied the update, as :meth:`wait_staged` waits for staging."""
         return self._sender.wait(self.report, self.workers, None, since)
 
     def of(self, *workers: int) -> SendHandle:
@@ -177,9 +175,8 @@ class Outcomes:
         began, if it began before this call.
         """
         version, states = report.version, self.table.known(workers)
-        patience = Patience(
-            self.timeout if timeout is None else timeout, patient=timeout is None, since=since
-        )
+        limit = self.timeout if timeout is None else timeout
+        patience = Patience(limit, patient=timeout is None, since=since)
         failures = self._wait(version, states, patience, lambda worker: worker.reached >= version)
         self.fill(report, states)
         return failures
@@ -200,7 +197,7 @@ class Outcomes:
         """Wait until workers are ``good`` or settled; return the errors of those that are not ``good``."""
 
         def done(worker: WorkerState) -> bool:
-            return good(worker) or is_settled(worker, version)
+            return is_settled(worker, version) or good(worker)
 
         self.reader.read(states, done, patience.deadline)
         with self.table.lock:
@@ -216,7 +213,7 @@ class Outcomes:
                 if version in worker.failures:
                     found[worker.idx] = worker.failures[version]
                 elif not (worker.joined or worker.joining) and worker.reached < version and worker.required:
-                    found[worker.idx] = worker.lost or LinkClosedError(ABSENT)
+                    found[worker.idx] = worker.lost or LinkClosedError(_ABSENT)
             return found
 
     def settled(self, version: int, workers: Sequence[int]) -> bool:
@@ -280,7 +277,7 @@ class AnswerReader:
         for worker in states:
             arrivals = worker.link.arrivals
             # changes may need memory first that is free only after answers to the update before
-            if arrivals is not None and isinstance(worker.group, FullGroup):
+            if arrivals is not None and worker.group is not None and not worker.group.sends_changes:
                 paused[arrivals] = worker  # first: a signal handler may raise at any time
                 arrivals.pause()
 
@@ -403,12 +400,7 @@ class Patience:
                 break
             if stop():
                 return False
-            try:
-                changed.wait(last - now)
-            except BaseException:  # a signal handler may raise before wait() is ready to take the lock again
-                if not changed._is_owned():  # type: ignore[attr-defined]
-                    changed.acquire()
-                raise
+            changed.wait(last - now)
         return True
 
     def _deadline_of(self, worker: WorkerState, now: float) -> float:
@@ -417,11 +409,42 @@ class Patience:
             return self.deadline
         if since is not None:
             deadline += now - since
-        writing = self._patient and worker.writing and worker.window is None
+        writing = self._patient and worker.writing and not isinstance(worker.inflight, ChunkedUpdate)
         self._later[worker.idx] = connection, deadline, now if writing else None
         return deadline
 
 
 def is_settled(worker: WorkerState, version: int) -> bool:
     """Return whether a worker has applied ``version`` or a newer one, failed or left."""
-    return worker.reached >= version or not worker.awaited or worker.failure(version) is not None
+    if worker.reached >= version or not worker.awaited:
+        return True
+    return bool(worker.failures) and worker.failure(version) is not None
+
+
+def reason_of(worker: WorkerState, version: int, timeout: float) -> Exception:
+    """Return the reason why a worker does not have ``version`` after so many seconds."""
+    if (error := worker.failure(version)) is not None:
+        return error
+    if not (worker.joined or worker.joining):
+        return worker.lost or LinkClosedError(_ABSENT)
+    if not worker.awaited:
+        return worker.joining_error or LinkClosedError(
+            "it joined while this version was being sent; it gets weights with the next send()"
+        )
+    if timeout == 0:
+        return SyncTimeoutError("has not applied it yet; wait() longer, or ask done(), which raises no error")
+    if worker.has_ended:
+        reason = (
+            "its process has ended (scheme.worker_alive), and the transport did not report it; start it again"
+        )
+    else:
+        reason = f"{delay_of(worker)}; the worker gets the newest version when it goes on (or raise timeout=)"
+    return SyncTimeoutError(f"did not apply it within {format_seconds(timeout)}: {reason}")
+
+
+def delay_of(worker: WorkerState) -> str:
+    """Return why a worker has not applied the version that it is being sent, or was sent."""
+    if worker.writing:
+        return "it is still being sent, because the worker or the link is slow or stopped"
+    stopped = "stopped" if worker.link.capabilities.pid_is_visible else "stopped or cannot be reached"
+    return f"it is {stopped}, or in hold() or a long forward pass, or takes long to apply it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,16 +15,10 @@ import torch
 from weight_update.errors import SchemaMismatchError, SyncTimeoutError
 from weight_update.progress import Progress
 from weight_update.report import SyncReport
-from weight_update.sender.buffers import (
-    BufferPool,
-    ChunkWindow,
-    EncodedUpdate,
-    SlotUse,
-    VersionId,
-)
+from weight_update.sender.buffers import BufferPool, ChunkedUpdate, EncodedUpdate, SlotUse, VersionId
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import FullGroup
-from weight_update.sender.reasons import delay_of
+from weight_update.sender.handle import delay_of
 from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerWeights
 from weight_update.strategy.conversion import Results
 from weight_update.strategy.named_weights import NamedWeights
@@ -115,7 +110,8 @@ class PipelineSender:
 class Pipeline:
     """One version on its way to workers that take the same bytes.
 
-    The caller's thread converts and encodes.
+    The caller's thread converts and encodes. At most ``limit`` chunks exist at one time, including the one
+    that is being filled. A worker has the sender's timeout to read a chunk.
 
     Attributes:
         seconds: time that the caller spent in ``convert``, ``encode`` and ``send``.
@@ -126,18 +122,17 @@ class Pipeline:
         self.step = step
         self.seconds = dict.fromkeys(("convert", "encode", "send"), 0.0)
         self.wire_bytes = 0
-        self._states: dict[int, WorkerState] = {}
+        self._version_id = VersionId(step.version)
+        self._states: list[WorkerState] = []
         self._take, self._delivery = take, delivery
         self._lent: SlotUse | None = None
-        self._window = ChunkWindow(step.version, limit, delivery.timeout, delivery.changed)
+        self._sent_at: deque[float] = deque(maxlen=limit)  # times of the last chunks
 
     def begin(self, states: list[WorkerState]) -> None:
         """Begin a version for these workers. The caller holds the sender's lock."""
-        self._states = {worker.idx: worker for worker in states}
-        version_id = VersionId(self.step.version)
+        self._states = states
         for worker in states:
-            worker.inflight = EncodedUpdate(version_id, [], [])
-            worker.window, worker.sent_at = self._window, time.monotonic()
+            worker.inflight, worker.sent_at = ChunkedUpdate(self._version_id, [], []), time.monotonic()
 
     def run(self, group: FullGroup, tensors: Iterator[torch.Tensor]) -> None:
         """Send the whole version; return when the last chunk was handed over.
@@ -212,21 +207,30 @@ class Pipeline:
     def _overdue(self) -> list[WorkerState]:
         """Wait until one more chunk may be made; return the workers that prevent it for too long, if any."""
         with self._delivery.lock:
-            return [self._states[idx] for idx in self._window.await_room()]
+            while full := [one for one, update in self._active() if len(update.uses) == self._sent_at.maxlen]:
+                left = self._sent_at[0] + self._delivery.timeout - time.monotonic()
+                if left <= 0:
+                    return full
+                self._delivery.changed.wait(left)
+            return []
 
-    def _active(self) -> list[WorkerState]:
-        """Return the workers that still take chunks."""
-        return [worker for worker in self._states.values() if worker.window is self._window]
+    def _active(self) -> list[tuple[WorkerState, EncodedUpdate]]:
+        """Return the workers that still take chunks, with their updates."""
+        updates = [(worker, worker.inflight) for worker in self._states]
+        return [(one, update) for one, update in updates if update and update.version_id is self._version_id]
 
     def _send(self, chunk: WeightChunk) -> None:
         assert self._lent is not None
         start = time.perf_counter()
         with self._delivery.lock:
-            states = self._active()
-            if not states:
+            active = self._active()
+            if not active:
                 return
-            self._window.add(chunk.header["index"], self._lent, (worker.idx for worker in states))
+            for _, update in active:
+                update.uses.append(self._lent)
+            self._sent_at.append(time.monotonic())
             self._lent = None
+        states = [worker for worker, _ in active]
         copies = 1 if states[0].link.capabilities.shares_memory else len(states)
         self.wire_bytes += chunk.payload_bytes * copies
         slow = [worker.link for worker in states if not worker.link.capabilities.send_never_blocks]
@@ -239,14 +243,13 @@ class Pipeline:
     def _write(self, worker: WorkerState, chunk: WeightChunk) -> None:
         """Write a chunk, if the worker is still to have this version."""
         with worker.sending:
-            if worker.window is self._window:
+            if worker.inflight is not None and worker.inflight.version_id is self._version_id:
                 self._delivery.send(worker, [chunk])
 
     def give_up(self) -> None:
         """Have the workers that have not answered forget this version, after an error."""
-        version, states = self.step.version, self._states.values()
         with self._delivery.lock:
-            left = [one for one in states if one.inflight is not None and one.inflight.version == version]
+            left = [worker for worker, _ in self._active()]
         self._remove(left)
 
     def _remove(self, states: list[WorkerState], failure: Exception | None = None) -> None:
@@ -256,8 +259,9 @@ class Pipeline:
             with self._delivery.lock:
                 if failure is not None:
                     worker.fail(self.step.version, failure)
+                if worker.inflight is not None and worker.may_read:
+                    worker.inflight.abandon()
                 worker.inflight = None
-                worker.leave_window(reading=worker.may_read)
             self._delivery.post(worker, partial(self._delivery.broadcast, [worker], abort), [abort])
 
 

@@ -298,25 +298,35 @@ class Sender(Outcomes):
         return self._number
 
     def _of_known(self, weights: Mapping[int, NamedWeights]) -> WorkerWeights:
-        """Return ``weights`` by worker, without those for late joiners that were forgotten meanwhile."""
-        return {self.table[idx]: named for idx, named in weights.items() if idx in self.table}
+        """Return ``weights`` by worker, without those for late joiners that were forgotten meanwhile.
+
+        Nor has the result weights that are not all that the group of a worker needs in its next update.
+        """
+        found = {}
+        for idx, named in weights.items():
+            if idx in self.table:
+                worker = self.table[idx]
+                needs_all = worker.group is not None and worker.group.needs_all
+                if not needs_all or set(worker.schema.names) <= named.tensors.keys():
+                    found[worker] = named
+        return found
 
     def _stage(self, weights: WorkerWeights, group_commit: str | None = None) -> SyncReport:
         """Encode a new version and, unless workers wait for COMMIT, make it the one they are to have."""
         start, commit = time.perf_counter(), group_commit is None
-        weights = {worker: named for worker, named in weights.items() if _suffice(worker, named)}
         self._require_agreed(weights)
         report = SyncReport(self._next_number(), "")
         self._delivery.count_in(report)
         # an update that may be aborted does not unite groups
         parts = self._groups.partition(weights, apart=not commit)
+        present = self._groups.all()
         groups: list[SendGroup] = []
         facts: list[UpdateFacts] = []
         try:
             for states in parts:
-                self._groups.await_room(self.timeout)
+                self._groups.await_room(present, self.timeout)
                 named = weights[states[0]]
-                groups.append(self._groups.group_for(states))
+                groups.append(self._groups.group_for(states, present))
                 step = Step.of(self._number, named.extra, group_commit)
                 bases = [worker.has for worker in states if worker.has is not None]
                 facts.append(groups[-1].stage(step, named, bases))
@@ -333,7 +343,7 @@ class Sender(Outcomes):
                 group.commit()
         if groups:  # else no worker has joined, and forked ones still hold the memory that would be freed
             _enter(report, facts)
-            self._pool.trim(max(group.whole_bytes for group in groups))
+            self._pool.trim(max([group.whole_bytes for group in groups]))
         else:
             report.encoding = self._first_label
         report.seconds["encode"] = time.perf_counter() - start
@@ -378,8 +388,9 @@ class Sender(Outcomes):
         with self.table.lock:
             for worker in states:
                 worker.staged = None
-                worker.leave_window(version, reading=worker.may_read)
                 if worker.inflight is not None and worker.inflight.version == version:
+                    if self._pipelines is not None and worker.may_read:
+                        worker.inflight.abandon()
                     worker.inflight = None  # first: frames not sent yet are then not sent at all
             self.table.changed.notify_all()
         self._delivery.broadcast(states, WeightChunk(Kind.ABORT, {"version": version}))
@@ -429,12 +440,6 @@ class Sender(Outcomes):
                 worker.applied = worker.inflight = worker.group = None
             self.table.changed.notify_all()
         self._pool.close()
-
-
-def _suffice(worker: WorkerState, named: NamedWeights) -> bool:
-    """Return whether these weights are all that the group of a worker needs in its next update."""
-    needs_all = worker.group is not None and worker.group.needs_all
-    return not needs_all or set(worker.schema.names) <= named.tensors.keys()
 
 
 def _enter(report: SyncReport, facts: list[UpdateFacts]) -> None:

@@ -6,14 +6,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from weight_update.encodings import DeltaEncoding, Encoding
 from weight_update.errors import undo_on_error
 from weight_update.report import WorkerEvent
-from weight_update.sender.buffers import MIXED, BufferPool, ChunkWindow, EncodedUpdate, VersionId
+from weight_update.sender.buffers import MIXED, BufferPool, EncodedUpdate, VersionId
 from weight_update.sender.groups.base import FullGroup, SendGroup
 from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.observers import Observers, PendingUpdate
@@ -99,7 +99,6 @@ class WorkerState:
         staged: the version that it keeps until COMMIT or ABORT.
         inflight: the update it was sent and has not answered yet.
         sent_at: time, on the monotonic clock, at which ``inflight`` was set.
-        window: the version it is being sent chunk by chunk.
         reached: the newest version it ever applied; kept when it leaves.
         arrived: whether it has applied weights since it joined.
         complete: whether a late joiner has all models that are sent together.
@@ -138,7 +137,6 @@ class WorkerState:
     staged: int | None = None
     inflight: EncodedUpdate | None = None
     sent_at: float = 0.0
-    window: ChunkWindow | None = None
     reached: int = -1
     arrived: bool = False
     complete: bool = False
@@ -186,7 +184,8 @@ class WorkerState:
         target = None if self.group is None else self.group.target(self.has, together=self.together)
         if target is None or target in self.failures:
             return None
-        return target if self.version is None or self.version < target else None
+        version = self.version
+        return target if version is None or version < target else None
 
     @property
     def writing(self) -> bool:
@@ -199,7 +198,7 @@ class WorkerState:
 
         A version in a pipeline is not kept for workers that join meanwhile.
         """
-        idle = self.inflight is None and self.window is None and self.lacks is None and not self.writing
+        idle = self.inflight is None and self.lacks is None and not self.writing
         return self.joining or (self.joined and not idle)
 
     def failure(self, version: int) -> Exception | None:
@@ -224,12 +223,6 @@ class WorkerState:
             self.outbox.close()
             self.outbox = None
 
-    def leave_window(self, version: int | None = None, *, reading: bool) -> None:
-        """Take no more chunks of ``version``, where None is any version; see :meth:`ChunkWindow.leave`."""
-        if self.window is not None and version in (None, self.window.version):
-            self.window.leave(self.idx, reading=reading)
-            self.window = None
-
     @property
     def may_read(self) -> bool:
         """Whether the worker may still read memory of the sender, connected or not."""
@@ -238,9 +231,7 @@ class WorkerState:
 
     def mark_disconnected(self) -> None:
         """Stop expecting its answers. Memory that it may still read is never written again."""
-        reading = self.may_read
-        self.leave_window(reading=reading)
-        if reading:
+        if self.may_read:
             for update in filter(None, (self.applied, self.inflight)):
                 update.abandon()
         self.joined, self.joining, self.has, self.staged = False, False, None, None
@@ -328,23 +319,27 @@ class GroupAssignment:
         self.lock, self.encoding = threading.Lock(), encoding
         self._table, self._pool = table, pool
 
-    def all(self) -> list[SendGroup]:
-        """Return the groups that have workers, or weights for those to come."""
-        return list({worker.group: None for worker in self._table if worker.group})
+    def all(self) -> dict[SendGroup, list[WorkerState]]:
+        """Return the workers of each group."""
+        found: dict[SendGroup, list[WorkerState]] = {}
+        for worker in self._table:
+            if worker.group is not None:
+                found.setdefault(worker.group, []).append(worker)
+        return found
 
     def move(self, states: list[WorkerState], group: SendGroup | None) -> None:
         """Move workers into ``group``, or out of theirs."""
         with self._table.lock:
-            left = {worker.group for worker in states} - {group}
+            left = {worker.group for worker in states if worker.group is not None} - {group}
             for worker in states:
                 worker.group = group
-            self.close_unused(left)
+            if left:
+                self.close_unused(left)
 
-    def close_unused(self, left: Iterable[SendGroup | None]) -> None:
+    def close_unused(self, left: Iterable[SendGroup]) -> None:
         """Close those of the groups that have no workers."""
-        for group in left:
-            if group is not None and group not in self.all():
-                group.close()
+        for group in {*left}.difference(self.all()):
+            group.close()
 
     def join(self, worker: WorkerState, wire: WeightSchema) -> SendGroup | None:
         """Return the group of a worker that joins, if it has one, or joins late.
@@ -398,7 +393,8 @@ class GroupAssignment:
         """Release updates held for late joiners that have left."""
         with self._table.lock:
             gone = [one for one in self._table if one.late and not one.joined and one.lost is not None]
-            self.move(gone, None)
+            if gone:
+                self.move(gone, None)
 
     def partition(self, weights: WorkerWeights, *, apart: bool) -> list[list[WorkerState]]:
         """Return lists of workers that can be sent the same bytes; workers without a group are left out.
@@ -413,8 +409,8 @@ class GroupAssignment:
                 parts.setdefault(key, []).append(worker)
         return list(parts.values())
 
-    def await_room(self, timeout: float) -> None:
-        """Wait while so many updates are in use that one more would cost too much memory.
+    def await_room(self, groups: Collection[SendGroup], timeout: float) -> None:
+        """Wait while so many updates, of all ``groups``, are in use that one more would cost too much memory.
 
         A worker that is busy, as in ``hold()``, keeps up to two updates until it goes on. The limit grows
         with the number of such workers, so that they delay neither the caller nor other workers.
@@ -422,27 +418,30 @@ class GroupAssignment:
         deadline, busy = time.monotonic() + timeout, min(timeout, _BUSY_SECONDS)
         with self._table.lock:
             while (now := time.monotonic()) < deadline:
-                groups = self.all()
-                used = {one.version_id for group in groups for one in group.kept if one is not None}
-                limit = _MAX_UPDATES + 2 * (len(groups) - 1)
+                limit, kept = _MAX_UPDATES + 2 * (len(groups) - 1), list[EncodedUpdate | None]()
+                for group in groups:
+                    kept += group.kept
                 for worker in self._table:
-                    used.update([one.version_id for one in (worker.applied, worker.inflight) if one])
+                    kept += worker.applied, worker.inflight
                     if worker.inflight is not None and now - worker.sent_at > busy:
                         limit += 2
-                if len(used) < limit:
+                if len({one.version_id for one in kept if one is not None}) < limit:
                     return
                 self._table.changed.wait(_CHECK_SECONDS)
 
-    def group_for(self, states: list[WorkerState]) -> SendGroup:
+    def group_for(
+        self, states: list[WorkerState], groups: Mapping[SendGroup, list[WorkerState]]
+    ) -> SendGroup:
         """Return a group for these workers alone, which :meth:`partition` put together.
 
-        The caller moves them to it once the update is staged.
+        ``groups`` are all groups. The caller moves the workers to theirs once the update is staged.
         """
-        groups = {worker.group: None for worker in states if worker.group}
-        outside = {worker.group for worker in set(self._table).difference(states)}
-        own = [group for group in groups if group not in outside]
-        return max(own, key=_version) if own else next(iter(groups)).fork()
+        own = [group for group, workers in groups.items() if set(workers).issubset(states)]
+        if own:
+            return max(own, key=_version)
+        assert states[0].group is not None
+        return states[0].group.fork()
 
 
 def _version(group: SendGroup) -> int:
-    return -1 if group.version is None else group.version
+    return -1 if group.version_id is None else group.version_id.version

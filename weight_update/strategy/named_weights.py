@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -218,13 +218,13 @@ class WeightReader:
         if isinstance(source, NamedWeights):
             return source
         if isinstance(source, TensorDictBase):
-            return from_tensordict(source)
+            return _enter_all(NamedWeights({}), source)
         if isinstance(source, nn.Module):
             if self.extract_as == "state_dict":
-                return from_items(iter(source.state_dict(keep_vars=True).items()))
+                return from_items(source.state_dict(keep_vars=True).items())
             return from_module(source)
         if isinstance(source, Mapping):
-            return from_items(walk(source))
+            return _enter_all(NamedWeights({}), source)
         raise UnsupportedSourceError(
             f"cannot read weights from an object of type {type(source).__name__}; give an nn.Module, a "
             "TensorDict, a dict of tensors, or a callable that returns one of these"
@@ -336,61 +336,46 @@ def _frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> se
     return found
 
 
-def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:
+def from_items(items: Iterable[tuple[str, Any]]) -> NamedWeights:
     """Return named weights from pairs of a dotted name, given once, and a tensor or an extra state."""
-    tensors: dict[str, torch.Tensor] = {}
-    extra: dict[str, Any] = {}
+    named = NamedWeights({})
     for name, value in items:
-        if name in tensors or name in extra:
-            raise UnsupportedSourceError(f"{name!r} is the name of two different entries")
-        if name.endswith(EXTRA) and name.rpartition(".")[2] == EXTRA:
-            extra[name] = value
-        else:
-            require_tensor(name, value)
-            tensors[name] = value
-    return NamedWeights(tensors, extra)
+        _enter(named, name, value)
+    return named
 
 
-def from_tensordict(source: TensorDictBase) -> NamedWeights:
-    """Return the named weights of a TensorDict, in few steps each: there may be thousands at each update."""
-    tensors: dict[str, torch.Tensor] = {}
-    if _only_tensors(source, "", tensors) == len(tensors):
-        return NamedWeights(tensors)
-    return from_items(walk(source))
+def _enter(named: NamedWeights, name: str, value: Any) -> None:
+    """Add a tensor or an extra state to ``named``."""
+    if name in named.tensors or name in named.extra:
+        raise UnsupportedSourceError(f"{name!r} is the name of two different entries")
+    if name.endswith(EXTRA) and name.rpartition(".")[2] == EXTRA:
+        named.extra[name] = value
+    else:
+        require_tensor(name, value)
+        named.tensors[name] = value
 
 
-def _only_tensors(source: TensorDictBase, prefix: str, found: dict[str, torch.Tensor]) -> int:
-    """Add all tensors of ``source`` to ``found``; return their number, or -1 if there is anything else."""
-    count = 0
-    for key, value in source.items():
-        if isinstance(value, torch.Tensor) and not key.endswith(EXTRA):
-            found[f"{prefix}{key}"] = value
-            count += 1
-        elif isinstance(value, TensorDictBase) and key != EXTRA_IN_TENSORDICT:
-            inner = _only_tensors(value, f"{prefix}{key}.", found)
-            if inner < 0:
-                return -1
-            count += inner
-        else:
-            return -1
-    return count
-
-
-def walk(source: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a nested mapping or TensorDict, with its non-tensor data, by dotted name."""
-    in_tensordict = isinstance(source, TensorDictBase)
+def _enter_all(named: NamedWeights, source: Mapping[Any, Any], prefix: str = "") -> NamedWeights:
+    """Add the entries of a nested mapping or TensorDict, also non-tensor data, to ``named``; return it."""
+    tensors, in_tensordict = named.tensors, isinstance(source, TensorDictBase)
     for key, value in source.items():
         name = prefix + (key if in_tensordict else key_name(key, source))
         if isinstance(value, torch.Tensor):  # asked first: it is quick, the others are abstract classes
-            yield name, value
+            if name not in tensors and not name.endswith(EXTRA):
+                tensors[name] = value  # in few steps: there may be thousands at each update
+            else:
+                _enter(named, name, value)
         elif in_tensordict and key == EXTRA_IN_TENSORDICT:
-            yield prefix + EXTRA, value.to_dict() if isinstance(value, TensorDictBase) else value.data
+            _enter(
+                named, prefix + EXTRA, value.to_dict() if isinstance(value, TensorDictBase) else value.data
+            )
         elif isinstance(value, TensorDictBase) or (
             isinstance(value, Mapping) and name.rpartition(".")[2] != EXTRA
         ):
-            yield from walk(value, name + ".")
+            _enter_all(named, value, f"{name}.")
         else:
-            yield name, value.data if in_tensordict and isinstance(value, NonTensorData) else value
+            _enter(named, name, value.data if in_tensordict and isinstance(value, NonTensorData) else value)
+    return named
 
 
 def from_module(module: nn.Module) -> NamedWeights:

@@ -76,9 +76,7 @@ class RepeatedRead:
             and structure.unchanged()  # since before the weights were read
             and structure.extra_owners.keys() == named.extra.keys()
         ):
-            self._fixed = FixedTensors.of(named.tensors)
-            if self._fixed is not None:
-                self._structure, self._chosen, self._tensors = structure, chosen, named.tensors
+            self._structure, self._chosen, self._tensors = structure, chosen, named.tensors
         return named
 
     def _find_fixed(self, named: NamedWeights) -> None:

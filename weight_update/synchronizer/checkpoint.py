@@ -148,7 +148,7 @@ class CheckpointExplorer(ExplorerMethod):
                     return self._apply(version, client)
                 if client.closed.is_set():  # by a signal handler, in this thread
                     return None
-                weights = from_items(iter(found.items()))
+                weights = from_items(found.items())
                 self.gate.run(lambda: put(weights), self._timeout, client.closed.is_set)
         except (CorruptCheckpointError, FileNotFoundError) as error:
             _log.warning("checkpoint %d is not used: %s", version, error)

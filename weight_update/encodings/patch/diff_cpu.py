@@ -7,8 +7,9 @@ compared in place unless they must be converted; small neighbours share a tile a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ class Scanner:
     ) -> None:
         if threads is None:
             threads = torch.get_num_threads() if schema.nbytes >= _LITTLE else 1
-        self._schema, self._relative = schema, relative
+        self._relative = relative
         self._tiles = list(cut(schema, tracked, TILE, LARGE))
         self._total = sum(tile.elements for tile in self._tiles)
         groups = list(_grouped(self._tiles))
@@ -80,14 +81,17 @@ class Scanner:
             self._shares.append([_Group(tiles, scratch, relative) for tiles in share])
 
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
-        """Compare without writing to either side; ValueError if their sizes do not fit the schema.
+        """Compare without writing to either side.
 
         Args:
             tensors: one for each schema entry, in order, of any strides.
             snapshot: 1-D uint8 on the CPU, 8-byte aligned.
         """
-        check_sizes(self._schema, tensors, snapshot)
-        weights = _Weights.of(flattened(tensors, self._tiles), self._tiles, snapshot)
+        live = flattened(tensors, self._tiles)
+        dtypes = {tile.slices[0].entry: tile.slices[0].meta.dtype for tile in self._tiles if tile.flat}
+        readable = [entry for entry, dtype in dtypes.items() if _readable(live[entry], dtype)]
+        addresses = {entry: live[entry].view(torch.uint8).numpy().ctypes.data for entry in readable}
+        weights = _Weights(live, addresses, snapshot.numpy())
 
         @torch.no_grad()  # a setting of each thread
         def scan(share: list[_Group]) -> list[_Found]:
@@ -115,17 +119,7 @@ def _grouped(tiles: Sequence[Tile]) -> Iterator[list[Tile]]:
         yield group
 
 
-def check_sizes(schema: WeightSchema, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> None:
-    """Raise ValueError if a size does not fit the schema."""
-    if len(tensors) != len(schema.tensors) or snapshot.numel() != schema.nbytes:
-        raise ValueError(
-            f"{len(tensors)} tensors and a snapshot of {snapshot.numel()} bytes; the schema has "
-            f"{len(schema.tensors)} and {schema.nbytes}"
-        )
-
-
-@dataclass(frozen=True)
-class _Weights:
+class _Weights(NamedTuple):
     """Live tensors and a snapshot.
 
     Attributes:
@@ -134,19 +128,9 @@ class _Weights:
         snapshot: 1-D uint8.
     """
 
-    live: Sequence[torch.Tensor] = field(repr=False)
+    live: Sequence[torch.Tensor]
     addresses: dict[int, int]
-    snapshot: Bytes = field(repr=False)
-
-    @classmethod
-    def of(cls, live: Sequence[torch.Tensor], tiles: Sequence[Tile], snapshot: torch.Tensor) -> _Weights:
-        dtypes = {tile.slices[0].entry: tile.slices[0].meta.dtype for tile in tiles if tile.flat}
-        addresses = {
-            entry: live[entry].view(torch.uint8).numpy().ctypes.data
-            for entry, dtype in dtypes.items()
-            if _readable(live[entry], dtype)
-        }
-        return cls(live, addresses, snapshot.numpy())
+    snapshot: Bytes
 
 
 _Found = tuple[int, dict[int, Segment], list[ByteRange]]

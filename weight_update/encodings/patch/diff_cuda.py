@@ -20,7 +20,7 @@ import torch
 
 from weight_update.encodings.dense import copy_together
 from weight_update.encodings.patch.changes import ByteRange, Changes, Segment, Sparse
-from weight_update.encodings.patch.diff_cpu import DENSE_ABOVE, Scan, check_sizes
+from weight_update.encodings.patch.diff_cpu import DENSE_ABOVE, Scan
 from weight_update.encodings.patch.gaps_cuda import PART, DeviceGaps
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.wire.memory import await_stream
@@ -92,7 +92,7 @@ class CudaScanner:
         relative: bool = False,
         snapshot_device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
-        self._schema, self._queues, self._relative = schema, queues, relative
+        self._queues, self._relative = queues, relative
         self._fetches = snapshot_device == "cpu"
         self._tiles = list(cut(schema, tracked, TILE, TILE))
         size = max((tile.nbytes for tile in self._tiles), default=0)
@@ -105,7 +105,6 @@ class CudaScanner:
     @torch.no_grad()
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
         """Compare as :meth:`Scanner.scan <weight_update.encodings.patch.diff_cpu.Scanner.scan>` does."""
-        check_sizes(self._schema, tensors, snapshot)
         live = flattened(tensors, self._tiles)
         found = _Found()
         ranges: list[ByteRange] = []

@@ -6,8 +6,9 @@ byte.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -31,7 +32,7 @@ from weight_update.encodings.patch.diff_cpu import Scan, Scanner
 from weight_update.encodings.patch.diff_cuda import CudaScanner, Queues
 from weight_update.encodings.patch.encode_cuda import add_on_device
 from weight_update.encodings.patch.format import PatchOptions, add_on_cpu, decode_patch, encode_patch
-from weight_update.threads import exiting
+from weight_update.threads import call_in_thread
 from weight_update.wire.memory import await_stream
 from weight_update.wire.schema import WeightSchema, matching
 
@@ -218,15 +219,12 @@ class PatchTracker(Tracker[Scan]):
 
     def advance(self, difference: Scan) -> None:
         self._flushed()
-        if difference.changed < _FEW or exiting():
-            self._write(difference.changes)
-            return
-        pool = ThreadPoolExecutor(1, thread_name_prefix="weight_update-snapshot")
-        try:
-            self._flush = pool.submit(self._write, difference.changes)
-        except RuntimeError:  # the system starts no more threads
-            self._write(difference.changes)
-        pool.shutdown(wait=False)  # its thread ends with its only task
+        if difference.changed >= _FEW:
+            with contextlib.suppress(RuntimeError):  # the system starts no more threads
+                write, changes = self._write, difference.changes
+                self._flush = call_in_thread("weight_update-snapshot", write, changes, in_order=True)
+                return
+        self._write(difference.changes)
 
     def _write(self, changes: Changes) -> None:
         if self._queues is not None and self._flat.is_cpu:

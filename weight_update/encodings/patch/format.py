@@ -137,8 +137,7 @@ def encode_patch(
     """Write ``changes`` from ``base`` to ``version`` into one payload, 1-D uint8, exactly as long as needed.
 
     Changes are relative exactly if ``options`` are, and their positions are trusted. ``add`` is for the
-    device that they are on. A compression that works on GPUs works on ``device`` if that is one. Layout
-    ``"coo"`` raises ValueError for a change that lies in no tensor of its width.
+    device that they are on. A compression that works on GPUs works on ``device`` if that is one.
     """
     out = ArrayWriter(options.compression, device)
     for part in changes.sparse:

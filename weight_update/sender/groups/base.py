@@ -7,7 +7,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -28,22 +28,29 @@ class UpdateFacts(NamedTuple):
 
 
 @dataclass(frozen=True)
+class EncodedChange:
+    """An encoded change of ``base`` that leads to the version after it."""
+
+    base: VersionId
+    payload: torch.Tensor = field(repr=False)
+    uses: list[SlotUse]
+
+
+@dataclass(frozen=True)
 class Staged:
     """An update that is neither committed nor discarded.
 
     Attributes:
-        uses: uses of the slots in which ``whole`` or ``payload`` lie.
         whole: the update with all weights, if it is sent before it is committed.
         difference: changes since the version before; None for all weights.
-        payload: the encoded difference; None sends all weights.
+        change: the encoded difference; None sends all weights.
     """
 
     version_id: VersionId
     step: Step
-    uses: list[SlotUse]
     whole: EncodedUpdate | None = None
     difference: Difference | None = None
-    payload: torch.Tensor | None = field(default=None, repr=False)
+    change: EncodedChange | None = None
 
 
 class SendGroup(ABC):
@@ -62,7 +69,10 @@ class SendGroup(ABC):
         version_id: the weights that were committed last.
         whole: the update that carries all of them, if there is one in memory.
         source: key of the weights that the group was last given; equal for groups that were given the same.
+        sends_changes: whether updates carry changes.
     """
+
+    sends_changes: ClassVar[bool] = False
 
     def __init__(self, schema: WeightSchema, pool: BufferPool, whole: WholeEncoding) -> None:
         self.schema = schema
@@ -188,7 +198,7 @@ class FullGroup(SendGroup):
 
     def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateFacts:
         update = self._encode_whole(step, named.in_order(self.schema.names))
-        self._put(Staged(update.version_id, step, update.uses, update))
+        self._put(Staged(update.version_id, step, update))
         return self._whole_facts
 
     def commit(self) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from weight_update.encodings import DeltaEncoding, Tracker
 from weight_update.errors import undo_on_error
 from weight_update.sender.buffers import BufferPool, EncodedUpdate, SlotUse, VersionId
-from weight_update.sender.groups.base import SendGroup, Staged, UpdateFacts
+from weight_update.sender.groups.base import EncodedChange, SendGroup, Staged, UpdateFacts
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.memory import digest
@@ -43,6 +43,8 @@ class DeltaGroup(SendGroup):
     all.
     """
 
+    sends_changes: ClassVar[bool] = True
+
     def __init__(
         self, schema: WeightSchema, pool: BufferPool, encoding: DeltaEncoding, tracked: frozenset[str] | None
     ) -> None:
@@ -54,7 +56,7 @@ class DeltaGroup(SendGroup):
         self._remembering = threading.Lock()  # held while the tracker or the encoder is used
         self._mostly_new = 0  # updates in a row that changed most elements, as far as they are counted
         self._step = Step(-1)
-        self._past: deque[_Change] = deque()
+        self._past: deque[EncodedChange] = deque()
         self._first: VersionId | None = None  # of the version that had all weights
         self._digests: list[str | None] | None = None
         self._untold = False  # whether a worker joined before there were digests to tell
@@ -86,22 +88,22 @@ class DeltaGroup(SendGroup):
             # for a worker that no known change can bring there; names that updates do not carry are known
             with self._remembering:
                 whole = self._encode_whole(step, self._updated(tensors))
-            self._put(Staged(whole.version_id, step, whole.uses, whole, difference))
+            self._put(Staged(whole.version_id, step, whole, difference))
             return self._whole_facts
-        if (base := self.version) is None:
-            self._put(Staged(VersionId(step.version), step, []))
+        if (base := self.version_id) is None:
+            self._put(Staged(VersionId(step.version), step))
             return self._whole_facts
-        payload: torch.Tensor | None = None
-        uses: list[SlotUse] = []
+        change: EncodedChange | None = None
         mostly_new = difference.changed > _NOT_WORTH * self.schema.elements
         if step.commit:  # else a patch is sent in any case
             self._count(mostly_new)
         if not mostly_new or not step.commit:
-            payload, uses = self._changes(self._tracker.encode, difference, base, step.version)
-        if payload is not None and step.commit and payload.numel() > _NOT_WORTH * self.schema.dense_bytes:
-            payload, uses = None, []
-        self._put(Staged(VersionId(step.version), step, uses, None, difference, payload))
-        used = self.whole_encoding if payload is None else self._encoding
+            payload, uses = self._changes(self._tracker.encode, difference, base.version, step.version)
+            most = _NOT_WORTH * self.schema.dense_bytes if step.commit else math.inf
+            if payload is not None and payload.numel() <= most:
+                change = EncodedChange(base, payload, uses)
+        self._put(Staged(VersionId(step.version), step, None, difference, change))
+        used = self.whole_encoding if change is None else self._encoding
         return UpdateFacts(used.label, used.compressed_with, difference.changed, difference.total)
 
     def _begin(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -151,10 +153,10 @@ class DeltaGroup(SendGroup):
                 self._tracker.advance(done.difference)
             with self._lock:
                 self._staged = self.whole = None
-                if done.payload is None or self.version_id is None:
+                if done.change is None or self.version_id is None:
                     self._forget_past(0)
                 else:
-                    self._past.append(_Change(self.version_id, done.payload, done.uses))
+                    self._past.append(done.change)
                     self._forget_past(_REMEMBERED)
                 self._step, self.version_id = done.step.committed(), done.version_id
                 self._first = self._first or self.version_id
@@ -165,15 +167,14 @@ class DeltaGroup(SendGroup):
             return staged.whole
         if past is None or self.version_id is None or has is None:
             return self.whole
+        step, version_id = self._step, self.version_id
+        if staged is not None and staged.change is not None:
+            past.append(staged.change)
+            step, version_id = staged.step, staged.version_id
+        if not past:
+            return self.whole
         payloads = [one.payload for one in past]
         uses = [use for one in past for use in one.uses]
-        step, version_id = self._step, self.version_id
-        if staged is not None and staged.payload is not None:
-            payloads.append(staged.payload)
-            uses.extend(staged.uses)
-            step, version_id = staged.step, staged.version_id
-        if not payloads:
-            return self.whole
         chunks = [*frames_of(step, self.schema, self._encoding.name, payloads, len(payloads), has.version)]
         return EncodedUpdate(version_id, chunks, uses)
 
@@ -230,7 +231,7 @@ class DeltaGroup(SendGroup):
             return self.version_id, self._step
         return self._staged.version_id, self._staged.step
 
-    def _changes_since(self, has: VersionId | None) -> list[_Change] | None:
+    def _changes_since(self, has: VersionId | None) -> list[EncodedChange] | None:
         """Return the changes from ``has`` to the committed version; None if they are not known."""
         if has is self.version_id:
             return []
@@ -241,7 +242,7 @@ class DeltaGroup(SendGroup):
     def _staged_for(self, has: VersionId | None) -> Staged | None:
         if self._staged is not None and self._staged.whole is not None:
             return None if has is None else self._staged
-        sendable = self._staged is not None and (self._staged.payload is not None or self.version_id is None)
+        sendable = self._staged is not None and (self._staged.change is not None or self.version_id is None)
         return self._staged if sendable and self._changes_since(has) is not None else None
 
     def _forget_past(self, limit: int) -> None:
@@ -252,15 +253,6 @@ class DeltaGroup(SendGroup):
         total = sum(one.payload.numel() for one in self._past)
         while len(self._past) > limit or (len(self._past) > 1 and total > self.schema.nbytes // 2):
             total -= self._past.popleft().payload.numel()
-
-
-@dataclass(frozen=True)
-class _Change:
-    """An encoded change of ``base`` that leads to the version after it."""
-
-    base: VersionId
-    payload: torch.Tensor = field(repr=False)
-    uses: list[SlotUse]
 
 
 def _rounded(nbytes: int) -> int:
