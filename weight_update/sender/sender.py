@@ -298,9 +298,9 @@ class Sender(Outcomes):
         return self._number
 
     def _of_known(self, weights: Mapping[int, NamedWeights]) -> WorkerWeights:
-        """Return ``weights`` by worker, without those for late joiners that were forgotten meanwhile.
+        """Return ``weights`` by worker.
 
-        Nor has the result weights that are not all that the group of a worker needs in its next update.
+        Leave out late joiners that were forgotten meanwhile, and workers whose group needs more weights.
         """
         found = {}
         for idx, named in weights.items():
