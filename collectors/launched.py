@@ -124,8 +124,7 @@ class Launched(Remote):
             if self.update_after_each_batch:
                 self._update_workers()
             return self._workers.gather(), list(range(self.num_workers))
-        for idx in range(self.num_workers):
-            self._workers.ask(idx)
+        self._workers.ask_all()
         idx, data = self._workers.take()
         if self.update_after_each_batch:
             self._update_workers([idx])

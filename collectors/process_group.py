@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,18 +15,24 @@ import torch.distributed as dist
 import torchrl.collectors
 from tensordict import TensorDictBase
 
-from collectors.node_programs import EXAMPLE, STOP, describe
+from collectors.node_programs import EXAMPLE, describe
 from collectors.single import Collector
 from collectors.waiting import WaitingTimes
-from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Make, Workers, portable
+from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Put, Workers, portable
 from weight_update import LifecycleError, SyncFailedError, SyncTimeoutError, WorkerError
 
 
 class GroupWorkers(Workers):
     """Workers in the default process group, in which the trainer has rank 0.
 
-    After :meth:`launch`, :meth:`form` makes the group, and :meth:`expect` describes a batch to the workers.
+    They run :func:`~collectors.node_programs.run_on_demand`. After :meth:`launch`, :meth:`form` makes the
+    group, and :meth:`expect` describes a batch to the workers.
+
+    Attributes:
+        store: store of TorchRL's collector, through which workers get their orders; set after :meth:`form`.
     """
+
+    store: Any
 
     _join = staticmethod(torch.stack)
 
@@ -66,8 +71,12 @@ class GroupWorkers(Workers):
         dist.distributed_c10d._get_default_store().set(EXAMPLE, json.dumps(describe(example)))
         self._batches = [example.clone().lock_() for _ in range(self.number)]
 
-    def _request(self, idx: int) -> Make:
-        return partial(_receive, self._batches[idx], idx + 1)
+    def _request(self, idx: int, put: Put) -> None:
+        self.store.set(f"NODE_{idx + 1}_in", b"continue")
+        parts = self._batches[idx].irecv(src=idx + 1, return_premature=True)
+        while parts:
+            parts.pop(0).wait()  # gloo raises RuntimeError if the other end is gone
+        put(None)
 
     def _read(self, idx: int, arrived: Any) -> TensorDictBase:
         if arrived is not None:
@@ -76,72 +85,28 @@ class GroupWorkers(Workers):
         return self._batches[idx].clone()
 
     def end(self, seconds: float) -> None:
-        if self._in_group:
-            self.nodes.end(self._ask_to_end, seconds)
-
-    def _ask_to_end(self) -> None:
-        """Ask workers to end; it may be called several times."""
-        raise NotImplementedError
-
-    def leave(self) -> None:
-        self._await_pending(END_SECONDS)
-        in_group, self._in_group = self._in_group, False
-        if in_group and dist.is_initialized():
-            dist.destroy_process_group()
-        elif in_group:  # PyTorch counts groups that were not formed, and new workers would not
-            dist.distributed_c10d._world.group_count = 0
-
-
-class OnDemandWorkers(GroupWorkers):
-    """Workers that run :func:`~collectors.node_programs.run_on_demand`.
-
-    Attributes:
-        store: store of TorchRL's collector, through which workers get their orders; set after :meth:`form`.
-    """
-
-    store: Any
-
-    def _request(self, idx: int) -> Make:
-        store, receive = self.store, super()._request(idx)
-
-        def make(put: Callable[[Any], None]) -> None:
-            store.set(f"NODE_{idx + 1}_in", b"continue")
-            receive(put)
-
-        return make
-
-    def end(self, seconds: float) -> None:
-        super().end(seconds)
-        if self._in_group and self.launcher == "submitit_delayed":  # these jobs were started elsewhere
+        if not self._in_group:
+            return
+        self.nodes.end(self._ask_to_end, seconds)
+        if self.launcher == "submitit_delayed":  # these jobs were started elsewhere
             self._ask_to_end()
             with contextlib.suppress(RuntimeError):  # a job is late or gone
                 ends = [f"NODE_{idx + 1}_out" for idx in range(self.number)]
                 self.store.wait(ends, timedelta(seconds=seconds))
 
     def _ask_to_end(self) -> None:
+        """Ask workers to end; it may be called several times."""
         self.store.set("TRAINER_status", b"shutdown")
         for idx in range(self.number):
             self.store.set(f"NODE_{idx + 1}_in", b"shutdown")
 
-
-class AheadWorkers(GroupWorkers):
-    """Workers that run :func:`~collectors.node_programs.run_ahead`."""
-
-    def _ask_to_end(self) -> None:
-        dist.distributed_c10d._get_default_store().set(STOP, "1")
-        # A worker that is about to send a batch must be able to send it. Batches that have come are dropped.
-        self._drop(self._answers())
-        for idx in range(len(self._batches)):
-            if self.nodes.alive(idx):
-                self.ask(idx)
-
-
-def _receive(batch: TensorDictBase, rank: int, put: Callable[[None], None]) -> None:
-    """Wait for a batch of a worker; gloo raises RuntimeError if the other end is gone."""
-    parts = batch.irecv(src=rank, return_premature=True)
-    while parts:
-        parts.pop(0).wait()
-    put(None)
+    def leave(self) -> None:
+        self._await_asked(END_SECONDS)
+        in_group, self._in_group = self._in_group, False
+        if in_group and dist.is_initialized():
+            dist.destroy_process_group()
+        elif in_group:  # PyTorch counts groups that were not formed, and new workers would not
+            dist.distributed_c10d._world.group_count = 0
 
 
 def program_arguments(collector: Any, frames_per_batch: int, **more: Any) -> list[Arguments]:

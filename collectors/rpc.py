@@ -21,7 +21,7 @@ from collectors.launched import Launched
 from collectors.rpc_node import join_world, leave, made, make_collector, name_of, run_node, was_in_a_world
 from collectors.torchrl_names import tensorpipe_options
 from collectors.waiting import WaitingTimes
-from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Make, Workers, portable
+from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Put, Workers, portable
 from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WorkerError
 
 _OF_WORKER = "On WorkerInfo("
@@ -98,9 +98,8 @@ class RPCWorkers(Workers):
 
     # -- data --------------------------------------------------------------------------------------
 
-    def _request(self, idx: int) -> Make:
-        rref = self.rrefs[idx]
-        return lambda put: rref.rpc_async().next().then(put)
+    def _request(self, idx: int, put: Put) -> None:
+        self.rrefs[idx].rpc_async().next().then(put)
 
     def _read(self, idx: int, arrived: Any) -> TensorDictBase:
         error = str(arrived) if isinstance(arrived, Exception) else _error_of(arrived)
@@ -116,13 +115,13 @@ class RPCWorkers(Workers):
     def end(self, seconds: float) -> None:
         if not _in_world():
             return
-        self._await_pending(seconds)
+        self._await_asked(seconds)
         ends = [
             rref.rpc_async(timeout=END_SECONDS).shutdown()
             for idx, rref in enumerate(self.rrefs)
-            if self.nodes.alive(idx) and idx not in self._pending
+            if self.nodes.alive(idx) and idx not in self._asked
         ]
-        well = not any(map(_error_of, ends)) and not self._pending
+        well = not any(map(_error_of, ends)) and not self._asked
         # Workers that leave wait for all others; without one of these they print an error.
         if well and all(map(self.nodes.alive, range(self.number))):
             for info in self.infos:

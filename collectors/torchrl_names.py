@@ -19,7 +19,6 @@ __all__ = [
     "SUPPORTED",
     "CollectorMeta",
     "MultiCollectorMeta",
-    "connect_timeout",
     "contextual_backend_error",
     "get_service_backend",
     "join_group",
@@ -32,13 +31,6 @@ __all__ = [
 
 SUPPORTED = ">=0.14.1,<0.15"
 """The versions of TorchRL that work, as in ``setup.py``."""
-
-_PROCESS_GROUP_HOOKS = (
-    "_frames_per_batch_corrected",
-    "_init_master_dist",
-    "_init_workers",
-    "_make_container",
-)
 
 HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
     ("torchrl.collectors", "Collector"): (
@@ -99,16 +91,15 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "push_weights",
     ),
     ("torchrl.collectors.distributed", "DistributedCollector"): (
-        *_PROCESS_GROUP_HOOKS,
         "_VERBOSE",
+        "_frames_per_batch_corrected",
+        "_init_master_dist",
         "_init_worker_dist_submitit_delayed",
+        "_init_workers",
+        "_make_container",
         "_store",
         "_sync",
         "_weight_sync_schemes",
-    ),
-    ("torchrl.collectors.distributed", "DistributedSyncCollector"): (
-        *_PROCESS_GROUP_HOOKS,
-        "total_frames_per_collector",
     ),
     ("torchrl.collectors.distributed", "RPCCollector"): (
         "_frames_per_batch_corrected",
@@ -136,7 +127,6 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "stop_remote_collectors",
     ),
     ("torchrl.collectors.llm", "LLMCollector"): ("env", "policy", "policy_version_tracker"),
-    ("torchrl.envs.llm.transforms", "PolicyVersion"): ("_step",),
 }
 """Methods that subclasses override and attributes that they read or set, by TorchRL's class."""
 
@@ -202,7 +192,6 @@ try:
     get_service_backend = backends._get_service_backend
     normalize_service_backend = backends.normalize_service_backend
     tensorpipe_options = default_configs.DEFAULT_TENSORPIPE_OPTIONS
-    connect_timeout = generic.MAX_TIME_TO_CONNECT
     join_group = generic._node_init_dist
     main_of_worker = multi_base._main_async_collector
 except (ImportError, AttributeError) as error:
