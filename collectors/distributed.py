@@ -14,10 +14,11 @@ from torchrl.collectors.distributed import DEFAULT_SLURM_CONF, RayEvalWorker, su
 
 from collectors.launched import Launched
 from collectors.node_programs import run_on_demand
-from collectors.process_group import GroupWorkers, example_of, program_arguments
+from collectors.process_group import GroupWorkers, example_of
 from collectors.ray import RayCollector
 from collectors.rpc import RPCCollector
-from collectors.weight_update import DistributedWeightUpdater, RPCWeightUpdater
+from collectors.weight_update import DistributedWeightUpdater, RPCWeightUpdater, SchemeUpdater
+from collectors.workers import Arguments
 from weight_update import DistributedWeightSyncScheme
 
 __all__ = [
@@ -66,16 +67,26 @@ class DistributedCollector(Launched, torchrl_distributed.DistributedCollector):
 
     def _init_workers(self) -> None:
         self._initialize(self._updates.schemes)
-        self._announce()
-        arguments = program_arguments(self, self._frames_per_batch_corrected, verbose=self._VERBOSE)
-        self.jobs = self._workers.launch(self.launcher, self.slurm_kwargs, self._program, arguments)
         delayed = self.launcher == "submitit_delayed"
         form = partial(self._init_master_dist, self.num_workers + 1, self.backend)
-        self._workers.form(self._init_worker_dist_submitit_delayed if delayed else form)
+        self._start(self._program, self._init_worker_dist_submitit_delayed if delayed else form)
         self._workers.store = self._store
 
+    def _arguments_of(self, idx: int) -> Arguments:
+        inner = self._inner_arguments(idx)
+        copied = {key: inner.pop(key) for key in ("policy", "policy_factory")}
+        group = {
+            "rank": idx + 1,
+            "ip": self.IPAddr,
+            "port": int(self.tcp_port),
+            "world_size": self.num_workers + 1,
+            "backend": self.backend,
+            "verbose": self._VERBOSE,
+        }
+        return copied, inner | group
+
     def _make_container(self) -> None:
-        self._workers.expect(example_of(self, self._frames_per_batch_corrected))
+        self._workers.expect(example_of(self))
 
     def _update_between(self, batches: int, workers: list[int]) -> None:
         if self.update_interval is not None and batches % self.update_interval == 0:
@@ -122,8 +133,9 @@ class DistributedSyncCollector(DistributedCollector, torchrl_distributed.Distrib
         )
 
     def _collect(self, batches: int) -> tuple[TensorDictBase, list[int]]:
-        if batches % self.update_interval == 0:
-            self._send_all()
+        sends = not self._legacy_weight_updater or isinstance(self.weight_updater, SchemeUpdater)
+        if sends and batches % self.update_interval == 0:
+            self._update_workers()
         data = self._workers.gather()
         if (batches + 1) * self.frames_per_batch < self.total_frames:
             self._workers.ask_all()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,10 +14,10 @@ import torch.distributed as dist
 import torchrl.collectors
 from tensordict import TensorDictBase
 
-from collectors.node_programs import EXAMPLE, describe
+from collectors.node_programs import EXAMPLE, describe, make_collector
 from collectors.single import Collector
 from collectors.waiting import WaitingTimes
-from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Put, Workers, portable
+from collectors.workers import END_SECONDS, Put, Workers
 from weight_update import LifecycleError, SyncFailedError, SyncTimeoutError, WorkerError
 
 
@@ -59,12 +58,9 @@ class GroupWorkers(Workers):
                 raise
             raise WorkerError(f"workers could not start:\n{errors}") from error
 
-    def form(self, form_group: Callable[[], None]) -> None:
-        """Call ``form_group`` once the processes have started; raise if it does not end in time."""
-        self.nodes.await_ready(START_SECONDS)
+    def form(self, form: Callable[[], None]) -> None:
         self._in_group = True
-        # By itself it waits for 1,000 days. Jobs may wait for their hosts.
-        self.nodes.attend(form_group, START_SECONDS if self.launcher == "mp" else math.inf)
+        super().form(form)
 
     def expect(self, example: TensorDictBase) -> None:
         """Prepare for batches like ``example``; a worker that makes others ends with an error."""
@@ -109,52 +105,20 @@ class GroupWorkers(Workers):
             dist.distributed_c10d._world.group_count = 0
 
 
-def program_arguments(collector: Any, frames_per_batch: int, **more: Any) -> list[Arguments]:
-    """Return the arguments of each worker's program, from what TorchRL's ``__init__`` has set."""
-    policy = None if any(collector.policy_factory) else collector.policy
-    return [
-        (
-            {"policy": policy, "policy_factory": collector.policy_factory[idx]},
-            {
-                "rank": idx + 1,
-                "ip": collector.IPAddr,
-                "port": int(collector.tcp_port),
-                "world_size": collector.num_workers + 1,
-                "backend": collector.backend,
-                "collector_class": collector.collector_class,
-                "num_workers": collector.num_workers_per_collector,
-                "env_make": portable(collector.env_constructors[idx]),
-                "frames_per_batch": frames_per_batch,
-                "collector_kwargs": collector.collector_kwargs[idx],
-                **more,
-            },
-        )
-        for idx in range(collector.num_workers)
-    ]
-
-
-def example_of(trainer: Any, frames_per_batch: int) -> TensorDictBase:
+def example_of(trainer: Any) -> TensorDictBase:
     """Return an example of the batches of the workers of ``trainer``, collected in this process."""
+    inner = trainer._inner_arguments(0) | {"num_workers": 1}
+    kind, given, stacked = inner["collector_class"], inner["collector_kwargs"], 0
     known = set(inspect.signature(torchrl.collectors.Collector.__init__).parameters)
     known -= {"weight_recv_schemes", "weight_sync_schemes", "worker_idx"}
-    options = {key: value for key, value in trainer.collector_kwargs[0].items() if key in known}
-    kind, stacked = trainer.collector_class, 0
+    inner["collector_kwargs"] = {key: value for key, value in given.items() if key in known}
     if issubclass(kind, torchrl.collectors.MultiCollector):
-        cat = trainer.collector_kwargs[0].get("cat_results")
+        cat = given.get("cat_results")
         if issubclass(kind, torchrl.collectors.MultiSyncCollector) and cat in (None, "stack"):
             stacked = trainer.num_workers_per_collector
-            frames_per_batch //= stacked
-        kind = Collector
-    factory = trainer.policy_factory[0]
-    collector = kind(
-        trainer.env_constructors[0],
-        None if factory else trainer.policy,
-        policy_factory=factory,
-        frames_per_batch=frames_per_batch,
-        total_frames=-1,
-        split_trajs=False,
-        **options,
-    )
+            inner["frames_per_batch"] //= stacked
+        inner["collector_class"] = Collector
+    collector = make_collector(**inner)
     try:
         batch: TensorDictBase = next(iter(collector))
         return batch.expand((stacked, *batch.shape)) if stacked else batch

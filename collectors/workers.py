@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import queue
 import threading
 import time
@@ -35,7 +36,7 @@ class Workers:
     Call sequence:
 
     1. :meth:`require_alone`, before anything starts.
-    2. :meth:`launch` starts the processes or jobs. The subclass connects them.
+    2. :meth:`launch` starts the processes or jobs, and :meth:`form` connects them.
     3. :meth:`starting` surrounds all of that, and the connection of the schemes.
     4. :meth:`ask_all` and :meth:`take`, or :meth:`gather`, for batches.
     5. :meth:`end` has workers end; it is left out after an error at the start. Then come :meth:`kill`, the
@@ -90,6 +91,13 @@ class Workers:
             executor.update_parameters(**slurm_kwargs)
             return [self.nodes.submit(executor, program, **copied, **others) for copied, others in arguments]
         return []
+
+    def form(self, form: Callable[[], None]) -> None:
+        """Call ``form``, which makes a group or world of all workers; raise if one ends, or is late."""
+        self.nodes.await_ready(START_SECONDS)
+        # By itself it waits for half an hour or longer, also for a process that has ended. Jobs may wait for
+        # their hosts.
+        self.nodes.attend(form, START_SECONDS if self.launcher == "mp" else math.inf)
 
     def alive(self, idx: int) -> bool:
         """Return False only if a worker has certainly ended."""
