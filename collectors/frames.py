@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from collectors.closing import ENDED
 from collectors.exits import await_all, await_any, describe_exit, error_in, read_error
 from collectors.substitute import Substitute
+from collectors.updates import ENDED
 from collectors.waiting import WaitingTimes
 from weight_update import LifecycleError, SyncTimeoutError, WorkerError
 

@@ -16,10 +16,10 @@ from tensordict import TensorDictBase
 from torchrl.collectors.utils import split_trajectories
 from torchrl.data.utils import CloudpickleWrapper
 
-from collectors.closing import close_all
 from collectors.nodes import free_port
 from collectors.remote import Remote
 from collectors.requests import Request, change_each, require_one_each, send
+from collectors.updates import close_all
 from collectors.workers import END_SECONDS, Arguments, Workers, portable
 from weight_update import (
     DistributedWeightSyncScheme,
@@ -68,7 +68,8 @@ class Launched(Remote):
         if launcher == "submitit":
             _require_submitit()
         options["collector_kwargs"] = change_each(options["collector_kwargs"], _portable_options)
-        options["total_frames"] = endless(options.get("total_frames", -1))
+        if options.get("total_frames", -1) < 0:
+            options["total_frames"] = math.inf
         if options.get("tcp_port") is None and launcher == "mp":
             options["tcp_port"] = os.environ.get("TCP_PORT") or free_port()
         with self._workers.starting():
@@ -219,11 +220,6 @@ class Launched(Remote):
         """Shut down an unused collector."""
         if self._owner == os.getpid():  # not in a forked child
             self.shutdown()
-
-
-def endless(total_frames: float) -> float:
-    """Return ``total_frames``, or infinity for a negative number."""
-    return math.inf if total_frames < 0 else total_frames
 
 
 def own_address() -> str:

@@ -14,7 +14,6 @@ from torchrl.collectors.llm import vLLMUpdater, vLLMUpdaterV2
 from torchrl.envs import AsyncEnvPool
 
 from collectors.ray import RayCollector
-from collectors.signatures import passes_options_to
 from collectors.single import Collector
 from collectors.versions import FrameVersion, choose_tracking, stamp_outcomes, writes_version
 from collectors.waiting import FRAMES_TIMEOUT
@@ -157,8 +156,8 @@ class RayLLMCollector(RayCollector):
     """
 
     _actor_options = "remote_config"
+    _passes_options_to = LLMCollector
 
-    @passes_options_to(LLMCollector)
     def __init__(
         self,
         env: Any,

@@ -14,11 +14,11 @@ from torch import distributed as dist
 from torch.distributed import rpc
 from torchrl.data.utils import CloudpickleWrapper
 
-from collectors.closing import close_all
 from collectors.launched import Launched
 from collectors.node_programs import make_collector
 from collectors.rpc_node import join_world, leave, made, name_of, run_node, was_in_a_world
 from collectors.torchrl_names import tensorpipe_options
+from collectors.updates import close_all
 from collectors.waiting import WaitingTimes
 from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Put, Workers
 from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WorkerError

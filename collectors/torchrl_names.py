@@ -6,28 +6,13 @@ here, and add each hook or attribute that a subclass relies on to :data:`HOOKS`.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import CodeType, FunctionType
 from typing import Any
-
-__all__ = [
-    "HOOKS",
-    "SUPPORTED",
-    "CollectorMeta",
-    "MultiCollectorMeta",
-    "contextual_backend_error",
-    "get_service_backend",
-    "join_group",
-    "main_of_worker",
-    "multi_base",
-    "normalize_service_backend",
-    "require_hooks",
-    "tensorpipe_options",
-]
 
 SUPPORTED = ">=0.14.1,<0.15"
 """The versions of TorchRL that work, as in ``setup.py``."""
@@ -177,15 +162,9 @@ def _refusal(reason: str) -> str:
 
 
 try:
-    _found = importlib.util.find_spec("torchrl") is not None
-except ValueError:  # a module without a spec takes its place
-    _found = False
-if not _found:
-    raise ImportError('collectors needs torchrl: pip install "weight-update[collectors]"', name="torchrl")
-try:
+    import torchrl  # noqa: F401  # first, because its error has the name "torchrl"
     from torchrl._comm import backends
-    from torchrl.collectors import Collector, MultiCollector
-    from torchrl.collectors import _multi_base as multi_base
+    from torchrl.collectors import Collector, MultiCollector, _multi_base
     from torchrl.collectors.distributed import default_configs, generic
 
     contextual_backend_error = backends._contextual_backend_error
@@ -193,9 +172,12 @@ try:
     normalize_service_backend = backends.normalize_service_backend
     tensorpipe_options = default_configs.DEFAULT_TENSORPIPE_OPTIONS
     join_group = generic._node_init_dist
+    multi_base: Any = _multi_base
     main_of_worker = multi_base._main_async_collector
 except (ImportError, AttributeError) as error:
-    raise ImportError(_refusal(str(error)), name="torchrl") from error
+    missing = isinstance(error, ModuleNotFoundError) and error.name == "torchrl"
+    cure = 'collectors needs torchrl: pip install "weight-update[collectors]"'
+    raise ImportError(cure if missing else _refusal(str(error)), name="torchrl") from error
 
 CollectorMeta: Any = type(Collector)
 MultiCollectorMeta: Any = type(MultiCollector)
