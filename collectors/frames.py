@@ -118,6 +118,7 @@ class BatchQueue(Substitute):
         may_lose: whether to go on with the other workers when one is lost.
 
     Attributes:
+        may_lose: as the argument; orders to a worker that is gone are dropped then.
         lost: reasons why workers were lost, by worker index.
         errors: tracebacks of exceptions that ended workers, by worker index; empty for another end.
         buffers: memory of each worker's batches if they come in rounds; None before its first batch.
@@ -141,7 +142,7 @@ class BatchQueue(Substitute):
         self._reading_errors = threading.Lock()  # of two threads, one would find the error, the other none
         self._processes, self._pipes = processes, pipes
         self._reader = _Reader(batches)
-        self._in_rounds, self._may_lose = in_rounds, may_lose
+        self._in_rounds, self.may_lose = in_rounds, may_lose
         self.waits: WaitingTimes = WaitingTimes(frames_timeout)
         self._due: set[int] = set()  # workers that were asked for an item, which was not read yet
         self._kept: deque[Any] = deque()  # batches that settle() has read
@@ -203,9 +204,9 @@ class BatchQueue(Substitute):
             WorkersLateError: workers are late.
         """
         gone = {idx: self._exit_of(idx) for idx, one in self._left() if not one.is_alive()}
-        if gone and not self._may_lose:
+        if gone and not self.may_lose:
             raise WorkerError(_describe(gone))
-        if self._reader.stuck or not self._may_lose:  # the worker whose batch cannot be read is unknown
+        if self._reader.stuck or not self.may_lose:  # the worker whose batch cannot be read is unknown
             try:
                 self.waits.require_in_time()
             except SyncTimeoutError as error:
@@ -288,15 +289,14 @@ class ControlPipe(Substitute):
         pipe: pipe of TorchRL's collector.
         batches: queue of batches, which knows whether the worker has ended and owes a batch.
         worker: index of the worker.
-        drops: whether to drop orders to a worker that is gone.
 
     Attributes:
         paused: whether the worker was told to pause, and not to restart.
     """
 
-    def __init__(self, pipe: Any, batches: BatchQueue, worker: int, *, drops: bool) -> None:
+    def __init__(self, pipe: Any, batches: BatchQueue, worker: int) -> None:
         super().__init__(pipe)
-        self._batches, self._worker, self._drops = batches, worker, drops
+        self._batches, self._worker, self._drops = batches, worker, batches.may_lose
         self.paused = False
         self._answers = 0  # answers of the worker that were not read, usually because of Ctrl-C
         self._waited = 0.0  # seconds for the next answer

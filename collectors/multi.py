@@ -239,9 +239,7 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
             may_lose=self._may_lose,
         )
         self.procs = [WorkerProcess(process) for process in self.procs]
-        self._pipes = [
-            ControlPipe(pipe, batches, idx, drops=self._may_lose) for idx, pipe in enumerate(pipes)
-        ]
+        self._pipes = [ControlPipe(pipe, batches, idx) for idx, pipe in enumerate(pipes)]
 
     def iterator(self) -> Iterator[TensorDictBase]:
         """Yield batches, as in TorchRL; batches of an iteration that was left are dropped."""

@@ -96,16 +96,16 @@ def test_workers_that_are_ending_are_lost():
 
 
 def test_the_error_of_a_broken_pipe_names_the_worker_that_is_ending():
-    with queue_of(Process(), Dying()) as batches:
-        pipe = ControlPipe(Dying().reader, batches, 1, drops=False)
+    with queue_of(Process(), Dying(), may_lose=False) as batches:
+        pipe = ControlPipe(Dying().reader, batches, 1)
         with pytest.raises(WorkerError, match="worker 1 has ended"):
             pipe.recv()
 
 
 def test_a_worker_that_never_answers_is_not_waited_for_without_end():
     ours, theirs = multiprocessing.Pipe()
-    with queue_of(Process(), frames_timeout=0.5) as batches:
-        pipe = ControlPipe(ours, batches, 0, drops=False)
+    with queue_of(Process(), frames_timeout=0.5, may_lose=False) as batches:
+        pipe = ControlPipe(ours, batches, 0)
         pipe.send((None, "state_dict"))  # the call that waits for the answer is interrupted
         with pytest.raises(SyncTimeoutError, match=r"worker 0 did not answer a call in 0\.5 s"):
             pipe.send((None, "state_dict"))
@@ -114,8 +114,8 @@ def test_a_worker_that_never_answers_is_not_waited_for_without_end():
 
 def test_the_answer_to_a_call_is_not_waited_for_without_end():
     ours, theirs = multiprocessing.Pipe()
-    with queue_of(Process(), frames_timeout=0.5) as batches:
-        pipe = ControlPipe(ours, batches, 0, drops=False)
+    with queue_of(Process(), frames_timeout=0.5, may_lose=False) as batches:
+        pipe = ControlPipe(ours, batches, 0)
         for _ in range(2):  # after an error, it is waited for again
             start = time.monotonic()
             with pytest.raises(SyncTimeoutError, match=r"worker 0 did not answer a call in 0\.5 s"):
