@@ -28,27 +28,24 @@ class _Order:
 
     Attributes:
         answer: what the worker answers: a batch or a note in the queue of batches, or something in its pipe.
-        after: what is read before. A worker drops the batch that it collects when it gets a call, and it can
-            do nothing while an earlier answer, if large, fills its pipe.
         in_pause: whether a paused worker obeys, or ends its pause. Any order that it does not know ends it
             with an error, and is refused.
     """
 
     answer: Literal["batch", "note", "in pipe", "none"]
-    after: Literal["batch, answers", "answers", "nothing"]
     in_pause: Literal["refused", "obeyed", "ends it"]
 
 
-_CALL = _Order("in pipe", "batch, answers", "refused")
+_CALL = _Order("in pipe", "refused")
 _ORDERS = {
-    "continue": _Order("batch", "answers", "refused"),
-    "continue_random": _Order("batch", "answers", "refused"),
-    "run_free": _Order("none", "nothing", "refused"),
-    "pause": _Order("note", "nothing", "refused"),
-    "restart": _Order("none", "nothing", "ends it"),
-    "close": _Order("none", "nothing", "ends it"),  # its answer comes after the last order
-    "cascade_execute": _Order("in pipe", "batch, answers", "obeyed"),
-    "get_distant_attr": _Order("in pipe", "batch, answers", "obeyed"),
+    "continue": _Order("batch", "refused"),
+    "continue_random": _Order("batch", "refused"),
+    "run_free": _Order("none", "refused"),
+    "pause": _Order("note", "refused"),
+    "restart": _Order("none", "ends it"),
+    "close": _Order("none", "ends it"),  # its answer comes after the last order
+    "cascade_execute": _Order("in pipe", "obeyed"),
+    "get_distant_attr": _Order("in pipe", "obeyed"),
 }
 """The orders by name; all others, such as ``state_dict``, are calls."""
 
@@ -312,10 +309,12 @@ class ControlPipe(Substitute):
         _, name = message
         order = _ORDERS.get(name, _CALL)
         self._note_pause(name, order)
-        if order.after == "batch, answers" and not self._original.closed:
-            self._batches.settle(self._worker)
-        if order.after != "nothing":
-            self._drop_answers()
+        if order.answer == "in pipe" and not self._original.closed:
+            self._batches.settle(
+                self._worker
+            )  # with a call, the worker would drop the batch that it collects
+        if order.answer in ("batch", "in pipe"):
+            self._drop_answers()  # if large, they fill the pipe, and the worker can do nothing else
         try:
             if order.answer in ("batch", "note"):
                 self._batches.ask(self._worker)
