@@ -31,28 +31,6 @@ def describe_exit(process: Any, error: str = "") -> str:
     return f"has ended (exit code {code}{f', {cause}' if cause else ''})"
 
 
-class _StartingPipe(Substitute):
-    """A substitute for the pipe of a worker, in which an error while the worker starts names the worker.
-
-    TorchRL's ``MultiCollector`` raises such an error by the name of its type.
-    """
-
-    def __init__(self, pipe: Any, worker: int) -> None:
-        super().__init__(pipe)
-        self._worker = worker
-
-    def send(self, message: Any) -> None:
-        """Send a message; an error becomes a WorkerError."""
-        if error_in(message) and "exception_type" in message:
-            message = {
-                **message,
-                "exception_type": WorkerError.__name__,
-                "exception_module": WorkerError.__module__,
-                "exception_msg": f"worker {self._worker}: {message['exception_msg']}",
-            }
-        self._original.send(message)
-
-
 class StartedPipe(Substitute):
     """A substitute for the pipe to a worker that starts, whose first message is awaited with a limit.
 
@@ -71,7 +49,7 @@ class StartedPipe(Substitute):
         """Return the message of the worker.
 
         Raises:
-            WorkerError: the worker has ended without one.
+            WorkerError: it is an error, or the worker has ended without a message.
             SyncTimeoutError: the worker is late.
         """
         process, deadline = self._processes[self._worker], time.monotonic() + self._seconds
@@ -82,8 +60,12 @@ class StartedPipe(Substitute):
                     "limit)"
                 )
         with contextlib.suppress(EOFError, OSError):
-            if self._original.poll(0):
-                return self._original.recv()
+            message: Any = self._original.recv() if self._original.poll(0) else None
+            if error := error_in(message):
+                cause = message.get("exception_msg", "")
+                raise WorkerError(f"worker {self._worker}: {cause}\n\nWorker traceback:\n{error}")
+            if message is not None:
+                return message
         if process.ident is None:  # the collector tells why
             raise WorkerError("")
         await_all([process], _REAP_SECONDS)
@@ -92,7 +74,6 @@ class StartedPipe(Substitute):
 
 def run_worker(**arguments: Any) -> None:
     """Run a worker of TorchRL's ``MultiCollector``; send the exception that ends it to the collector."""
-    arguments["pipe_child"] = _StartingPipe(arguments["pipe_child"], arguments["worker_idx"])
     try:
         main_of_worker(**arguments)
     except Exception:

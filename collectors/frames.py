@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from collectors.closing import ENDED
 from collectors.exits import await_all, await_any, describe_exit, error_in, read_error
 from collectors.substitute import Substitute
+from collectors.updates import ENDED
 from collectors.waiting import WaitingTimes
 from weight_update import LifecycleError, SyncTimeoutError, WorkerError
 
@@ -28,27 +28,24 @@ class _Order:
 
     Attributes:
         answer: what the worker answers: a batch or a note in the queue of batches, or something in its pipe.
-        after: what is read before. A worker drops the batch that it collects when it gets a call, and it can
-            do nothing while an earlier answer, if large, fills its pipe.
         in_pause: whether a paused worker obeys, or ends its pause. Any order that it does not know ends it
             with an error, and is refused.
     """
 
     answer: Literal["batch", "note", "in pipe", "none"]
-    after: Literal["batch, answers", "answers", "nothing"]
     in_pause: Literal["refused", "obeyed", "ends it"]
 
 
-_CALL = _Order("in pipe", "batch, answers", "refused")
+_CALL = _Order("in pipe", "refused")
 _ORDERS = {
-    "continue": _Order("batch", "answers", "refused"),
-    "continue_random": _Order("batch", "answers", "refused"),
-    "run_free": _Order("none", "nothing", "refused"),
-    "pause": _Order("note", "nothing", "refused"),
-    "restart": _Order("none", "nothing", "ends it"),
-    "close": _Order("none", "nothing", "ends it"),  # its answer comes after the last order
-    "cascade_execute": _Order("in pipe", "batch, answers", "obeyed"),
-    "get_distant_attr": _Order("in pipe", "batch, answers", "obeyed"),
+    "continue": _Order("batch", "refused"),
+    "continue_random": _Order("batch", "refused"),
+    "run_free": _Order("none", "refused"),
+    "pause": _Order("note", "refused"),
+    "restart": _Order("none", "ends it"),
+    "close": _Order("none", "ends it"),  # its answer comes after the last order
+    "cascade_execute": _Order("in pipe", "obeyed"),
+    "get_distant_attr": _Order("in pipe", "obeyed"),
 }
 """The orders by name; all others, such as ``state_dict``, are calls."""
 
@@ -64,12 +61,10 @@ class _Reader:
 
     Attributes:
         stuck: whether the last :meth:`get` found a batch that cannot be read.
-        taken: the answer that :meth:`get` returns, until it is removed.
     """
 
     def __init__(self, batches: Any) -> None:
         self.stuck = False
-        self.taken: deque[tuple[Any, Exception | None]] = deque()
         self._batches = batches
         self._reading = False
         self._orders: queue.SimpleQueue[float | None] = queue.SimpleQueue()
@@ -78,33 +73,22 @@ class _Reader:
         self._thread.start()
 
     def get(self, timeout: float) -> Any:
-        """Return the next item; raise ``queue.Empty`` if none came in time, and what reading it raised.
-
-        The item is returned again until :meth:`remove` is called: a signal handler may raise in between.
-        """
-        if not self.taken:
-            if not self._reading:
-                self._orders.put(timeout)
-                self._reading, timeout = True, timeout + _READ_SECONDS
-            try:
-                # in one call, so that no signal handler raises while the answer is in neither place
-                self.taken.extend(map(self._answers.get, (True,), (timeout,)))
-            except queue.Empty:
-                self.stuck = True
-                raise
+        """Return the next item; raise ``queue.Empty`` if none came in time, and what reading it raised."""
+        if not self._reading:
+            self._orders.put(timeout)
+            self._reading, timeout = True, timeout + _READ_SECONDS
+        try:
+            item, error = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            self.stuck = True
+            raise
         self._reading = self.stuck = False
-        item, error = self.taken[0]
         if error is not None:
-            self.remove()
             try:
                 raise error
             finally:
                 del error  # its frames would refer to it
         return item
-
-    def remove(self) -> None:
-        """Remove the item that :meth:`get` has returned."""
-        self.taken.clear()
 
     def close(self) -> None:
         """End the thread, unless it is stuck."""
@@ -131,6 +115,7 @@ class BatchQueue(Substitute):
         may_lose: whether to go on with the other workers when one is lost.
 
     Attributes:
+        may_lose: as the argument; orders to a worker that is gone are dropped then.
         lost: reasons why workers were lost, by worker index.
         errors: tracebacks of exceptions that ended workers, by worker index; empty for another end.
         buffers: memory of each worker's batches if they come in rounds; None before its first batch.
@@ -154,7 +139,7 @@ class BatchQueue(Substitute):
         self._reading_errors = threading.Lock()  # of two threads, one would find the error, the other none
         self._processes, self._pipes = processes, pipes
         self._reader = _Reader(batches)
-        self._in_rounds, self._may_lose = in_rounds, may_lose
+        self._in_rounds, self.may_lose = in_rounds, may_lose
         self.waits: WaitingTimes = WaitingTimes(frames_timeout)
         self._due: set[int] = set()  # workers that were asked for an item, which was not read yet
         self._kept: deque[Any] = deque()  # batches that settle() has read
@@ -182,7 +167,7 @@ class BatchQueue(Substitute):
             WorkerError: a worker has ended, or no worker is left.
             SyncTimeoutError: workers are late.
         """
-        while self._reader.taken or worker in self._missing:
+        while worker in self._missing:
             try:
                 self._kept.append(self._read(_READ_SECONDS))
             except queue.Empty:
@@ -206,7 +191,6 @@ class BatchQueue(Substitute):
             raise queue.Empty from error
         self.waits.add(time.monotonic() - start, self._missing)
         self._note(item[0])
-        self._reader.remove()
         return item
 
     def look(self) -> None:
@@ -217,9 +201,9 @@ class BatchQueue(Substitute):
             WorkersLateError: workers are late.
         """
         gone = {idx: self._exit_of(idx) for idx, one in self._left() if not one.is_alive()}
-        if gone and not self._may_lose:
+        if gone and not self.may_lose:
             raise WorkerError(_describe(gone))
-        if self._reader.stuck or not self._may_lose:  # the worker whose batch cannot be read is unknown
+        if self._reader.stuck or not self.may_lose:  # the worker whose batch cannot be read is unknown
             try:
                 self.waits.require_in_time()
             except SyncTimeoutError as error:
@@ -302,15 +286,14 @@ class ControlPipe(Substitute):
         pipe: pipe of TorchRL's collector.
         batches: queue of batches, which knows whether the worker has ended and owes a batch.
         worker: index of the worker.
-        drops: whether to drop orders to a worker that is gone.
 
     Attributes:
         paused: whether the worker was told to pause, and not to restart.
     """
 
-    def __init__(self, pipe: Any, batches: BatchQueue, worker: int, *, drops: bool) -> None:
+    def __init__(self, pipe: Any, batches: BatchQueue, worker: int) -> None:
         super().__init__(pipe)
-        self._batches, self._worker, self._drops = batches, worker, drops
+        self._batches, self._worker, self._drops = batches, worker, batches.may_lose
         self.paused = False
         self._answers = 0  # answers of the worker that were not read, usually because of Ctrl-C
         self._waited = 0.0  # seconds for the next answer
@@ -326,10 +309,12 @@ class ControlPipe(Substitute):
         _, name = message
         order = _ORDERS.get(name, _CALL)
         self._note_pause(name, order)
-        if order.after == "batch, answers" and not self._original.closed:
-            self._batches.settle(self._worker)
-        if order.after != "nothing":
-            self._drop_answers()
+        if order.answer == "in pipe" and not self._original.closed:
+            self._batches.settle(
+                self._worker
+            )  # with a call, the worker would drop the batch that it collects
+        if order.answer in ("batch", "in pipe"):
+            self._drop_answers()  # if large, they fill the pipe, and the worker can do nothing else
         try:
             if order.answer in ("batch", "note"):
                 self._batches.ask(self._worker)

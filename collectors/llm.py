@@ -14,9 +14,8 @@ from torchrl.collectors.llm import vLLMUpdater, vLLMUpdaterV2
 from torchrl.envs import AsyncEnvPool
 
 from collectors.ray import RayCollector
-from collectors.signatures import passes_options_to
 from collectors.single import Collector
-from collectors.versions import FrameVersion, choose_tracking, writes_version
+from collectors.versions import FrameVersion, choose_tracking, stamp_outcomes, writes_version
 from collectors.waiting import FRAMES_TIMEOUT
 from weight_update import WeightSyncScheme
 
@@ -68,19 +67,19 @@ class LLMCollector(torchrl.collectors.llm.LLMCollector, _WithSchemes):
         weight_updater: Any = None,
         **options: Any,
     ) -> None:
-        track_policy_version = choose_tracking(track_policy_version, options.get("replay_buffer"))
-        if track_policy_version is True:
-            untracked = writes_version(policy) or isinstance(env, AsyncEnvPool)
-            track_policy_version = False if untracked else FrameVersion()
+        tracks = choose_tracking(track_policy_version, options.get("replay_buffer"))
         self._given_schemes = weight_sync_schemes
         collector: Any = super()
         collector.__init__(
             env,
             policy=policy,
-            track_policy_version=track_policy_version,
+            track_policy_version=False if tracks is True else tracks,
             weight_updater=weight_updater,
             **options,
         )
+        if tracks is True and not (writes_version(policy) or isinstance(env, AsyncEnvPool)):
+            self.policy_version_tracker = FrameVersion()
+            stamp_outcomes(self.env)
 
     @property
     def rollout(self) -> Any:
@@ -157,8 +156,8 @@ class RayLLMCollector(RayCollector):
     """
 
     _actor_options = "remote_config"
+    _passes_options_to = LLMCollector
 
-    @passes_options_to(LLMCollector)
     def __init__(
         self,
         env: Any,

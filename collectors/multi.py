@@ -15,7 +15,6 @@ import torchrl.collectors
 from tensordict import TensorDictBase
 from torch import nn
 
-from collectors.closing import close_all
 from collectors.exits import StartedPipe, read_error, run_worker
 from collectors.frames import BatchQueue, ControlPipe, WorkerProcess, WorkersLateError
 from collectors.locks import WithProcessLock
@@ -23,7 +22,7 @@ from collectors.requests import Request, find_model, real, require_one_each, req
 from collectors.signatures import signature_of
 from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta, main_of_worker, multi_base
-from collectors.updates import Updates
+from collectors.updates import Updates, close_all
 from collectors.updating import Updating
 from collectors.versions import (
     KEY,
@@ -183,8 +182,7 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
         super().load_state_dict(state_dict)
         version = state_dict.get(KEY)
         if isinstance(self.policy_version_tracker, FrameVersion) and version is not None:
-            for scheme in real(self._updates.schemes).values():
-                scheme.continue_from(int(version))
+            self._updates.continue_from(int(version))
             self._versions.restore(int(version))
 
     def _setup_multi_policy_version_tracking(self, track_policy_version: Any) -> None:
@@ -241,9 +239,7 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
             may_lose=self._may_lose,
         )
         self.procs = [WorkerProcess(process) for process in self.procs]
-        self._pipes = [
-            ControlPipe(pipe, batches, idx, drops=self._may_lose) for idx, pipe in enumerate(pipes)
-        ]
+        self._pipes = [ControlPipe(pipe, batches, idx) for idx, pipe in enumerate(pipes)]
 
     def iterator(self) -> Iterator[TensorDictBase]:
         """Yield batches, as in TorchRL; batches of an iteration that was left are dropped."""

@@ -14,10 +14,10 @@ import torch
 import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
 
-from collectors.closing import close_all
 from collectors.ray_learner import LearnerSender, connect_actors, hand_over
 from collectors.remote import Remote
-from collectors.requests import Request, change_each, real, require_workers
+from collectors.requests import Request, change_each, require_workers
+from collectors.updates import close_all
 from collectors.versions import KEY
 from collectors.waiting import FRAMES_TIMEOUT
 from weight_update import (
@@ -314,9 +314,8 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         super().load_state_dict(state_dict)
         states = [state_dict] if isinstance(state_dict, Mapping) else state_dict
         versions = [version for state in states if isinstance(version := state.get(KEY), int)]
-        for scheme in real(self._updates.schemes).values() if versions else ():
-            if scheme.initialized_on_sender:  # otherwise a learner sends
-                scheme.continue_from(max(versions))
+        if versions:
+            self._updates.continue_from(max(versions))
 
     # -- end ---------------------------------------------------------------------------------------
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-_F = TypeVar("_F", bound=Callable[..., None])
+from typing import Any
 
 
 def with_options(ours: inspect.Signature, theirs: inspect.Signature) -> inspect.Signature:
@@ -19,23 +16,17 @@ def with_options(ours: inspect.Signature, theirs: inspect.Signature) -> inspect.
     return ours.replace(parameters=[*own.values(), *more])
 
 
-def passes_options_to(cls: type) -> Callable[[_F], _F]:
-    """Return a decorator of an ``__init__`` that passes its ``**options`` on to ``cls``, not to a base."""
-
-    def list_options(init: _F) -> _F:
-        signed: Any = init
-        signed.__signature__ = with_options(inspect.signature(init), inspect.signature(cls))
-        return init
-
-    return list_options
-
-
 def signature_of(cls: Any) -> inspect.Signature:
-    """Return the parameters of a class, which passes ``**options`` on to the ``__init__`` of TorchRL's."""
-    signature = with_options(inspect.signature(cls.__init__), inspect.signature(torchrl_base(cls).__init__))
+    """Return the parameters of a class, which passes ``**options`` on to its ``_passes_options_to``.
+
+    Without that attribute, it passes them on to the ``__init__`` of TorchRL's class.
+    """
+    other = getattr(cls, "_passes_options_to", torchrl_base(cls).__init__)
+    signature = with_options(inspect.signature(cls.__init__), inspect.signature(other))
     return signature.replace(parameters=[*signature.parameters.values()][1:])  # without self
 
 
 def torchrl_base(cls: type) -> Any:
     """Return TorchRL's class from which a collector derives."""
-    return next(one for one in cls.__mro__ if one.__module__.startswith("torchrl."))
+    bases = (base for one in cls.__mro__ for base in one.__bases__)
+    return next(base for base in bases if base.__module__.startswith("torchrl."))

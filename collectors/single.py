@@ -16,11 +16,10 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from collectors.backends import BackendChoice
-from collectors.closing import close_all
 from collectors.in_process import apply_all, receive_here
 from collectors.policy_call import PolicyCall
 from collectors.requests import Request, find_model, group_once, own, real, require_ours, require_unowned
-from collectors.updates import Updates
+from collectors.updates import Updates, close_all
 from collectors.updating import Updating
 from collectors.versions import (
     KEY,
@@ -146,9 +145,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             if version is None:
                 return
             self._versions.restore(int(version))
-        for scheme in real(self._updates.schemes).values():
-            if scheme.synchronized_on_sender:
-                scheme.continue_from(int(version))
+        self._updates.continue_from(int(version))
 
     @contextmanager
     def _no_update(self) -> Iterator[None]:

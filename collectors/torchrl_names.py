@@ -6,7 +6,7 @@ here, and add each hook or attribute that a subclass relies on to :data:`HOOKS`.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
@@ -14,31 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = [
-    "HOOKS",
-    "SUPPORTED",
-    "CollectorMeta",
-    "MultiCollectorMeta",
-    "connect_timeout",
-    "contextual_backend_error",
-    "get_service_backend",
-    "join_group",
-    "main_of_worker",
-    "multi_base",
-    "normalize_service_backend",
-    "require_hooks",
-    "tensorpipe_options",
-]
-
 SUPPORTED = ">=0.14.1,<0.15"
 """The versions of TorchRL that work, as in ``setup.py``."""
-
-_PROCESS_GROUP_HOOKS = (
-    "_frames_per_batch_corrected",
-    "_init_master_dist",
-    "_init_workers",
-    "_make_container",
-)
 
 HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
     ("torchrl.collectors", "Collector"): (
@@ -99,16 +76,15 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "push_weights",
     ),
     ("torchrl.collectors.distributed", "DistributedCollector"): (
-        *_PROCESS_GROUP_HOOKS,
         "_VERBOSE",
+        "_frames_per_batch_corrected",
+        "_init_master_dist",
         "_init_worker_dist_submitit_delayed",
+        "_init_workers",
+        "_make_container",
         "_store",
         "_sync",
         "_weight_sync_schemes",
-    ),
-    ("torchrl.collectors.distributed", "DistributedSyncCollector"): (
-        *_PROCESS_GROUP_HOOKS,
-        "total_frames_per_collector",
     ),
     ("torchrl.collectors.distributed", "RPCCollector"): (
         "_frames_per_batch_corrected",
@@ -136,7 +112,6 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "stop_remote_collectors",
     ),
     ("torchrl.collectors.llm", "LLMCollector"): ("env", "policy", "policy_version_tracker"),
-    ("torchrl.envs.llm.transforms", "PolicyVersion"): ("_step",),
 }
 """Methods that subclasses override and attributes that they read or set, by TorchRL's class."""
 
@@ -187,26 +162,22 @@ def _refusal(reason: str) -> str:
 
 
 try:
-    _found = importlib.util.find_spec("torchrl") is not None
-except ValueError:  # a module without a spec takes its place
-    _found = False
-if not _found:
-    raise ImportError('collectors needs torchrl: pip install "weight-update[collectors]"', name="torchrl")
-try:
+    import torchrl  # noqa: F401  # first, because its error has the name "torchrl"
     from torchrl._comm import backends
-    from torchrl.collectors import Collector, MultiCollector
-    from torchrl.collectors import _multi_base as multi_base
+    from torchrl.collectors import Collector, MultiCollector, _multi_base
     from torchrl.collectors.distributed import default_configs, generic
 
     contextual_backend_error = backends._contextual_backend_error
     get_service_backend = backends._get_service_backend
     normalize_service_backend = backends.normalize_service_backend
     tensorpipe_options = default_configs.DEFAULT_TENSORPIPE_OPTIONS
-    connect_timeout = generic.MAX_TIME_TO_CONNECT
     join_group = generic._node_init_dist
+    multi_base: Any = _multi_base
     main_of_worker = multi_base._main_async_collector
 except (ImportError, AttributeError) as error:
-    raise ImportError(_refusal(str(error)), name="torchrl") from error
+    missing = isinstance(error, ModuleNotFoundError) and error.name == "torchrl"
+    cure = 'collectors needs torchrl: pip install "weight-update[collectors]"'
+    raise ImportError(cure if missing else _refusal(str(error)), name="torchrl") from error
 
 CollectorMeta: Any = type(Collector)
 MultiCollectorMeta: Any = type(MultiCollector)

@@ -6,14 +6,15 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
-from tensordict import TensorDictBase
-
-from collectors.closing import ENDED, close_all
 from collectors.requests import group_once, own, real, require_unused
 from collectors.versions import versions_of
 from weight_update import LifecycleError, Observer, Observers, PolicyLag, SyncReport, WeightSyncScheme
+
+ENDED = "this collector was shut down; make a new collector"
+"""Message of the error of a call after the shutdown."""
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +49,12 @@ class Updates:
         for scheme in self.schemes.values():
             if not scheme.synchronized_on_sender:
                 scheme.connect()
+
+    def continue_from(self, version: int) -> None:
+        """Have the next update get a number above ``version``."""
+        for scheme in real(self.schemes).values():
+            if scheme.initialized_on_sender:  # otherwise a learner sends
+                scheme.continue_from(version)
 
     # -- end ---------------------------------------------------------------------------------------
 
@@ -101,17 +108,18 @@ class Updates:
         if self._observers is None or not self._observers.functions:
             return
         try:
-            lag = _lag_of(batch, find_newest)
-            if lag is not None:
+            versions = versions_of(batch)
+            newest = None if versions is None else find_newest()
+            if versions is not None and newest is not None:
+                lags = newest - versions
+                lag = PolicyLag(newest, lags.numel(), float(lags.double().mean()), int(lags.max()))
                 self._observers.tell(lag)
         except Exception:  # noqa: BLE001 - observers never end collection
             _log.warning("the policy lag of a batch is unknown", exc_info=True)
 
 
-def _lag_of(batch: TensorDictBase | None, find_newest: Callable[[], int | None]) -> PolicyLag | None:
-    versions = versions_of(batch)
-    newest = None if versions is None else find_newest()
-    if versions is None or newest is None:
-        return None
-    lags = newest - versions
-    return PolicyLag(newest, lags.numel(), float(lags.double().mean()), int(lags.max()))
+def close_all(*closes: Callable[[], object]) -> None:
+    """Call all functions in order, also after one has raised; then raise the last error."""
+    with ExitStack() as stack:
+        for close in reversed(closes):
+            stack.callback(close)

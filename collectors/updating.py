@@ -11,9 +11,8 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from collectors.closing import ENDED, close_all
 from collectors.requests import Request, require_ours, send
-from collectors.updates import Updates
+from collectors.updates import ENDED, Updates, close_all
 from collectors.versions import policy_scheme
 from weight_update import LifecycleError, Observer, SyncReport, WeightSyncScheme
 
@@ -163,7 +162,7 @@ class Updating:
         """
         collector: Any = self
         self._iteration_started = True
-        whole = collector.trajs_per_batch is not None or _writes_trajectories(collector)
+        whole = collector.trajs_per_batch is not None
         ended = self._updates.ended
         try:
             with closing(collector._iter_by_trajectories() if whole else collector.iterator()) as batches:
@@ -228,9 +227,3 @@ def _alive(collector: weakref.ref[Updating], worker_idx: int) -> bool:
     """Return whether a worker may be alive, also after the collector is gone."""
     owner = collector()
     return owner is None or owner._worker_alive(worker_idx)
-
-
-def _writes_trajectories(collector: Any) -> bool:
-    """Return whether this process writes whole trajectories: ``replay_write_mode`` of TorchRL after 0.14."""
-    mode = getattr(collector, "replay_write_mode", None)
-    return mode == "trajectory" and not getattr(collector, "_trajectory_writes_in_workers", False)

@@ -18,25 +18,15 @@ KEY = "policy_version"
 
 
 class FrameVersion(PolicyVersion):
-    """A transform that copies the version of an action to the outcome of that action.
+    """The ``policy_version_tracker`` of a collector that writes the version of each action.
 
-    The collector writes the version into the tensordict when it calls the policy. TorchRL's own transform
-    reads the current version after the step of the environment, when an update may have come.
-
-    Attributes:
-        version: the last version written.
+    The collector writes it into the tensordict when it calls the policy; :func:`stamp_outcomes` copies it to
+    the outcome. TorchRL's transform would read the current version after the step of the environment, when an
+    update may have come.
     """
 
     def __init__(self) -> None:
         super().__init__(version_type="int")
-
-    def _step(self, tensordict: TensorDictBase | None, next_tensordict: TensorDictBase) -> TensorDictBase:
-        version = None if tensordict is None else tensordict.get(KEY, None)
-        if version is None:
-            stamp(next_tensordict, int(self.version))
-        else:
-            next_tensordict.set(KEY, version.clone())
-        return next_tensordict
 
 
 def choose_tracking(chosen: Any, replay_buffer: Any) -> Any:
@@ -116,7 +106,7 @@ class _StampingStep:
 def stamp_outcomes(env: EnvBase) -> None:
     """Have each step of ``env`` copy the version of its action to the outcome of that action.
 
-    A :class:`FrameVersion` would do the same, but an environment with a transform takes longer for each step.
+    A transform would do the same, but an environment with a transform takes longer for each step.
     """
     unstamp_outcomes(env)  # of another collector, or of the environment that this one is a copy of
     env.step_and_maybe_reset = _StampingStep(env, vars(env).get(_STEP))

@@ -7,11 +7,10 @@ import sys
 import pytest
 import torch
 import torchrl.collectors
-from collector_parts import OPTIONS, STEPS, Env, make_policy, require_stamps
+from collector_parts import OPTIONS, Env, make_policy, require_stamps
 from marks import slow
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 import collectors
 from collectors import (
@@ -62,15 +61,6 @@ def test_a_name_that_a_later_torchrl_adds_is_its_own(monkeypatch):
     from collectors import compare_returns
 
     assert compare_returns is max
-
-
-def test_only_whole_trajectories_are_written_in_the_mode_of_a_later_torchrl(made):
-    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
-    collector = made(Collector, Env, frames_per_batch=8, total_frames=64, replay_buffer=buffer, **OPTIONS)
-    collector.replay_write_mode = "trajectory"
-    assert all(batch is None for batch in collector)
-    assert len(buffer) == 9 * STEPS
-    assert buffer[:]["next", "done"].sum() == 9
 
 
 def test_a_name_of_an_older_torchrl_leads_to_the_new_one():

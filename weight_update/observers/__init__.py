@@ -7,9 +7,8 @@ from weight_update.observers.chrome_trace import ChromeTraceObserver
 from weight_update.observers.csv_file import CsvObserver
 from weight_update.observers.log import LogObserver
 from weight_update.observers.prometheus import PrometheusObserver
-from weight_update.observers.scalars import ScalarObserver
+from weight_update.observers.scalars import ScalarLogger, ScalarObserver, TorchRLLoggerObserver
 from weight_update.observers.tensorboard import TensorBoardObserver
-from weight_update.observers.torchrl_logger import ScalarLogger, TorchRLLoggerObserver
 
 __all__ = [
     "ChromeTraceObserver",

@@ -1,9 +1,10 @@
-"""Updates and policy lag as scalars, for loggers of curves."""
+"""Updates and policy lag as scalars, for loggers of curves such as those of TorchRL."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any, Protocol
 
 from weight_update.report import Event, PolicyLag, SyncReport, WorkerEvent
 
@@ -45,6 +46,31 @@ class ScalarObserver(ABC):
     def _log_all(self, scalars: Mapping[str, float], step: int) -> None:
         for name, value in scalars.items():
             self.log(self._prefix + name, value, step)
+
+
+class ScalarLogger(Protocol):
+    """The method that is needed of a ``torchrl.record.loggers.Logger``."""
+
+    def log_scalar(self, name: str, value: float, step: int | None = None) -> Any:
+        """Record the value of a scalar at a step."""
+
+
+class TorchRLLoggerObserver(ScalarObserver):
+    """Observer that passes figures of each update to a logger of TorchRL, with the version as step.
+
+    The scalars are those of :class:`~weight_update.observers.ScalarObserver`.
+
+    Args:
+        logger: logger of TorchRL, or any object with its ``log_scalar``.
+        prefix: start of the name of each scalar.
+    """
+
+    def __init__(self, logger: ScalarLogger, prefix: str = "weight_sync/") -> None:
+        super().__init__(prefix)
+        self._logger = logger
+
+    def log(self, name: str, value: float, step: int) -> None:
+        self._logger.log_scalar(name, value, step=step)
 
 
 def _scalars_of(report: SyncReport) -> dict[str, float]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import queue
 import secrets
 import socket
+from concurrent.futures import wait
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from weight_update.cli.checks.base import THREADS, Finding, fail, ok, warn
 from weight_update.errors import TransportError
 from weight_update.text import brief
-from weight_update.threads import start_thread
+from weight_update.threads import call_in_thread
 from weight_update.transports.distributed.rendezvous import SenderStore
 from weight_update.transports.distributed.store import HashStore, ProcessGroupGloo
 
@@ -70,14 +70,11 @@ def look_at_gloo(*, cluster: bool = False) -> Finding:
     where = os.environ.get(_INTERFACE)
     name = socket.gethostname()
     used = f"interface {where}" if where else f"the address of {name}"
-    store, problems = HashStore(), queue.SimpleQueue[str]()
-    for rank in range(2):
-        start_thread(f"{THREADS}-gloo-{rank}", _report, store, rank, problems)
-    for _ in range(2):
-        try:
-            problem = problems.get(timeout=_SECONDS)
-        except queue.Empty:
-            problem = f"two ranks did not connect within {_SECONDS:g} s"
+    store = HashStore()
+    answers = [call_in_thread(f"{THREADS}-gloo-{rank}", _reduce, store, rank) for rank in range(2)]
+    for answer in answers:
+        ended = wait([answer], _SECONDS).done
+        problem = answer.result() if ended else f"two ranks did not connect within {_SECONDS:g} s"
         if problem:
             return warn(f"gloo, which sharded trainers need, cannot use {used}: {problem}", GLOO_CURE)
     if cluster and not where and _is_loopback(name):
@@ -85,12 +82,8 @@ def look_at_gloo(*, cluster: bool = False) -> Finding:
     return ok(f"two ranks of gloo connect over {used}")
 
 
-def _report(store: Any, rank: int, problems: queue.SimpleQueue[str]) -> None:
-    problems.put(_reduce(store, rank))  # after the group is freed: the process may end now
-
-
 def _reduce(store: Any, rank: int) -> str:
-    """Return the reason why a reduction failed, or ""."""
+    """Return the reason why a reduction failed, or "", once the group is freed: the process may end then."""
     try:
         group = ProcessGroupGloo(store, rank, 2, timedelta(seconds=_SECONDS))
         group.allreduce([torch.ones(1)]).wait()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
-from weight_update.engines.base import WeightChange
 from weight_update.engines.exclusive import ExclusiveEngine
-from weight_update.engines.sglang.session import LOADER, Session, SGLangCalls
+from weight_update.engines.sglang.session import LOADER, SGLangCalls, SGLangReceiver
 
 
-class SGLangEngine(ExclusiveEngine):
+class SGLangEngine(SGLangReceiver, ExclusiveEngine):
     """Engine that loads weights into an ``sglang.Engine`` of this process, under Hugging Face's names.
 
     Generate through :meth:`generate`, so that generation and updates take turns: several threads must not
@@ -57,10 +55,8 @@ class SGLangEngine(ExclusiveEngine):
         timeout: float = 60.0,
     ) -> None:
         super().__init__(loads_in_chunks=loads_in_chunks, timeout=timeout)
-        self.loads_changes: bool = loads_changes
         self._engine = engine
-        self._session = Session(_EngineCalls(engine), batch_bytes)
-        self.last_patch: dict[str, bool] = {}
+        self._prepare(_EngineCalls(engine), batch_bytes=batch_bytes, loads_changes=loads_changes)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``Engine.generate``, not during an update; raise as :meth:`ExclusiveEngine.generating`."""
@@ -70,27 +66,18 @@ class SGLangEngine(ExclusiveEngine):
     def begin_update(self, version: int) -> None:
         super().begin_update(version)
         try:
-            self._session.open()
+            self._open_session()
         except BaseException:
             self._end_turn()  # the version before stays in force
             raise
 
-    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self._session.load(weights, in_chunks=self.loads_in_chunks)
-
-    def needs_with(self, changed: Collection[str]) -> Collection[str]:
-        return self._session.needs_with()
-
-    def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
-        self.last_patch = self._session.load_changes(changes)
-
     def finish_update(self, version: int) -> None:
-        self._session.close(version)
+        self._close_session(version)
         super().finish_update(version)
 
     def abort_update(self, version: int) -> None:
         try:
-            self._session.abort()
+            self._abort_session()
         finally:
             super().abort_update(version)
 

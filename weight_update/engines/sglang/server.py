@@ -5,19 +5,17 @@ from __future__ import annotations
 import base64
 import contextlib
 import pickle
-from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 import torch
 
 from weight_update.arguments import require_seconds
-from weight_update.engines.base import InferenceEngine, WeightChange
 from weight_update.engines.http import call, not_a_server
-from weight_update.engines.sglang.session import LOADER, Session, SGLangCalls
+from weight_update.engines.sglang.session import LOADER, SGLangCalls, SGLangReceiver
 from weight_update.errors import WeightSyncError
 
 
-class SGLangServer(InferenceEngine):
+class SGLangServer(SGLangReceiver):
     """Engine that loads weights into an SGLang server on this host, under Hugging Face's names.
 
     Run it in a process beside the server, as the same user and in the same container; clients go on sending
@@ -69,43 +67,32 @@ class SGLangServer(InferenceEngine):
     ) -> None:
         if pause not in ("retract", "abort"):
             raise ValueError(f"pause={pause!r} is neither 'retract' nor 'abort'")
-        self.loads_changes: bool = loads_changes
         self.loads_in_chunks: bool = loads_in_chunks
         self.version: int | None = None
-        self.last_patch: dict[str, bool] = {}
-        self._calls = _ServerCalls(url, api_key, admin_api_key, pause, require_seconds("timeout", timeout))
-        self._session = Session(self._calls, batch_bytes)
+        self._server = _ServerCalls(url, api_key, admin_api_key, pause, require_seconds("timeout", timeout))
+        self._prepare(self._server, batch_bytes=batch_bytes, loads_changes=loads_changes)
 
     def begin_update(self, version: int) -> None:
         """Pause the server, and open an update; let the server continue if that fails."""
         try:
-            self._calls.pause()
-            self._session.open()
+            self._server.pause()
+            self._open_session()
         except BaseException:
             if self.version is not None:
                 with contextlib.suppress(RuntimeError, WeightSyncError):  # the first error says more
-                    self._calls.post("continue_generation")
+                    self._server.post("continue_generation")
             raise
-
-    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self._session.load(weights, in_chunks=self.loads_in_chunks)
-
-    def needs_with(self, changed: Collection[str]) -> Collection[str]:
-        return self._session.needs_with()
-
-    def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
-        self.last_patch = self._session.load_changes(changes)
 
     def finish_update(self, version: int) -> None:
         """End the update, and let the server continue."""
-        self._session.close(version)
-        self._calls.post("continue_generation")
+        self._close_session(version)
+        self._server.post("continue_generation")
         self.version = version
 
     def abort_update(self, version: int) -> None:
         """End the update; the server stays paused, because its weights are a mixture."""
         self.version = None
-        self._session.abort()
+        self._abort_session()
 
 
 class _ServerCalls(SGLangCalls):

@@ -1,4 +1,4 @@
-"""One update of SGLang's weights, of an engine in this process or of a server."""
+"""Updates of SGLang's weights, of an engine in this process or of a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weight_update.engines.base import WeightChange
+from weight_update.engines.base import InferenceEngine, WeightChange
 from weight_update.engines.exclusive import Weight, batches, by_module
 from weight_update.engines.samples import BaseLostError
 from weight_update.engines.sglang.loader import pack
@@ -55,19 +55,28 @@ class SGLangCalls(ABC):
         """Set SGLang's ``weight_version``."""
 
 
-class Session:
-    """Loads versions into SGLang.
+class SGLangReceiver(InferenceEngine):
+    """The base of the engines that load weights into SGLang, in one session for each update.
 
-    Args:
-        calls: how SGLang is called.
-        batch_bytes: bytes of shared memory, unless the weights of one module are larger.
-
-    Raises:
-        RuntimeError: SGLang was not started with our loader.
+    A subclass calls :meth:`_prepare` in its constructor, and opens and closes sessions.
     """
 
-    def __init__(self, calls: SGLangCalls, batch_bytes: int) -> None:
+    last_patch: dict[str, bool]
+
+    def _prepare(self, calls: SGLangCalls, *, batch_bytes: int, loads_changes: bool) -> None:
+        """Prepare for updates.
+
+        Args:
+            calls: how SGLang is called.
+            batch_bytes: bytes of shared memory, unless the weights of one module are larger.
+            loads_changes: as :attr:`~weight_update.InferenceEngine.loads_changes`.
+
+        Raises:
+            RuntimeError: SGLang was not started with our loader.
+        """
         self._calls, self._batch_bytes = calls, batch_bytes
+        self.loads_changes = loads_changes
+        self.last_patch = {}
         info = calls.info()
         if LOADER not in (info.get("custom_weight_loader") or ()):
             raise RuntimeError(
@@ -86,7 +95,7 @@ class Session:
         self._memory = SharedBatch()
         weakref.finalize(self, self._memory.close)
 
-    def open(self) -> None:
+    def _open_session(self) -> None:
         """Open a session; end one that a receiver before this one has left."""
         self._loaded, self._held = False, []
         with undo_on_error(self._abort_quietly):  # it may be open, and only the answer was lost
@@ -100,17 +109,17 @@ class Session:
 
     def _abort_quietly(self) -> None:
         with contextlib.suppress(RuntimeError, WeightSyncError):
-            self.abort()
+            self._abort_session()
 
-    def load(self, weights: Iterable[Weight], *, in_chunks: bool) -> None:
+    def load_weights(self, weights: Iterator[Weight]) -> None:
         """Load whole weights; raise RuntimeError with SGLang's traceback if that failed.
 
-        If they come ``in_chunks``, those of the last module wait for the next call, or for :meth:`close`.
+        If they come in chunks, those of the last module wait for the next call, or for the end of the update.
         """
         if not self._loaded:
             self._names, self._used = set(), set()
         modules = by_module(itertools.chain(self._held, weights))
-        self._load_modules(self._all_but_last(modules) if in_chunks else modules)
+        self._load_modules(self._all_but_last(modules) if self.loads_in_chunks else modules)
 
     def _all_but_last(self, modules: Iterable[list[Weight]]) -> Iterator[list[Weight]]:
         last: list[Weight] = []
@@ -126,12 +135,12 @@ class Session:
             self._names.update(name for name, _ in batch)
         self._loaded, self._reloaded = True, None
 
-    def needs_with(self) -> Collection[str]:
+    def needs_with(self, changed: Collection[str]) -> Collection[str]:
         """Return the weights of modules that SGLang transforms; all weights if these are not known yet."""
         return self._names if self._reloaded is None else self._reloaded
 
-    def load_changes(self, changes: Iterator[WeightChange]) -> dict[str, bool]:
-        """Load changes; return for each weight whether its elements were written in place.
+    def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
+        """Load changes, in place where SGLang stores the elements as they are.
 
         Raises:
             BaseLostError: SGLang has discarded or replaced the weights; nothing was loaded.
@@ -166,9 +175,9 @@ class Session:
         if left:
             self._order("remember", [])
         _log.debug("%d of %d changed weights written in place", sum(in_place.values()), len(in_place))
-        return in_place
+        self.last_patch = in_place
 
-    def close(self, version: int) -> None:
+    def _close_session(self, version: int) -> None:
         """End the session, drop cached prefixes, which belong to other weights, and set the version."""
         if self._held:
             self._load_modules([self._held])
@@ -191,8 +200,8 @@ class Session:
                 names,
             )
 
-    def abort(self) -> None:
-        """End the session of an update that failed, unless that happened after :meth:`close` had ended it."""
+    def _abort_session(self) -> None:
+        """End the session of an update that failed, unless it was ended before the failure."""
         try:
             self._calls.end()
         except RuntimeError as error:

@@ -67,31 +67,26 @@ class TrainerInitInfo(VLLMTrainerInitInfo):
                 ``in_chunks``.
             TypeError: ``scheme`` is not a scheme.
         """
-        scheme = self._made()
+        if not isinstance(self.world_size, int) or self.world_size < 1:
+            raise ValueError(f"world_size is the number of vLLM's workers, plus one, not {self.world_size!r}")
+        scheme = self.scheme
+        if scheme is None:
+            scheme = DistributedWeightSyncScheme(
+                strategy=self.strategy,
+                address=self.master_address,
+                port=self.master_port,
+                token=self.token,
+                timeout=self.timeout,
+                connect_timeout=self.connect_timeout,
+            )
+        elif not isinstance(scheme, WeightSyncScheme):
+            raise TypeError(f"scheme is a scheme such as SharedMemWeightSyncScheme(...), not {scheme!r}")
         if self.in_chunks and scheme.strategy.max_in_flight is not None:
             raise ValueError(
                 "in_chunks=True cannot be combined with max_in_flight here: sending would wait for workers, "
                 "and they for update_weights(); give only one of the two, or use connect_servers()"
             )
         return scheme
-
-    def _made(self) -> WeightSyncScheme:
-        if not isinstance(self.world_size, int) or self.world_size < 1:
-            raise ValueError(f"world_size is the number of vLLM's workers, plus one, not {self.world_size!r}")
-        if self.scheme is not None:
-            if not isinstance(self.scheme, WeightSyncScheme):
-                raise TypeError(
-                    f"scheme is a scheme such as SharedMemWeightSyncScheme(...), not {self.scheme!r}"
-                )
-            return self.scheme
-        return DistributedWeightSyncScheme(
-            strategy=self.strategy,
-            address=self.master_address,
-            port=self.master_port,
-            token=self.token,
-            timeout=self.timeout,
-            connect_timeout=self.connect_timeout,
-        )
 
 
 class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
