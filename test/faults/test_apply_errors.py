@@ -31,7 +31,6 @@ from faults_tools import (
     slots_mapped_for_reading,
     version_of,
     wait_version,
-    weights_of,
 )
 from torch import nn
 
@@ -42,7 +41,6 @@ from weight_update import (
     SyncFailedError,
     WeightStrategy,
     WeightSyncScheme,
-    WorkerError,
     WorkerEvent,
 )
 from weight_update.receiver.receiver import Receiver
@@ -93,47 +91,9 @@ def start_two(
     return scheme, workers
 
 
-def values_of(worker: Remote) -> set[float]:
-    return {float(value.max()) for name, value in worker.call(weights_of).items() if "extra" not in name}
-
-
 def weights_only(me: Worker) -> set[float]:
     with me.scheme.hold():
         return {float(v) for p in me.model.parameters() for v in p.detach().aminmax()}
-
-
-def test_an_exception_while_applying_reaches_send(kind, procs: Processes) -> None:
-    scheme, (easy, fussy) = start_two(kind, procs)
-    model = Fussy()
-    scheme.send(numbered(model, 1))
-    with pytest.raises(SyncFailedError, match="the number 2 is not welcome") as caught:
-        scheme.send(numbered(model, 2))
-    assert set(caught.value.failures) == {1}
-    assert isinstance(caught.value.failures[1], WorkerError)
-    assert "set_extra_state" in str(caught.value.failures[1])  # the traceback of the worker
-    assert easy.call(weights_only) == {2.0}
-    assert fussy.call(weights_only) == {1.0}
-    assert scheme.worker_versions == {0: 2, 1: 1}
-    scheme.send(numbered(model, 3))
-    assert [worker.call(weights_only) for worker in (easy, fussy)] == [{3.0}, {3.0}]
-
-
-def test_an_error_of_an_asynchronous_send_is_raised_by_a_later_call(kind, procs: Processes) -> None:
-    scheme, (easy, fussy) = start_two(kind, procs, sync=False)
-    model = Fussy()
-    scheme.send(numbered(model, 1))
-    assert fussy.call(wait_version, 1) == 1
-    scheme.send(numbered(model, 2))
-    assert easy.call(wait_version, 2) == 2
-    assert eventually(lambda: scheme.worker_versions == {0: 2, 1: 1})
-    with pytest.raises(SyncFailedError, match="not welcome") as caught:  # noqa: PT012 - it may come a bit later
-        for _ in range(200):
-            scheme.send(numbered(model, 3))
-            time.sleep(0.01)
-    assert set(caught.value.failures) == {1}
-    assert [worker.call(wait_version, 3) >= 3 for worker in (easy, fussy)] == [True, True]
-    scheme.send(numbered(model, 5))  # raised once, not for ever
-    scheme.send(numbered(model, 6))
 
 
 def test_an_error_is_not_lost_behind_newer_sends(kind, procs: Processes) -> None:
@@ -167,18 +127,6 @@ def test_each_error_of_asynchronous_sends_is_raised(kind, procs: Processes) -> N
             scheme.send(numbered(model, 3))
         assert caught.value.report.version == version
     scheme.send(numbered(model, 4))
-
-
-def test_a_handle_raises_what_happened(kind, procs: Processes) -> None:
-    scheme, (_, fussy) = start_two(kind, procs)
-    model = Fussy()
-    fussy.call(hold)
-    handles = [scheme.send_async(numbered(model, number)) for number in (2, 2)]
-    fussy.call(let_go)
-    for handle in handles:
-        with pytest.raises(SyncFailedError, match="not welcome"):
-            handle.wait(5.0)
-        assert handle.done()
 
 
 def test_a_handle_whose_version_was_replaced_by_one_that_fails(kind, procs: Processes) -> None:
@@ -340,77 +288,6 @@ def test_memory_of_an_update_that_failed_late_is_not_written_again(kind, procs: 
 
 
 # -- weights that do not fit ---------------------------------------------------------------------------
-
-
-def make_net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
-
-
-def extra_layer() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1), nn.Linear(1, 1))
-
-
-def missing_layer() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 4))
-
-
-def wrong_shape() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1))
-
-
-def broadcastable() -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
-    model[0].bias = nn.Parameter(torch.zeros(1))
-    return model
-
-
-BAD = [extra_layer, missing_layer, wrong_shape, broadcastable]
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_models_that_differ_cannot_connect_and_both_stay_usable(kind, procs: Processes, bad) -> None:
-    scheme = procs.scheme(kind, timeout=10.0)
-    scheme.init_on_sender(model=make_net(), num_workers=1)
-    worker = procs.start(scheme, 0, bad)
-    before = worker.call(_values)
-    worker.begin(join)
-    with pytest.raises(SchemaMismatchError) as caught:
-        scheme.connect(timeout=10.0)
-    assert caught.value.problems
-    with pytest.raises(WorkerRaised, match="SchemaMismatchError"):
-        worker.result()
-    after = worker.call(_values)
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    worker.begin(_join_with_another_model)
-    scheme.connect(timeout=10.0)
-    worker.result()
-    assert scheme.send().apply_seconds.keys() == {0}
-
-
-def _values(me: Worker) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in me.model.parameters()]
-
-
-def _join_with_another_model(me: Worker) -> None:
-    me.model = make_net()
-    me.scheme.model = me.model
-    me.scheme.connect(timeout=10.0)
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_sending_weights_that_do_not_fit_sends_nothing(kind, procs: Processes, bad) -> None:
-    scheme, model = procs.scheme(kind, timeout=10.0), make_net()
-    workers = procs.launch(scheme, model, make_net, 2)
-    with pytest.raises(SchemaMismatchError) as caught:
-        scheme.send(bad())
-    assert caught.value.problems
-    assert [worker.call(version_of) for worker in workers] == [0, 0]
-    expected = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    for worker in workers:
-        assert all(torch.equal(worker.call(weights_of)[name], value) for name, value in expected.items())
-    version = scheme.send(fill(model, 7)).version
-    assert [worker.call(version_of) for worker in workers] == [version, version]
 
 
 class Refusing(nn.Linear):

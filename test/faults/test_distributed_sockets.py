@@ -7,11 +7,7 @@ import os
 import pytest
 import torch
 from faults_tools import Processes, Stripes, Worker, fill, hold, join, let_go, version_of, weights_of
-from test_apply_errors import (  # noqa: F401 - they are collected here, too
-    test_models_that_differ_cannot_connect_and_both_stay_usable,
-    test_sending_weights_that_do_not_fit_sends_nothing,
-)
-from test_kills import (  # noqa: F401
+from test_kills import (  # noqa: F401 - they are collected here, too
     test_killed_in_the_middle_of_large_sends,
     test_killed_while_idle,
     test_killed_while_it_applies,

@@ -177,7 +177,6 @@ WAYS = {
     "an exception": 1,
 }
 OFTEN = {
-    (SharedMemWeightSyncScheme, "not shut down"),
     (SharedMemWeightSyncScheme, "an exception"),
     (DistributedWeightSyncScheme, "unwaited sends"),
 }

@@ -33,7 +33,6 @@ from marks import quick_for
 from weight_update import (
     LinkClosedError,
     SyncFailedError,
-    SyncTimeoutError,
     WeightSyncError,
     WeightSyncScheme,
     group_schemes,
@@ -50,22 +49,6 @@ def send_on(scheme: WeightSyncScheme, model: Stripes, survivors: list[Remote], v
         report = scheme.send(fill(model, version), worker_ids=[worker.idx for worker in survivors])
         assert sorted(report.apply_seconds) == [worker.idx for worker in survivors]
         assert [worker.call(version_of) for worker in survivors] == [version] * len(survivors)
-
-
-@pytest.mark.slow  # test_membership.py has the same
-def test_killed_before_connect(kind, procs: Processes) -> None:
-    scheme, model = procs.scheme(kind, timeout=LIMIT), fill(small(), 0)
-    scheme.init_on_sender(model=model, num_workers=2)
-    alive, dead = procs.start(scheme, 0, small), procs.start(scheme, 1, small)
-    dead.kill()
-    alive.begin(join)
-    with within(LIMIT + 1), pytest.raises(SyncTimeoutError, match=r"\[1\]"):
-        scheme.connect(timeout=LIMIT)
-    assert alive.result() == 0
-    send_on(scheme, model, [alive], range(1, 4))
-    with within(LIMIT + 1), pytest.raises(SyncFailedError, match="worker 1"):
-        scheme.send(fill(model, 4))
-    assert alive.call(version_of) == 4
 
 
 def test_a_caller_that_knows_the_processes_need_not_wait(kind, procs: Processes) -> None:
