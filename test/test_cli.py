@@ -130,7 +130,7 @@ def test_the_error_without_the_extra_names_it(package: str) -> None:
     assert done.stderr == f'weight-update needs the package {package}: pip install "weight-update[cli]"\n'
 
 
-QUICK = ("weight-update doctor", "weight-update inspect run-7 --json", "weight-update inspect update.frames")
+QUICK = ("weight-update doctor", "weight-update inspect update.frames")
 
 
 def examples() -> list[Any]:

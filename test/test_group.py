@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from pairs import connect_pair, same
 from torch import nn
 
@@ -233,7 +234,7 @@ def test_the_error_of_patches_for_models_with_the_same_parameters_names_the_fix(
         send_together(dict.fromkeys(models.schemes, mlp(3)))
 
 
-@pytest.fixture(params=["dense", "patch"])
+@pytest.fixture(params=[slow("dense"), "patch"])
 def rejoining(request: pytest.FixtureRequest) -> Iterator[Models]:
     """Models whose receivers join again when their connection fails."""
     strategy = WeightStrategy(encoding=request.param)

@@ -26,6 +26,7 @@ import torch
 from engine_parts import Notebook
 from fsspec.implementations.local import LocalFileSystem
 from interpreters import use_template_for_forkserver
+from marks import slow
 from torch import nn
 
 from weight_update import (
@@ -152,7 +153,7 @@ ENCODINGS = ["dense", "bucket", BucketEncoding(bucket_size=4096), "patch", Patch
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=["dense", "bucket", "buckets", "patch", "compressed"])
-@pytest.mark.parametrize("protocol", ["directory", "memory"])
+@pytest.mark.parametrize("protocol", ["directory", slow("memory")])
 def test_bits_are_the_same_for_readers_that_join_at_any_time(
     ends: Ends, encoding: Any, protocol: str, tmp_path: Path
 ) -> None:

@@ -104,7 +104,7 @@ def interrupting(function, *, after):
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("step", ["thread", "receive"])
-@pytest.mark.parametrize("kind", ["sync", slow("async"), "ahead"])
+@pytest.mark.parametrize("kind", [slow("sync"), slow("async"), "ahead"])
 def test_an_iteration_after_ctrl_c_while_a_worker_is_asked_gets_its_batch(
     kind, step, after, made_here, monkeypatch
 ):

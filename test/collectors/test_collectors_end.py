@@ -452,25 +452,3 @@ def test_without_torchrl_the_error_names_the_extra():
     )
     assert done.returncode == 1
     assert 'ImportError: collectors needs torchrl: pip install "weight-update[collectors]"' in done.stderr
-
-
-def test_collectors_use_only_public_names():
-    import ast
-
-    import weight_update
-
-    found = set()
-    for path in (ROOT / "collectors").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("weight_update"):
-                assert node.module == "weight_update", path
-                found |= {alias.name for alias in node.names}
-    assert "SyncReport" in found
-    assert found <= set(weight_update.__all__)
-
-
-def test_exported_names_are_sorted():
-    import collectors
-
-    assert collectors.__all__ == sorted(collectors.__all__)
-    assert all(hasattr(collectors, name) for name in collectors.__all__)

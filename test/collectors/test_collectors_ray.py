@@ -315,6 +315,7 @@ def test_torchrl_with_our_scheme(made: Any) -> None:
         assert seen(next(frames))[1] == {value}
 
 
+@pytest.mark.slow  # test_collectors_together.py has schemes for parts
 def test_a_scheme_for_a_part_of_the_policy(made: Any) -> None:
     part = {"policy.module": RayWeightSyncScheme(connect_timeout=30.0)}
     collector = made(make, make_policy(1.0), 1, weight_sync_schemes=part)

@@ -35,7 +35,7 @@ from faults_tools import (
     version_of,
     within,
 )
-from marks import quick_for
+from marks import quick_for, slow
 from stranger_parts import Tap
 from torch.distributed import DistError, TCPStore
 
@@ -402,7 +402,7 @@ class Narrow(Tap):
             other.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("stripes", [8, 800], ids=["after_the_frame", "through_the_relay"])
+@pytest.mark.parametrize("stripes", [slow(8), 800], ids=["after_the_frame", "through_the_relay"])
 def test_connect_ends_in_time_if_the_link_fails_while_weights_arrive(
     stripes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

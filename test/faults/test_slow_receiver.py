@@ -148,7 +148,7 @@ def leave_and_say_when(me: Worker) -> float:
     return time.monotonic() - start
 
 
-@quick_over("shared_mem")
+@pytest.mark.slow  # test_exit.py has a program that exits after as many
 def test_prompt_exit_after_8000_async_sends(kind, procs: Processes) -> None:
     scheme, model = procs.scheme(kind), Stripes(2, 4)
     (worker,) = procs.launch(scheme, model, lambda: Stripes(2, 4), 1)
