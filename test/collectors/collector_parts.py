@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import time
 
 import torch
 from background import repeating
@@ -58,6 +59,14 @@ class Env(EnvBase):
 
     def _set_seed(self, seed):
         pass
+
+
+class Slow(Env):
+    """An environment whose steps take a while."""
+
+    def _step(self, tensordict):
+        time.sleep(0.02)
+        return super()._step(tensordict)
 
 
 def use_forkserver():

@@ -41,10 +41,8 @@ def test_a_policy_compiled_as_one_graph(scheme, made):
         Env,
         policy,
         frames_per_batch=6,
-        total_frames=-1,
         compile_policy={"fullgraph": True},
         weight_sync_schemes=None if scheme is None else {"policy": scheme()},
-        **OPTIONS,
     )
     require_current(collector, policy)
 
@@ -57,10 +55,8 @@ def test_a_compiled_policy_under_back_to_back_updates(made):
         [Env] * 2,
         policy,
         frames_per_batch=30,
-        total_frames=-1,
         compile_policy={"fullgraph": True},
         weight_sync_schemes={"policy": MultiProcessWeightSyncScheme()},
-        **OPTIONS,
     )
     frames = iter(collector)
     for _ in range(4):
@@ -84,10 +80,8 @@ def test_captured_policies_keep_their_addresses(options, made):
         [Env] * 2,
         policy,
         frames_per_batch=12,
-        total_frames=-1,
         weight_sync_schemes={"policy": scheme},
         **options,
-        **OPTIONS,
     )
     assert scheme.stable_addresses
     path = "policy.module.layers[0].data_ptr"
@@ -103,10 +97,8 @@ def test_captured_policy_of_one_process(made):
         Env,
         policy,
         frames_per_batch=6,
-        total_frames=-1,
         cudagraph_policy=True,
         weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
-        **OPTIONS,
     )
     address = collector.policy.module.layers[0].data_ptr()
     require_current(collector, policy)
@@ -158,12 +150,10 @@ def test_graphs_on_a_gpu_see_new_weights(options, made):
         Env,
         policy,
         frames_per_batch=12,
-        total_frames=-1,
         policy_device="cuda:0",
         env_device="cpu",
         storing_device="cpu",
         weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
         **options,
-        **OPTIONS,
     )
     require_current(collector, policy)

@@ -111,7 +111,7 @@ class Breaks(Env):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_in_the_thread_of_start_is_the_cause_of_later_errors(made):
     buffer = ReplayBuffer(storage=LazyTensorStorage(100))
-    collector = made(Collector, Breaks, make_policy(), frames_per_batch=8, replay_buffer=buffer, **OPTIONS)
+    collector = made(Collector, Breaks, make_policy(), replay_buffer=buffer)
     collector.start()
     wait_until(lambda: not collector.is_running())
     with pytest.raises(LifecycleError, match="this collector was shut down") as caught:
@@ -128,7 +128,7 @@ class Hangs(Env):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_asynchronous_shutdown_ends_in_time(made):
     buffer = ReplayBuffer(storage=LazyTensorStorage(100))
-    collector = made(Collector, Hangs, make_policy(), frames_per_batch=8, replay_buffer=buffer, **OPTIONS)
+    collector = made(Collector, Hangs, make_policy(), replay_buffer=buffer)
     collector.start()
     start = time.monotonic()
     collector.async_shutdown(timeout=0.3)
@@ -142,14 +142,6 @@ def test_a_collector_that_cannot_be_made_ends_its_schemes():
         make(Collector, weight_sync_schemes=schemes)
     gc.collect()
     wait_until(lambda: ours() == [])
-
-
-def test_weights_of_a_collector_that_was_shut_down_are_not_changed():
-    collector, policy = make(Collector), make_policy(1.0)
-    collector.update_policy_weights_(policy)
-    collector.shutdown()
-    with pytest.raises(LifecycleError, match="this collector was shut down; make a new collector"):
-        collector.update_policy_weights_(policy)
 
 
 def test_weights_dict_that_is_no_dict():

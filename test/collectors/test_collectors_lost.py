@@ -57,7 +57,7 @@ class Fails(Env):
 
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
 def test_the_exception_that_ends_a_worker_reaches_every_call(cls, made):
-    collector = made(cls, [Env, Fails], make_policy(), frames_per_batch=8, total_frames=-1, **OPTIONS)
+    collector = made(cls, [Env, Fails], make_policy())
     trace = r"(?s)worker 1 has ended \(exit code 1\):\nTraceback .*Error: the simulator crashed"
     with pytest.raises(WorkerError, match=trace):
         read(collector.iterator())
@@ -179,15 +179,7 @@ LOCKS = {
 @pytest.mark.parametrize("find", LOCKS.values(), ids=LOCKS)
 def test_collection_goes_on_without_a_worker_that_was_killed_with_a_lock(find, made):
     envs = [Env, partial(DiesWithALock, find), Env]
-    collector = made(
-        MultiAsyncCollector,
-        envs,
-        make_policy(),
-        frames_per_batch=8,
-        total_frames=-1,
-        on_worker_lost="continue",
-        **OPTIONS,
-    )
+    collector = made(MultiAsyncCollector, envs, make_policy(), on_worker_lost="continue")
     frames = collector.iterator()
     while 1 not in collector.queue_out.lost:
         next(frames)
