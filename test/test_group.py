@@ -184,11 +184,7 @@ def test_a_worker_that_creates_its_schemes_must_group_them(grouped: bool) -> Non
         if grouped:
             group_schemes(receivers)
         for sender, receiver in zip(senders, receivers, strict=True):
-            receiver.init_on_receiver(model=mlp(2), worker_idx=0)
-            joining = threading.Thread(target=receiver.connect)
-            joining.start()
-            sender.connect()
-            joining.join()
+            connect_pair(sender, None, mlp(2), receiver)
         if grouped:
             send_together(dict.fromkeys(senders))
         else:

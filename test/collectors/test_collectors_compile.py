@@ -1,10 +1,8 @@
-from concurrent.futures import ThreadPoolExecutor
-from copy import copy
-
 import pytest
 import torch
 from collector_parts import OPTIONS, Env, fill, make_policy, require_exact, see_versions, updates
 from marks import slow
+from pairs import connect_pair
 
 from collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from weight_update import (
@@ -128,13 +126,7 @@ def test_a_scheme_that_moves_captured_weights_is_refused():
 def connected_here(policy, mirror, **options):
     sender = MemoryWeightSyncScheme(**options)
     sender.init_on_sender(model_id="policy", model=policy, num_workers=1)
-    receiver = copy(sender)
-    receiver.init_on_receiver(model_id="policy", model=mirror, worker_idx=0)
-    with ThreadPoolExecutor(1) as pool:
-        joined = pool.submit(receiver.connect)
-        sender.connect()
-        joined.result()
-    return sender, receiver
+    return sender, connect_pair(sender, policy, mirror, model_id="policy")
 
 
 @pytest.mark.gpu

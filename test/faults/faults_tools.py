@@ -33,6 +33,13 @@ SOCKET_KINDS: dict[str, tuple[type[WeightSyncScheme], dict[str, Any]]] = {
 """Schemes, with options, whose workers call :func:`join_from_another_host`."""
 
 
+class Apart(DistributedWeightSyncScheme):
+    """A scheme for which every process is a host of its own."""
+
+    def host_name(self) -> str:
+        return f"host of {os.getpid()}"
+
+
 class WorkerRaised(Exception):
     """An exception of a worker, with its traceback."""
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import pickle
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -32,6 +28,7 @@ from faults_tools import (
     version_of,
     wait_version,
 )
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import (
@@ -305,56 +302,39 @@ class Refusing(nn.Linear):
 
 def test_a_worker_that_refuses_the_update_it_joins_again_with_stays() -> None:
     source, target = Refusing(4, 4), Refusing(4, 4)
-    with SharedMemWeightSyncScheme("state_dict", timeout=20.0) as sender:
-        sender.init_on_sender(model=source, num_workers=1)
-        with pickle.loads(pickle.dumps(sender)) as receiver, ThreadPoolExecutor(1) as pool:
-            receiver.init_on_receiver(model=target, worker_idx=0)
-            joining = pool.submit(receiver.connect)
-            sender.connect()
-            joining.result()
-            target.refuses = True
-            sender._sender.table[0].link.disconnect()
-            outcomes = list(sent_until(sender, "refused"))
-            assert "refused" in outcomes[-1]
-            target.refuses = False
-            outcomes = list(sent_until(sender, "applied"))
-            assert outcomes[-1] == "applied"
-            assert torch.equal(target.weight, source.weight)
+    sender = SharedMemWeightSyncScheme("state_dict", timeout=20.0)
+    with sender, connect_pair(sender, source, target):
+        target.refuses = True
+        sender._sender.table[0].link.disconnect()
+        wait_until(lambda: "refused" in outcome(sender))
+        target.refuses = False
+        wait_until(lambda: outcome(sender) == "applied")
+        assert torch.equal(target.weight, source.weight)
 
 
-def sent_until(scheme: WeightSyncScheme, wanted: str) -> Iterator[str]:
-    """Send until an outcome contains ``wanted``, for ten seconds at most."""
-    deadline, outcome = time.monotonic() + 10, ""
-    while wanted not in outcome and time.monotonic() < deadline:
-        try:
-            scheme.send()
-            outcome = "applied"
-        except SyncFailedError as error:
-            outcome = str(error)
-            time.sleep(0.05)
-        yield outcome
+def outcome(scheme: WeightSyncScheme) -> str:
+    """Send; return "applied" or the error."""
+    try:
+        scheme.send()
+    except SyncFailedError as error:
+        return str(error)
+    return "applied"
 
 
 def test_refused_updates_keep_no_memory() -> None:
     """Memory is freed without the collector of reference cycles, which may not run for minutes."""
     source, target = Refusing(128, 128), Refusing(128, 128)
     strategy = WeightStrategy("state_dict", encoding=PatchEncoding())
-    with SharedMemWeightSyncScheme(strategy, timeout=20.0) as sender:
-        sender.init_on_sender(model=source, num_workers=1)
-        with pickle.loads(pickle.dumps(sender)) as receiver, ThreadPoolExecutor(1) as pool:
-            receiver.init_on_receiver(model=target, worker_idx=0)
-            joining = pool.submit(receiver.connect)
-            sender.connect()
-            joining.result()
-            before = slots_mapped_for_reading()
-            gc.disable()
-            try:
-                for count in range(1, 61):  # patches of different sizes lie in slots of their own
-                    target.refuses = count % 2 == 1
-                    with torch.no_grad():
-                        source.weight[: count % 30 + 1] += 1
-                    with contextlib.suppress(SyncFailedError):
-                        sender.send()
-                assert slots_mapped_for_reading() - before < 25
-            finally:
-                gc.enable()
+    sender = SharedMemWeightSyncScheme(strategy, timeout=20.0)
+    with sender, connect_pair(sender, source, target):
+        before = slots_mapped_for_reading()
+        gc.disable()
+        try:
+            for count in range(1, 61):  # patches of different sizes lie in slots of their own
+                target.refuses = count % 2 == 1
+                with torch.no_grad():
+                    source.weight[: count % 30 + 1] += 1
+                outcome(sender)
+            assert slots_mapped_for_reading() - before < 25
+        finally:
+            gc.enable()
