@@ -12,7 +12,7 @@ from multiprocessing.queues import Queue
 
 import pytest
 from collector_parts import OPTIONS, Env, fill, make_policy, require_exact, weights_of
-from marks import slow
+from marks import quick_for, slow
 from test_collectors_end import Dies, ours
 from torchrl.collectors.utils import _TrajectoryPool
 
@@ -176,7 +176,7 @@ LOCKS = {
 }
 
 
-@pytest.mark.parametrize("find", LOCKS.values(), ids=LOCKS)
+@pytest.mark.parametrize("find", quick_for(LOCKS.values(), LOCKS["while it writes to the queue"]), ids=LOCKS)
 def test_collection_goes_on_without_a_worker_that_was_killed_with_a_lock(find, made):
     envs = [Env, partial(DiesWithALock, find), Env]
     collector = made(MultiAsyncCollector, envs, make_policy(), on_worker_lost="continue")

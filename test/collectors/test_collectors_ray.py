@@ -114,6 +114,7 @@ def test_every_way_to_update() -> None:
         next(iter(collector))
 
 
+@pytest.mark.slow
 def test_actors_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collectors.ray.FRAMES_TIMEOUT", 1.0)
     started = time.monotonic()
