@@ -359,19 +359,6 @@ def test_a_collector_that_is_dropped_ends():
     assert ours() == []
 
 
-def test_the_update_after_a_worker_was_killed_names_it():
-    collector = MultiAsyncCollector([Env] * 2, make_policy(), frames_per_batch=8, **OPTIONS)
-    next(iter(collector))
-    collector.procs[0].kill()
-    collector.procs[0].join()
-    with pytest.raises(SyncFailedError) as caught:
-        collector.update_policy_weights_(weights_of(1.0))
-    assert set(caught.value.failures) == {0}
-    assert sorted(caught.value.report.apply_seconds) == [1]
-    collector.shutdown()
-    assert ours() == []
-
-
 FORGETFUL = """
     import sys
     sys.path.insert(0, {here!r})
