@@ -21,9 +21,9 @@ pytestmark = [
 ]
 
 
-def require_current(collector, policy, rounds=3):
+def require_current(collector, policy):
     frames = iter(collector)
-    for value in range(1, rounds + 1):
+    for value in range(1, 4):
         require_exact(next(frames))
         report = collector.update_policy_weights_(fill(policy, value))
         data = next(frames)

@@ -37,8 +37,8 @@ from weight_update import (
 )
 
 
-def two_workers(policy=None, cls=MultiSyncCollector, **options):
-    return cls([Env] * 2, policy, frames_per_batch=8, total_frames=-1, **OPTIONS, **options)
+def two_workers(policy=None, **options):
+    return MultiSyncCollector([Env] * 2, policy, frames_per_batch=8, total_frames=-1, **OPTIONS, **options)
 
 
 def used(frames):
