@@ -70,11 +70,6 @@ ROWS = {
     },
     "engines": {"A Qwen3 model of 40 MB": 3},
     "observers": {"SharedMem, 1 MB in 16 tensors": 10},
-    "pipeline": {
-        "24 MB through shared memory": 3,
-        "24 MB through sockets of one machine": 3,
-        "Memory of the sender": 8,
-    },
 }
 """The tables of each benchmark with ``--quick``: how their titles begin, and their numbers of rows."""
 MORE_OPTIONS = {"compare": ["--scheme", "shared"], "links": ["--rates", "50mbit,1gbit"]}
