@@ -1,4 +1,13 @@
-"""Run one benchmark: ``python -m benchmarks <name>``."""
+"""Run one benchmark: ``python -m benchmarks <name>``.
+
+The module of a benchmark has its docstring and ``QUICK``, the extent of a run with ``--quick``, both for the
+help, and three functions:
+
+- ``add_options(known)`` adds its own options to :class:`~benchmarks.options.Options`.
+- ``facts(options)`` returns the facts that stand above the tables. It raises ``Unable`` if the benchmark
+  cannot run here.
+- ``tables(options)`` measures, and yields each table as soon as it is complete.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +15,11 @@ import argparse
 import importlib
 import signal
 import sys
-from collections.abc import Iterator
-from typing import Protocol, cast
+from typing import Any
 
 from benchmarks.against import against
 from benchmarks.options import Options
-from benchmarks.report import Table, Unable, publish
+from benchmarks.report import Unable, publish
 
 BENCHMARKS = {
     "compare": "SharedMem and MultiProcess beside TorchRL's: time, many tensors, stall and memory",
@@ -27,29 +35,6 @@ BENCHMARKS = {
     "gpu": "dense and patches of weights on a GPU, and slots on it",
     "compression": "ratio and speed of the compressions",
 }
-
-
-class Benchmark(Protocol):
-    """The contents of a benchmark's module.
-
-    Attributes:
-        QUICK: extent of a run with ``--quick``, for the help.
-    """
-
-    QUICK: str
-
-    def add_options(self, known: Options) -> None:
-        """Add the benchmark's own options."""
-
-    def facts(self, options: argparse.Namespace) -> list[str]:
-        """Return the facts that stand above the tables.
-
-        Raises:
-            Unable: the benchmark cannot run here.
-        """
-
-    def tables(self, options: argparse.Namespace) -> Iterator[Table]:
-        """Measure, and yield each table as soon as it is complete."""
 
 
 def main(arguments: list[str]) -> int:
@@ -81,7 +66,7 @@ def main(arguments: list[str]) -> int:
 
 def _run(name: str, arguments: list[str]) -> int:
     try:
-        benchmark = cast("Benchmark", importlib.import_module(f"benchmarks.{name}"))
+        benchmark: Any = importlib.import_module(f"benchmarks.{name}")
         known = Options(name, benchmark.__doc__, benchmark.QUICK)
         benchmark.add_options(known)
         options = known.parse(arguments)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from benchmarks.bare import GLOO, SMALL_BUFFER, TCP
 from benchmarks.network import Network, why_not
 from benchmarks.options import Options
 from benchmarks.processes import in_turns
-from benchmarks.report import Figure, Table, machine, ratio, say, show_ratio
+from benchmarks.report import Figure, Table, Times, machine, ratio, say, show_ratio
 from benchmarks.targets import Target, target, targets_table
 from benchmarks.trainers import COPY, preload, rival, trainers
 from benchmarks.workers import Case
@@ -94,16 +93,17 @@ def measure(options: argparse.Namespace, megabytes: float, network: Network | No
 
 
 def _checksum_seconds(megabytes: float, turns: int) -> Figure:
-    payload = torch.zeros(round(megabytes * 1e6), dtype=torch.uint8).fill_(1)
-    seconds = []
-    for _ in range(1 + turns):
-        start = time.perf_counter()
+    payload, times = torch.zeros(round(megabytes * 1e6), dtype=torch.uint8).fill_(1), Times()
+
+    def compute() -> None:
         total = Checksum()
         for piece in pieces_of(payload):
             total.add(piece)
         joint_hex([total])
-        seconds.append(time.perf_counter() - start)
-    return Figure(seconds[1:])
+
+    for _ in range(1 + turns):
+        times.add("checksum", compute)
+    return times.figure("checksum")
 
 
 def times_table(found: Found, reason: str | None) -> Table:

@@ -64,16 +64,17 @@ SMOKE = {
 _PR_SET_PDEATHSIG = 1
 
 LONG = {
-    "test_examples.py",
-    "test_cli_bench.py",
-    "test_cli_doctor.py",
+    "test_cli_watch.py",
+    "test_collectors_async.py",
+    "test_collectors_distributed_end.py",
     "test_collectors_ray.py",
-    "test_collectors_rpc.py",
-    "test_docs_migration.py",
     "test_engine_transformers.py",
+    "test_examples.py",
     "test_hosts.py",
+    "test_object_store.py",
     "test_ray.py",
     "test_schemes.py",
+    "test_transports.py",
 }
 """The files that take longest; they begin first, so that no worker of pytest-xdist is left alone with one."""
 

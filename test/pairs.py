@@ -26,18 +26,21 @@ PATHS: dict[str, dict[str, Any]] = {
 """Options of the ways in which a receiver keeps a model; the tests make models small or large enough."""
 
 
-def connect_pair(sender: _Scheme, source: Any, target: Any, **options: Any) -> _Scheme:
+def connect_pair(
+    sender: _Scheme, source: Any, target: Any, receiver: _Scheme | None = None, **options: Any
+) -> _Scheme:
     """Connect ``sender``, of the model ``source``, with a receiver of ``target``; return the receiver.
 
     Args:
         sender: a scheme; one that is not initialized is initialized with ``source`` and one worker.
         source: the sender's model.
         target: the receiver's model or engine.
+        receiver: a scheme that is not initialized; by default a copy of ``sender``.
         options: further arguments of ``init_on_receiver``.
     """
     if not sender.initialized_on_sender:
         sender.init_on_sender(model=source, num_workers=1)
-    receiver = copy.copy(sender)
+    receiver = copy.copy(sender) if receiver is None else receiver
     receiver.init_on_receiver(model=target, worker_idx=0, **options)
     try:
         with ThreadPoolExecutor(1) as pool:

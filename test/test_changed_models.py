@@ -99,7 +99,7 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["", "held"])
+@pytest.mark.parametrize("held", quick_for([False, True], False), ids=["", "held"])
 @pytest.mark.parametrize("how", MISFITS)
 def test_weights_that_no_longer_fit_are_named(procs: Sides, how: Callable[[Any], None], held: bool) -> None:
     """Also if they change while an update that has arrived waits for the end of ``hold()``."""

@@ -18,6 +18,7 @@ import pytest
 import torch
 from cli_parts import MODEL, call, in_folder
 from interpreters import run_python, use_template_for_forkserver
+from marks import slow
 
 from weight_update.cli.measuring import rounds, workers
 from weight_update.cli.measuring.advice import network_advice, quartiles, recommendation
@@ -58,13 +59,16 @@ def test_quartiles_are_in_milliseconds() -> None:
     assert quartiles([0.001, 0.002, 0.004, 0.008, 0.016]) == (2.0, 4.0, 8.0)
 
 
-def test_bench_measures_all_schemes_in_turns_and_draws_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schemes", [["shared", "distributed"], slow([])], ids=["two", "all"])
+def test_bench_measures_schemes_in_turns_and_draws_them(schemes: list[str], tmp_path: Path) -> None:
     picture = tmp_path / "bench.png"
     more = ["--png", picture] if importlib.util.find_spec("matplotlib") else []
+    more += [word for scheme in schemes for word in ("--scheme", scheme)]
     status, found, errors = bench("--size", "0.2", "--workers", "1", "--seconds", "50", *more)
     assert status == 0, (found, errors)
     rows = {(row["scheme"], row["encoding"]): row for row in found["updates"]}
-    assert list(rows) == [(s, e) for s in ("shared", "process", "distributed") for e in ("dense", "patch")]
+    measured = schemes or ["shared", "process", "distributed"]
+    assert list(rows) == [(scheme, encoding) for scheme in measured for encoding in ("dense", "patch")]
     assert len({row["updates"] for row in rows.values()}) == 1
     for row in rows.values():
         assert row["problem"] is None

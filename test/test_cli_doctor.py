@@ -89,13 +89,16 @@ needs_seccomp = pytest.mark.skipif(
             FORBID_MEMFD, "shared memory", "fail", "Operation not permitted", "seccomp", marks=needs_seccomp
         ),
         slow(HIDE_MEMORY, "other processes", "fail", "Permission denied", "the same user"),
-        pytest.param(SMALL_SHM, "/dev/shm", "warn", "1.05 MB are free", "--shm-size", marks=needs_namespaces),
+        pytest.param(
+            *(SMALL_SHM, "/dev/shm", "warn", "1.05 MB are free", "--shm-size"),
+            marks=[needs_namespaces, pytest.mark.slow],
+        ),
         pytest.param(
             *(NO_NETWORK, "sockets", "fail", "loopback", "ip link set lo up"),
             marks=[needs_namespaces, pytest.mark.slow],
         ),
         (NO_LIBUV, "sockets", "fail", "built without libuv", "install PyTorch's own build"),
-        (
+        slow(
             "os.environ['GLOO_SOCKET_IFNAME'] = 'no-such-interface'",
             "gloo",
             "warn",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from cli_parts import ROOT, call, document
+from interpreters import JOB_PYTHON, start_template
 
 from weight_update import SharedMemWeightSyncScheme, SyncFailedError
 from weight_update.cli import metrics
@@ -95,10 +96,11 @@ def test_watch_shows_updates_and_the_state_of_workers(trainer: Trainer) -> None:
 
 
 def start(*arguments: str, stdout: int) -> subprocess.Popen[str]:
+    start_template()
     return subprocess.Popen(
-        [sys.executable, "-m", "weight_update", "watch", *arguments],
+        [*shlex.split(JOB_PYTHON), "-m", "weight_update", "watch", *arguments],
         cwd=ROOT,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80", "LINES": "40"},
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,

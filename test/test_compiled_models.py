@@ -29,7 +29,7 @@ def normalizing(layers: int) -> nn.Module:
     return nn.Sequential(*parts)
 
 
-@pytest.mark.parametrize("path", quick_for(PATHS, "dense", "patch"))
+@pytest.mark.parametrize("path", quick_for(PATHS, "patch"))
 @pytest.mark.parametrize("grad", quick_for([True, False], True))
 def test_a_compiled_forward_pass_that_writes_to_buffers(
     counters: dict[str, dict[str, int]], path: str, grad: bool

@@ -75,6 +75,7 @@ class TestAnsCompression(CompressionContract):
         return AnsCompression()
 
 
+@pytest.mark.slow  # internal/test_ans.py compares both loops
 @pytest.mark.usefixtures("numpy_loops")
 class TestAnsCompressionWithoutCompiledLoops(CompressionContract):
     def make_compression(self) -> Compression:

@@ -120,7 +120,7 @@ def connected() -> Iterator[Callable[..., MemoryWeightSyncScheme]]:
         end()
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, slow(False)], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     ("encoding", "options"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import (
@@ -46,15 +46,7 @@ def connected(
     kind: type[WeightSyncScheme] = MemoryWeightSyncScheme,
     **options: Any,
 ) -> Iterator[tuple[WeightSyncScheme, WeightSyncScheme]]:
-    sender = kind(**options)
-    sender.init_on_sender(model=source, num_workers=1)
-    receiver = copy.copy(sender)
-    receiver.init_on_receiver(model=target, worker_idx=0)
-    waiting = threading.Thread(target=sender.connect)
-    waiting.start()
-    with sender, receiver:
-        receiver.connect()
-        waiting.join()
+    with kind(**options) as sender, connect_pair(sender, source, target) as receiver:
         yield sender, receiver
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from pairs import connect_pair, same
 from torch import nn
 
@@ -183,11 +184,7 @@ def test_a_worker_that_creates_its_schemes_must_group_them(grouped: bool) -> Non
         if grouped:
             group_schemes(receivers)
         for sender, receiver in zip(senders, receivers, strict=True):
-            receiver.init_on_receiver(model=mlp(2), worker_idx=0)
-            joining = threading.Thread(target=receiver.connect)
-            joining.start()
-            sender.connect()
-            joining.join()
+            connect_pair(sender, None, mlp(2), receiver)
         if grouped:
             send_together(dict.fromkeys(senders))
         else:
@@ -233,7 +230,7 @@ def test_the_error_of_patches_for_models_with_the_same_parameters_names_the_fix(
         send_together(dict.fromkeys(models.schemes, mlp(3)))
 
 
-@pytest.fixture(params=["dense", "patch"])
+@pytest.fixture(params=[slow("dense"), "patch"])
 def rejoining(request: pytest.FixtureRequest) -> Iterator[Models]:
     """Models whose receivers join again when their connection fails."""
     strategy = WeightStrategy(encoding=request.param)

@@ -2,8 +2,6 @@
 
 import contextlib
 import copy
-import gc
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from marks import slow
 from pairs import add_one, connect_pair, same
 from torch import nn
 
@@ -31,12 +28,10 @@ from weight_update.convert import cast
 from weight_update.schemes.sender_side import SenderSide
 from weight_update.sender.delivery import AnswerThreads
 from weight_update.sender.groups.base import FullGroup
-from weight_update.sender.sender import Sender
 from weight_update.sender.workers import WorkerState
 from weight_update.testing import LateJoinerContract, mlp
 from weight_update.testing.cases import Assemble
 from weight_update.testing.late_joiners import KilledLateJoinerTests
-from weight_update.testing.processes import eventually
 from weight_update.testing.worker_processes import start_workers
 
 
@@ -178,53 +173,6 @@ def test_queues_must_exist_before_the_process() -> None:
         with pytest.raises(LifecycleError, match=message):
             procs.workers[1].call("connect")
         scheme.send(mlp(4))
-
-
-@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, slow(DistributedWeightSyncScheme)])
-@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.slow)])
-def test_late_joiners_are_forgotten(kind: type[WeightSyncScheme], count: int) -> None:
-    source = mlp(1)
-    with kind(timeout=20.0) as scheme:
-        scheme.init_on_sender(model=source, num_workers=1)
-        first = copy.copy(scheme)
-        first.init_on_receiver(model=mlp(2), worker_idx=0)
-        joining = threading.Thread(target=first.connect)
-        joining.start()
-        scheme.connect()
-        joining.join()
-        before = (0, 0)
-        for index in range(1, count + 1):
-            come_and_go(scheme, index)
-            if index == 10:
-                before = settled_usage(scheme)
-        assert eventually(lambda: settled_usage(scheme) == before, 10.0)  # threads end a moment later
-        assert scheme.send().apply_seconds.keys() == {0}
-        first.shutdown()
-
-
-def come_and_go(scheme: WeightSyncScheme, index: int) -> None:
-    with copy.copy(scheme) as late:
-        late.init_on_receiver(model=mlp(3), worker_idx=index)
-        late.connect()
-    deadline = time.monotonic() + 10.0
-    while index in scheme.worker_versions and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-
-def settled_usage(scheme: WeightSyncScheme) -> tuple[int, int]:
-    """Return the numbers of threads and descriptors once the sender knows the first worker only."""
-    sender = scheme._sender
-    assert isinstance(sender, Sender)
-    deadline = time.monotonic() + 10.0
-    while len(list(sender.table)) > 1 or any("worker-" in name for name in late_threads()):
-        assert time.monotonic() < deadline, (list(sender.table), late_threads())
-        time.sleep(0.01)
-    gc.collect()  # receivers of this process leave cycles that hold descriptors
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
-
-def late_threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name != "weight_update-worker-0"]
 
 
 def test_one_that_joins_while_weights_are_read_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,18 +64,13 @@ DESTINATIONS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-REPEATS = ("multiprocess", "distributed, two hosts")
-"""Schemes with the slots and the gate of another one; most tests with them are slow."""
-FULL = ("memory",)
-
-
 def same_bits_cases() -> Iterator[Any]:
     """Yield every combination; those that are not slow have each encoding once over each scheme."""
     for scheme in SCHEMES:
         for number, encoding in enumerate(ENCODINGS):
             for strategy, stable in itertools.product(STRATEGIES, (False, True)):
                 chosen = (strategy, stable) == (STRATEGIES[number % 2], number % 4 > 1)
-                kept = scheme in FULL or (chosen and scheme != "multiprocess")
+                kept = chosen and scheme != "multiprocess"
                 yield pytest.param(
                     *(scheme, strategy, encoding, stable),
                     id=f"{scheme}-{strategy}-{encoding}-{'copying' if stable else 'pointing'}",

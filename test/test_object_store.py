@@ -26,6 +26,7 @@ import torch
 from engine_parts import Notebook
 from fsspec.implementations.local import LocalFileSystem
 from interpreters import use_template_for_forkserver
+from marks import quick_for, slow
 from torch import nn
 
 from weight_update import (
@@ -152,7 +153,7 @@ ENCODINGS = ["dense", "bucket", BucketEncoding(bucket_size=4096), "patch", Patch
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=["dense", "bucket", "buckets", "patch", "compressed"])
-@pytest.mark.parametrize("protocol", ["directory", "memory"])
+@pytest.mark.parametrize("protocol", ["directory", slow("memory")])
 def test_bits_are_the_same_for_readers_that_join_at_any_time(
     ends: Ends, encoding: Any, protocol: str, tmp_path: Path
 ) -> None:
@@ -564,7 +565,10 @@ def test_a_reader_that_disconnected_has_to_begin_again(ends: Ends) -> None:
     link.close()
 
 
-@pytest.mark.parametrize("rubbish", [b"", b"{", b"[]", b'{"manifest": 1}', b"\xff" * 9, b"[" * 100_000])
+RUBBISH = [b"", b"{", b"[]", b'{"manifest": 1}', b"\xff" * 9, b"[" * 100_000]
+
+
+@pytest.mark.parametrize("rubbish", quick_for(RUBBISH, b"", b"[" * 100_000))
 def test_a_damaged_manifest(ends: Ends, url: str, rubbish: bytes) -> None:
     source, model = mlp(1), mlp(2)
     sender, reader = ends.sender(source), ends.reader(model)
@@ -580,11 +584,11 @@ def test_a_damaged_manifest(ends: Ends, url: str, rubbish: bytes) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"chain": []},
+        slow({"chain": []}),
         {"chain": [{"version": 0, "frames": []}]},
         {"welcome": {"name": "../../x.frame", "nbytes": 5, "sha256": ""}},
-        {"welcome": {"name": f"{'0' * 32}/welcome-{'0' * 8}.frame", "nbytes": -1, "sha256": ""}},
-        {"welcome": 5},
+        slow({"welcome": {"name": f"{'0' * 32}/welcome-{'0' * 8}.frame", "nbytes": -1, "sha256": ""}}),
+        slow({"welcome": 5}),
     ],
 )
 def test_a_signed_manifest_is_checked_too(ends: Ends, url: str, fields: dict[str, Any]) -> None:

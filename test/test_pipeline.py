@@ -355,33 +355,6 @@ def test_a_worker_killed_in_the_middle_is_named_and_the_others_go_on(hire: Any, 
     procs.scheme.send(worker_ids=1)
 
 
-@pytest.mark.slow  # faults/test_stopped_worker.py has stopped workers
-@pytest.mark.parametrize("kind", PROCESSES)
-def test_a_stopped_worker_is_named_in_time_and_current_with_the_next_send(hire: Any, kind: str) -> None:
-    source = layers()
-    procs = hire(kind, source, layers(5), workers=2, strategy=strategy(), timeout=5.0)
-    set_timeout(procs, 1.0)
-    pid = stop(procs)
-    scramble(source, 3, finite=True)
-    start = time.monotonic()
-    with pytest.raises(SyncFailedError) as caught:
-        procs.scheme.send()
-    assert time.monotonic() - start < 10
-    assert set(caught.value.failures) == {0}
-    assert procs.workers[1].call("fingerprint") == fingerprint(source)
-    os.kill(pid, signal.SIGCONT)
-    set_timeout(procs, 20.0)
-    scramble(source, 4, finite=True)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            procs.scheme.send()
-            break
-        except SyncFailedError:  # it was cut off, and is not back yet
-            time.sleep(0.1)
-    assert procs.ask("fingerprint") == [fingerprint(source)] * 2
-
-
 def test_a_held_worker_is_waited_for_once(hire: Any) -> None:
     """It delays one more send() than the one that it missed, and none after that."""
     source, timeout = layers(1), 1.0

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from marks import quick_for, slow
 
 from weight_update import (
     ExplorerClient,
@@ -351,8 +350,9 @@ ENCODINGS = {
 }
 
 
-@pytest.mark.parametrize("encoding", quick_for(ENCODINGS, "patch"))
-@pytest.mark.parametrize("data", ["torch", slow("object_store"), slow("between hosts")], indirect=True)
+@pytest.mark.slow  # test_matrix.py has all encodings over other schemes
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("data", ["torch", "object_store", "between hosts"], indirect=True)
 def test_same_bits_for_every_encoding(data: str, encoding: str, schemes: RaySchemes) -> None:
     source = wide()
     strategy = WeightStrategy("state_dict", encoding=ENCODINGS[encoding])

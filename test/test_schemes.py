@@ -51,6 +51,7 @@ class TestMultiProcess(SchemeContract):
         return MultiProcessWeightSyncScheme(**options)
 
 
+@pytest.mark.smoke  # the memory of SharedMem, found by another way
 class TestDistributed(SchemeContract):
     """Workers on the sender's host, which map its memory."""
 

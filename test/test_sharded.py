@@ -15,7 +15,6 @@ from shard_parts import (
     BUCKETS,
     Body,
     ColumnParallel,
-    FailingConverter,
     KillingConverter,
     Net,
     Ranks,
@@ -31,7 +30,6 @@ from shard_parts import (
     rename_on_second,
     running,
     send_shards,
-    set_failing,
     set_victim,
     whole_kinds,
     whole_weights,
@@ -145,22 +143,6 @@ def test_memory_is_bounded_by_batches(four: Ranks) -> None:
         (whole, parts), *others = four.all("run", peaks)
     assert 0 < whole + parts <= 2 * batch + 64 * 4 * 4, "memory of parts is aligned"
     assert all(whole == 0 and parts < batch for whole, parts in others)
-
-
-@pytest.mark.parametrize("options", [BUCKETS, {}], ids=["in flight", "whole"])
-def test_a_converter_that_fails_stops_all_ranks(four: Ranks, options: dict[str, Any]) -> None:
-    four.all("make", 1, 2, of=2)
-    with running(four, size=2, workers=1, convert=FailingConverter(), **options) as procs:
-        four.all("run", set_failing, True, of=2)
-        leader, follower = four.each("call", "send", of=2)
-        assert isinstance(leader, ValueError)
-        assert isinstance(follower, SyncFailedError)
-        assert str(follower) == "rank 0 of the trainer failed: ValueError: no such format"
-        assert procs[0].call("version") == 0
-        four.all("run", set_failing, False, of=2)
-        four.all("train", 1, of=2)
-        four.all("call", "send", of=2)
-        assert same(procs[0].call("fingerprint"), four.all("whole", of=2)[0])
 
 
 @pytest.mark.parametrize("options", [BUCKETS, {}], ids=["in flight", "whole"])
@@ -331,21 +313,6 @@ def test_a_rank_that_does_not_call_is_named(four: Ranks) -> None:
         errors = four.answers(3)
         assert [type(error) for error in errors] == [SyncTimeoutError] * 3
         assert all(str(error).startswith("rank 3 of the trainer took no part") for error in errors), errors
-
-
-def test_a_rank_that_dies_is_named_in_time() -> None:
-    with Ranks(3) as ranks:
-        ranks.all("group", [0, 1, 2])
-        ranks.all("make", 1, 3)
-        with running(ranks, size=3, workers=1, **BUCKETS) as procs:
-            ranks.kill(2)
-            start = time.monotonic()
-            ranks.post("call", "send", of=2)
-            errors = ranks.answers(2)
-            assert time.monotonic() - start < 10
-            assert [type(error) for error in errors] == [SyncFailedError] * 2
-            assert all(str(error).startswith("rank 2 of the trainer is gone") for error in errors), errors
-            assert procs[0].call("version") == 0
 
 
 @pytest.mark.parametrize("options", [slow(BUCKETS), {}], ids=["in flight", "whole"])

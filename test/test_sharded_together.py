@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import slow
 from shard_parts import BUCKETS, Body, FailingConverter, Net, Ranks, set_failing, shard, train, whole
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -204,7 +205,9 @@ def test_a_worker_that_joins_while_weights_are_gathered_gets_them(
     two.all("run", end_two)
 
 
-@pytest.mark.parametrize("options", [{}, {"encoding": "patch"}, BUCKETS], ids=["dense", "patch", "buckets"])
+@pytest.mark.parametrize(
+    "options", [slow({}), {"encoding": "patch"}, BUCKETS], ids=["dense", "patch", "buckets"]
+)
 def test_two_models_change_together_on_all_ranks(two: Ranks, options: dict[str, Any]) -> None:
     two.all("run", connect_two, {**options, "convert": FailingConverter()})
     assert two.all("run", send_two) == [[{0: 1}, {0: 1}]] * 2

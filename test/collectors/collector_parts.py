@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import time
 
 import torch
 from background import repeating
@@ -19,9 +20,9 @@ OPTIONS = {"auto_register_policy_transforms": False}
 class TellTale(nn.Module):
     """Its output is the smallest and the largest of its weights: equal if they are of one version."""
 
-    def __init__(self, layers=6):
+    def __init__(self):
         super().__init__()
-        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(layers)])
+        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(6)])
 
     def forward(self, observation):
         values = torch.stack([layer.sum() / 3 for layer in self.layers])
@@ -58,6 +59,14 @@ class Env(EnvBase):
 
     def _set_seed(self, seed):
         pass
+
+
+class Slow(Env):
+    """An environment whose steps take a while."""
+
+    def _step(self, tensordict):
+        time.sleep(0.02)
+        return super()._step(tensordict)
 
 
 def use_forkserver():
@@ -120,13 +129,13 @@ def updates(collector, policy):
         yield sent
 
 
-def see_versions(frames, check, enough=30, limit=3000):
+def see_versions(frames, check, enough=30):
     """Run ``check`` on batch after batch until ``enough`` different versions were seen in them."""
     seen = set()
-    for _ in range(limit):
+    for _ in range(3000):
         data = next(frames)
         check(data)
         seen |= set(data["policy_version"].unique().tolist())
         if len(seen) >= enough:
             return seen
-    raise AssertionError(f"only {len(seen)} versions in {limit} batches")
+    raise AssertionError(f"only {len(seen)} versions")

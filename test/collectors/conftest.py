@@ -2,7 +2,11 @@ import contextlib
 
 import interpreters
 import pytest
+from collector_parts import OPTIONS
 from torch import multiprocessing as torch_multiprocessing
+
+OF_ONE_HOST = ("Collector", "MultiCollector", "MultiSyncCollector", "MultiAsyncCollector")
+DEFAULTS = {"frames_per_batch": 8, "total_frames": -1, **OPTIONS}
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -17,11 +21,12 @@ def quick_workers():
 
 @pytest.fixture
 def made():
-    """Make collectors by their class and arguments; shut them down when the test ends."""
+    """Make collectors by their class, or by a function, and arguments; shut them down when the test ends."""
     with contextlib.ExitStack() as stack:
 
         def make(cls, *args, **options):
-            collector = cls(*args, **options)
+            defaults = DEFAULTS if getattr(cls, "__name__", "") in OF_ONE_HOST else {}
+            collector = cls(*args, **{**defaults, **options})
             stack.callback(collector.shutdown)
             return collector
 

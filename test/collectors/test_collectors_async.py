@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from collector_parts import OPTIONS, Env, make_policy, require_exact, weights_of
+from marks import quick_for, slow
 from test_collectors_end import interrupt
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
@@ -78,7 +79,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", quick_for(ORDERS, "state_dict", "reset"))
 def test_a_worker_that_gets_an_order_while_it_collects_goes_on(order, made):
     collector, seen = collect(made, Slow), set()
     frames = iter(collector)
@@ -123,7 +124,7 @@ def test_the_batches_after_a_restored_state_are_of_its_version(made):
         assert low.tolist() == high.tolist() == [1.0] * FRAMES
 
 
-@pytest.mark.parametrize("cls", [MultiAsyncCollector, MultiSyncCollector])
+@pytest.mark.parametrize("cls", [MultiAsyncCollector, slow(MultiSyncCollector)])
 def test_an_iteration_that_begins_anew_has_no_step_twice(cls, made):
     collector, seen = collect(made, Slow, workers=2, cls=cls), set()
     for _ in range(2):
@@ -134,7 +135,7 @@ def test_an_iteration_that_begins_anew_has_no_step_twice(cls, made):
         time.sleep(0.5)
 
 
-@pytest.mark.parametrize("cls", [MultiAsyncCollector, MultiSyncCollector])
+@pytest.mark.parametrize("cls", [slow(MultiAsyncCollector), MultiSyncCollector])
 def test_an_iteration_after_ctrl_c_has_no_step_twice(cls, made):
     collector, seen = collect(made, Slower, workers=2, cls=cls), set()
     for _ in range(3):
@@ -154,7 +155,7 @@ def test_an_iteration_after_ctrl_c_between_the_first_batches_has_frames_of_every
     require_new(iter(collector), 2, seen)
 
 
-@pytest.mark.parametrize("cls", [MultiAsyncCollector, MultiSyncCollector])
+@pytest.mark.parametrize("cls", [MultiAsyncCollector, slow(MultiSyncCollector)])
 @pytest.mark.parametrize("written", [False, True])
 def test_an_iteration_after_ctrl_c_while_a_worker_is_asked_has_no_step_twice(cls, written, made):
     collector, seen = collect(made, Slow, workers=2, cls=cls), set()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collector_parts import OPTIONS, Env
+from collector_parts import Env
 from marks import slow
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -57,13 +57,7 @@ def frames(collector):
 def test_a_policy_is_told_of_each_update_before_its_next_call(made, cls, kind):
     schemes = None if kind is None else {"policy": kind()}
     collector = made(
-        cls,
-        Env if cls is Collector else [Env],
-        keeping(),
-        frames_per_batch=4,
-        total_frames=-1,
-        weight_sync_schemes=schemes,
-        **OPTIONS,
+        cls, Env if cls is Collector else [Env], keeping(), frames_per_batch=4, weight_sync_schemes=schemes
     )
     batches = iter(collector)
     kept, (told,) = frames(batches)
@@ -78,9 +72,7 @@ def test_a_policy_is_told_of_each_update_before_its_next_call(made, cls, kind):
 def test_a_policy_is_told_of_updates_of_any_of_its_parts(made):
     policy = TensorDictSequential(keeping("first"), keeping("action"))
     schemes = {f"policy.module[{number}]": MemoryWeightSyncScheme() for number in range(2)}
-    collector = made(
-        Collector, Env, policy, frames_per_batch=4, total_frames=-1, weight_sync_schemes=schemes, **OPTIONS
-    )
+    collector = made(Collector, Env, policy, frames_per_batch=4, weight_sync_schemes=schemes)
     batches = iter(collector)
     next(batches)
     for model_id, key, value in zip(schemes, ("first", "action"), (1.0, 2.0), strict=True):

@@ -2,61 +2,15 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from multiprocessing import get_context
 
 import pytest
 import torch
 import torchrl.collectors
-from collector_parts import OPTIONS, Env, make_policy, policy_of_seven, require_stamps, weights_of
+from collector_parts import OPTIONS, Env, make_policy, policy_of_seven, weights_of
 from tensordict import TensorDict
 
 from collectors import Collector, MultiSyncCollector
-from weight_update import MemoryWeightSyncScheme, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
-
-
-def middle(scheme, orders, answers):
-    """A process between the trainer and two workers: receives, and passes on."""
-    collector = MultiSyncCollector(
-        [Env] * 2,
-        make_policy(),
-        frames_per_batch=8,
-        total_frames=-1,
-        worker_idx=0,
-        weight_recv_schemes={"policy": scheme},
-        weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
-        **OPTIONS,
-    )
-    frames = iter(collector)
-    while orders.get():
-        data = next(frames)
-        require_stamps(data)
-        answers.put((data["action"].unique().tolist(), data["policy_version"].unique().tolist()))
-    collector.shutdown()
-
-
-@pytest.mark.slow  # test_collectors_distributed.py has a worker that passes updates on
-@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
-def test_an_update_reaches_the_workers_of_a_worker(kind):
-    ctx = get_context("forkserver")
-    policy, scheme = make_policy(1.0), kind()
-    scheme.init_on_sender(model_id="policy", model=policy, num_workers=1, ctx=ctx)
-    orders, answers = ctx.Queue(), ctx.Queue()
-    process = ctx.Process(target=middle, args=(scheme, orders, answers))
-    process.start()
-    try:
-        with scheme:
-            scheme.connect()
-            orders.put(True)
-            assert answers.get(timeout=60) == ([1.0], [0])
-            for version in (1, 2, 3):
-                assert scheme.send(weights_of(10.0 * version)).version == version
-                orders.put(True)
-                assert answers.get(timeout=60) == ([10.0 * version], [version])
-            orders.put(False)
-            process.join(30)
-        assert process.exitcode == 0
-    finally:
-        process.kill()
+from weight_update import MemoryWeightSyncScheme, SharedMemWeightSyncScheme
 
 
 def with_factory(above, **options):
@@ -100,9 +54,7 @@ def test_a_worker_with_a_policy_factory_and_no_way_to_its_workers_is_refused():
 def test_an_updater_of_torchrl_in_one_process(made):
     policy = make_policy()
     updater = torchrl.collectors.VanillaWeightUpdater(policy_weights=TensorDict.from_module(policy).data)
-    collector = made(
-        Collector, Env, policy, frames_per_batch=8, total_frames=-1, weight_updater=updater, **OPTIONS
-    )
+    collector = made(Collector, Env, policy, weight_updater=updater)
     frames = iter(collector)
     assert collector.update_policy_weights_(weights_of(3.0)) is None
     data = next(frames)
@@ -118,16 +70,7 @@ def test_an_updater_of_torchrl_with_workers(made):
     updater = torchrl.collectors.MultiProcessedWeightUpdater(
         get_server_weights=lambda: weights_of(4.0), policy_weights={torch.device("cpu"): weights}
     )
-    collector = made(
-        MultiSyncCollector,
-        [Env] * 2,
-        policy,
-        frames_per_batch=8,
-        total_frames=-1,
-        policy_device="cpu",
-        weight_updater=updater,
-        **OPTIONS,
-    )
+    collector = made(MultiSyncCollector, [Env] * 2, policy, policy_device="cpu", weight_updater=updater)
     frames = iter(collector)
     assert next(frames)["action"].unique().tolist() == [0.0]
     assert collector.update_policy_weights_() is None

@@ -1,10 +1,8 @@
-from concurrent.futures import ThreadPoolExecutor
-from copy import copy
-
 import pytest
 import torch
 from collector_parts import OPTIONS, Env, fill, make_policy, require_exact, see_versions, updates
 from marks import slow
+from pairs import connect_pair
 
 from collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from weight_update import (
@@ -23,9 +21,9 @@ pytestmark = [
 ]
 
 
-def require_current(collector, policy, rounds=3):
+def require_current(collector, policy):
     frames = iter(collector)
-    for value in range(1, rounds + 1):
+    for value in range(1, 4):
         require_exact(next(frames))
         report = collector.update_policy_weights_(fill(policy, value))
         data = next(frames)
@@ -41,10 +39,8 @@ def test_a_policy_compiled_as_one_graph(scheme, made):
         Env,
         policy,
         frames_per_batch=6,
-        total_frames=-1,
         compile_policy={"fullgraph": True},
         weight_sync_schemes=None if scheme is None else {"policy": scheme()},
-        **OPTIONS,
     )
     require_current(collector, policy)
 
@@ -57,10 +53,8 @@ def test_a_compiled_policy_under_back_to_back_updates(made):
         [Env] * 2,
         policy,
         frames_per_batch=30,
-        total_frames=-1,
         compile_policy={"fullgraph": True},
         weight_sync_schemes={"policy": MultiProcessWeightSyncScheme()},
-        **OPTIONS,
     )
     frames = iter(collector)
     for _ in range(4):
@@ -84,10 +78,8 @@ def test_captured_policies_keep_their_addresses(options, made):
         [Env] * 2,
         policy,
         frames_per_batch=12,
-        total_frames=-1,
         weight_sync_schemes={"policy": scheme},
         **options,
-        **OPTIONS,
     )
     assert scheme.stable_addresses
     path = "policy.module.layers[0].data_ptr"
@@ -103,10 +95,8 @@ def test_captured_policy_of_one_process(made):
         Env,
         policy,
         frames_per_batch=6,
-        total_frames=-1,
         cudagraph_policy=True,
         weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
-        **OPTIONS,
     )
     address = collector.policy.module.layers[0].data_ptr()
     require_current(collector, policy)
@@ -136,13 +126,7 @@ def test_a_scheme_that_moves_captured_weights_is_refused():
 def connected_here(policy, mirror, **options):
     sender = MemoryWeightSyncScheme(**options)
     sender.init_on_sender(model_id="policy", model=policy, num_workers=1)
-    receiver = copy(sender)
-    receiver.init_on_receiver(model_id="policy", model=mirror, worker_idx=0)
-    with ThreadPoolExecutor(1) as pool:
-        joined = pool.submit(receiver.connect)
-        sender.connect()
-        joined.result()
-    return sender, receiver
+    return sender, connect_pair(sender, policy, mirror, model_id="policy")
 
 
 @pytest.mark.gpu
@@ -158,12 +142,10 @@ def test_graphs_on_a_gpu_see_new_weights(options, made):
         Env,
         policy,
         frames_per_batch=12,
-        total_frames=-1,
         policy_device="cuda:0",
         env_device="cpu",
         storing_device="cpu",
         weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
         **options,
-        **OPTIONS,
     )
     require_current(collector, policy)

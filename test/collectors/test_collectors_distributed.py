@@ -25,7 +25,6 @@ from collector_parts import (
 from marks import quick_for, slow
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.envs import GymEnv
 from torchrl.modules import RandomPolicy
 from torchrl.weight_update import DistributedWeightSyncScheme as TorchRLScheme
 from update_calls import require_every_call, require_refusals
@@ -183,23 +182,6 @@ def test_schemes_for_one_machine_serve_as_well(kind, made):
     assert data["policy_version"].unique().tolist() == [1]
 
 
-@pytest.mark.slow
-def test_cartpole(made):
-    layer = nn.Linear(4, 2)
-    policy = TensorDictModule(layer, in_keys=["observation"], out_keys=["action"])
-    envs = [lambda: GymEnv("CartPole-v1")] * 2
-    collector = made(policy=policy, envs=envs, frames_per_batch=64)
-    frames = iter(collector)
-    for version in range(4):
-        data = next(frames)
-        assert data.shape == (2, 32)
-        assert data["policy_version"].unique().tolist() == [version]
-        torch.testing.assert_close(data["action"], layer(data["observation"]))
-        with torch.no_grad():
-            layer.weight.add_(1.0)
-        assert collector.update_policy_weights_().version == version + 1
-
-
 def test_several_models_are_one_step(made):
     policy = TensorDictModule(
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), in_keys=["observation"], out_keys=["action"]
@@ -324,17 +306,6 @@ def test_an_update_reaches_the_workers_of_a_worker(made):
         assert data["policy_version"].unique().tolist() == [version]
         assert values(data) == [1.0 + version]
         assert collector.update_policy_weights_(weights_of(2.0 + version)).version == version + 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sync", "ahead"])
-def test_workers_of_a_worker_with_a_policy_factory(kind, made):
-    collector = made(kind, policy_factory=policy_of_seven, workers=1, num_workers_per_collector=2)
-    frames = iter(collector)
-    assert values(next(frames)) == [7.0]
-    collector.update_policy_weights_(weights_of(2.0))
-    next(frames)  # collected ahead
-    assert values(next(frames)) == [2.0]
 
 
 def test_a_collector_that_is_a_worker_itself_passes_updates_on(made):

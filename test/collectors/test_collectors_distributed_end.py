@@ -1,7 +1,6 @@
 """DistributedCollector and DistributedSyncCollector: workers that fail, and the end."""
 
 import collections
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from collector_parts import Env, fill, make_policy, require_stamps, weights_of
+from collector_parts import Env, Slow, fill, make_policy, require_stamps, weights_of
 from interpreters import run_python
 from marks import slow
 from tensordict import TensorDict
@@ -102,11 +101,11 @@ def interrupting(function, *, after):
 
 
 @pytest.mark.parametrize(("step", "after"), [("thread", True), ("receive", False), ("receive", True)])
-@pytest.mark.parametrize("kind", ["sync", slow("async"), "ahead"])
+@pytest.mark.parametrize("kind", [slow("sync"), slow("async"), "ahead"])
 def test_an_iteration_after_ctrl_c_while_a_worker_is_asked_gets_its_batch(
-    kind, step, after, made_here, monkeypatch
+    kind, step, after, made, monkeypatch
 ):
-    collector = made_here(kind, make_policy(), frames_timeout=5.0)
+    collector = made(make, kind, make_policy(), frames_timeout=5.0)
     next(collector.iterator())
     owner, name = {"thread": (threading.Thread, "start"), "receive": (TensorDict, "irecv")}[step]
     monkeypatch.setattr(owner, name, interrupting(getattr(owner, name), after=after))
@@ -118,19 +117,6 @@ def test_an_iteration_after_ctrl_c_while_a_worker_is_asked_gets_its_batch(
         require_stamps(next(frames))
     collector.shutdown()
     assert nothing_is_left()
-
-
-@pytest.fixture
-def made_here():
-    """Make collectors, and shut them down at the end."""
-    with contextlib.ExitStack() as stack:
-
-        def make_one(*args, **options):
-            collector = make(*args, **options)
-            stack.callback(collector.shutdown)
-            return collector
-
-        yield make_one
 
 
 @pytest.mark.parametrize("kind", ["sync", slow("ahead")])
@@ -211,12 +197,6 @@ def test_a_worker_that_was_ahead_ends_after_another_was_killed():
     collector.shutdown()
     assert collector.jobs[0].exitcode == 0
     assert nothing_is_left()
-
-
-class Slow(Env):
-    def _step(self, tensordict):
-        time.sleep(0.02)
-        return super()._step(tensordict)
 
 
 class Breaks(Env):

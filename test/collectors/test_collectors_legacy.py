@@ -67,21 +67,26 @@ def distributed(policy, workers=2):
     return DistributedWeightUpdater(None, TensorDict.from_module(policy).data, workers, True)
 
 
-OF_DISTRIBUTED = {"launcher": "mp", "collector_kwargs": OPTIONS}
+OF_DISTRIBUTED = {
+    "frames_per_batch": 8,
+    "total_frames": -1,
+    "launcher": "mp",
+    "collector_kwargs": OPTIONS,
+}
 KINDS = {
-    "Vanilla": (Collector, Env, vanilla, OPTIONS, MemoryWeightSyncScheme),
+    "Vanilla": (Collector, Env, vanilla, {}, MemoryWeightSyncScheme),
     "MultiProcessed sync": (
         MultiSyncCollector,
         [Env] * 2,
         multiprocessed,
-        OPTIONS,
+        {},
         SharedMemWeightSyncScheme,
     ),
     "MultiProcessed async": (
         MultiAsyncCollector,
         [Env] * 2,
         multiprocessed,
-        OPTIONS,
+        {},
         SharedMemWeightSyncScheme,
     ),
     "Distributed": (
@@ -92,11 +97,6 @@ KINDS = {
         DistributedWeightSyncScheme,
     ),
 }
-
-
-@pytest.fixture
-def made(made):
-    return functools.partial(made, frames_per_batch=8, total_frames=-1)
 
 
 # -- the contract of all updaters that send through a scheme ---------------------------------------
@@ -218,7 +218,7 @@ def test_vanilla_changes_its_own_weights_too(made):
     policy, given = make_policy(), []
     updater = vanilla(policy, weight_getter=lambda: given.pop())
     kept = updater.policy_weights["module", "layers", "0"]
-    collector = made(Collector, Env, policy, weight_updater=updater, **OPTIONS)
+    collector = made(Collector, Env, policy, weight_updater=updater)
     given.append(weights_of(6.0))
     assert collector.update_policy_weights_().version == 1
     assert kept.tolist() == [6.0] * 3
@@ -231,7 +231,7 @@ def test_vanilla_changes_its_own_weights_too(made):
 def test_an_updater_without_a_getter_sends_the_policy_of_the_collector(made):
     policy = make_policy()
     for updater in (VanillaWeightUpdater, functools.partial(vanilla, policy), lambda: vanilla(policy)):
-        collector = made(Collector, Env, policy, weight_updater=updater, **OPTIONS)
+        collector = made(Collector, Env, policy, weight_updater=updater)
         fill(policy, 0.0 if collector.policy is policy else 8.0)
         assert collector.update_policy_weights_().version == 1
         assert newest(iter(collector), collector) == {8.0}
@@ -256,7 +256,7 @@ def test_updaters_without_a_collector(made):
 
 @SILENT
 def test_an_updater_assigned_later(made):
-    collector = made(Collector, Env, make_policy(), **OPTIONS)
+    collector = made(Collector, Env, make_policy())
     collector.weight_updater = vanilla(make_policy())
     report = collector.update_policy_weights_(weights_of(2.0))
     assert (report.version, collector.policy_version) == (1, 1)
@@ -266,9 +266,7 @@ def test_an_updater_assigned_later(made):
 @SILENT
 def test_workers_that_make_their_own_policy(made):
     updater = multiprocessed(make_policy(), lambda: weights_of(3.0))
-    collector = made(
-        MultiSyncCollector, [Env] * 2, None, policy_factory=make_policy, weight_updater=updater, **OPTIONS
-    )
+    collector = made(MultiSyncCollector, [Env] * 2, None, policy_factory=make_policy, weight_updater=updater)
     frames = iter(collector)
     assert collector.update_policy_weights_().version == 1
     assert newest(frames, collector) == {3.0}
@@ -280,7 +278,7 @@ def test_workers_that_make_their_own_policy(made):
 def test_devices_as_workers(made):
     updater = multiprocessed(make_policy())
     collector = made(
-        MultiSyncCollector, [Env] * 2, make_policy(), policy_device="cpu", weight_updater=updater, **OPTIONS
+        MultiSyncCollector, [Env] * 2, make_policy(), policy_device="cpu", weight_updater=updater
     )
     frames = iter(collector)
     assert sorted(updater.push_weights(weights_of(3.0), worker_ids=CPU).apply_seconds) == [0, 1]
@@ -362,9 +360,7 @@ def test_a_subclass_of_the_base(made):
 
     assert [one.filename for one in found] == [__file__]
     updater = Own()
-    collector = made(
-        MultiSyncCollector, [Env] * 2, None, policy_factory=make_policy, weight_updater=updater, **OPTIONS
-    )
+    collector = made(MultiSyncCollector, [Env] * 2, None, policy_factory=make_policy, weight_updater=updater)
     assert collector._weight_sync_schemes is None
     frames = iter(collector)
     assert next(frames)["action"].unique().tolist() == [0.0]
@@ -385,7 +381,7 @@ def test_subclasses_of_ready_updaters(made):
             seen.append((worker_id, server_weights))
 
     policy, seen = make_policy(), []
-    collector = made(Collector, Env, policy, weight_updater=Doubling.from_policy(policy), **OPTIONS)
+    collector = made(Collector, Env, policy, weight_updater=Doubling.from_policy(policy))
     assert collector.update_policy_weights_(weights_of(2.0)).version == 1
     assert newest(iter(collector), collector) == {4.0}
     collector.weight_updater = Silent.from_policy(policy)
@@ -398,7 +394,7 @@ def test_subclasses_of_ready_updaters(made):
 def test_the_updater_that_sends_nothing(made):
     updater = RemoteModuleWeightUpdater()
     assert isinstance(updater, WeightUpdaterBase)
-    collector = made(Collector, Env, make_policy(1.0), weight_updater=updater, **OPTIONS)
+    collector = made(Collector, Env, make_policy(1.0), weight_updater=updater)
     assert collector.update_policy_weights_(weights_of(2.0)) is None
     assert next(iter(collector))["action"].unique().tolist() == [1.0]
     with pytest.raises(RuntimeError, match=r"the weights: RemoteModuleWeightUpdater has none"):
@@ -423,7 +419,7 @@ def test_a_policy_without_weights_has_no_scheme(kind, made):
 @SILENT
 def test_an_updater_of_the_policy_itself_waits_for_forward_passes(made):
     """It keeps the tensors of the policy, which change only between two forward passes."""
-    collector = made(Collector, Env, make_policy(), weight_updater=VanillaWeightUpdater, **OPTIONS)
+    collector = made(Collector, Env, make_policy(), weight_updater=VanillaWeightUpdater)
     collector.weight_updater = VanillaWeightUpdater.from_policy(collector.policy)
     collector.update_policy_weights_()
     (receiver,) = collector._updates.receivers.values()

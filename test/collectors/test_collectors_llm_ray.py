@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from collector_parts import Env, fill, make_policy, policy_of_nine
-from marks import slow
 from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.ray_buffer import RayReplayBuffer
 
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.timeout(180)
 WAIT = 60.0
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """One Ray for the module, whose workers can import what tests can."""
     with small_cluster(*reversed(Path(__file__).parents[:3]), forks=True):
@@ -52,7 +51,7 @@ def seen(batch: Any) -> tuple[list[int], set[float]]:
 
 
 @pytest.fixture
-def collect(made: Any) -> Any:
+def collect(made: Any, cluster: None) -> Any:
     def build(policy: Any, env: Any = make_env, **options: Any) -> RayLLMCollector:
         return made(
             RayLLMCollector, env, policy=policy, **{"dialog_turns_per_batch": 2, "num_cpus": 0.5, **options}
@@ -61,7 +60,8 @@ def collect(made: Any) -> Any:
     return build
 
 
-@pytest.mark.parametrize("sync_iter", [True, slow(False)])
+@pytest.mark.slow  # test_collectors_llm.py has turns, and test_collectors_ray.py has actors
+@pytest.mark.parametrize("sync_iter", [True, False])
 def test_every_turn_has_the_weights_of_its_version(collect: Any, sync_iter: bool) -> None:
     policy = make_policy(0.0)
     collector = collect(policy, total_dialog_turns=8, sync_iter=sync_iter)
@@ -117,6 +117,7 @@ def broken_env() -> Any:
     return Breaks(batch_size=(1,))
 
 
+@pytest.mark.slow
 def test_errors_reach_the_caller(collect: Any) -> None:
     collector = collect(make_policy(), env=broken_env)
     with pytest.raises(SchemaMismatchError):

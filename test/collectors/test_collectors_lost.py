@@ -12,7 +12,7 @@ from multiprocessing.queues import Queue
 
 import pytest
 from collector_parts import OPTIONS, Env, fill, make_policy, require_exact, weights_of
-from marks import slow
+from marks import quick_for, slow
 from test_collectors_end import Dies, ours
 from torchrl.collectors.utils import _TrajectoryPool
 
@@ -57,7 +57,7 @@ class Fails(Env):
 
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
 def test_the_exception_that_ends_a_worker_reaches_every_call(cls, made):
-    collector = made(cls, [Env, Fails], make_policy(), frames_per_batch=8, total_frames=-1, **OPTIONS)
+    collector = made(cls, [Env, Fails], make_policy())
     trace = r"(?s)worker 1 has ended \(exit code 1\):\nTraceback .*Error: the simulator crashed"
     with pytest.raises(WorkerError, match=trace):
         read(collector.iterator())
@@ -176,18 +176,10 @@ LOCKS = {
 }
 
 
-@pytest.mark.parametrize("find", LOCKS.values(), ids=LOCKS)
+@pytest.mark.parametrize("find", quick_for(LOCKS.values(), LOCKS["while it writes to the queue"]), ids=LOCKS)
 def test_collection_goes_on_without_a_worker_that_was_killed_with_a_lock(find, made):
     envs = [Env, partial(DiesWithALock, find), Env]
-    collector = made(
-        MultiAsyncCollector,
-        envs,
-        make_policy(),
-        frames_per_batch=8,
-        total_frames=-1,
-        on_worker_lost="continue",
-        **OPTIONS,
-    )
+    collector = made(MultiAsyncCollector, envs, make_policy(), on_worker_lost="continue")
     frames = collector.iterator()
     while 1 not in collector.queue_out.lost:
         next(frames)

@@ -76,7 +76,7 @@ def test_a_name_of_an_older_torchrl_leads_to_the_new_one():
 def test_a_plain_module_is_wrapped(cls, made):
     policy = Plain()
     env = Env if cls is Collector else [Env]
-    collector = made(cls, env, policy, frames_per_batch=8, total_frames=-1, **OPTIONS)
+    collector = made(cls, env, policy)
     frames = iter(collector)
     require_stamps(next(frames))
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_a_policy_that_writes_versions_itself_is_left_alone(made):
         in_keys=["observation"],
         out_keys=["action", "policy_version"],
     )
-    collector = made(Collector, Env, policy, frames_per_batch=8, total_frames=-1, **OPTIONS)
+    collector = made(Collector, Env, policy)
     assert (next(iter(collector))["policy_version"] == 7).all()
 
 
@@ -153,9 +153,7 @@ def test_every_backend_writes_or_omits_versions_when_told(backend, tracks, made)
         more["backend_options"] = {"backend": "gloo", "launcher": "mp", "collector_kwargs": OPTIONS}
     else:
         more.update(OPTIONS)
-    collector = made(
-        Collector, Env, make_policy(), backend=backend, frames_per_batch=8, total_frames=8, **more
-    )
+    collector = made(Collector, Env, make_policy(), backend=backend, total_frames=8, **more)
     assert ("policy_version" in next(iter(collector))) is tracks
 
 

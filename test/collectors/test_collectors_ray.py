@@ -114,6 +114,7 @@ def test_every_way_to_update() -> None:
         next(iter(collector))
 
 
+@pytest.mark.slow
 def test_actors_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collectors.ray.FRAMES_TIMEOUT", 1.0)
     started = time.monotonic()
@@ -315,6 +316,7 @@ def test_torchrl_with_our_scheme(made: Any) -> None:
         assert seen(next(frames))[1] == {value}
 
 
+@pytest.mark.slow  # test_collectors_together.py has schemes for parts
 def test_a_scheme_for_a_part_of_the_policy(made: Any) -> None:
     part = {"policy.module": RayWeightSyncScheme(connect_timeout=30.0)}
     collector = made(make, make_policy(1.0), 1, weight_sync_schemes=part)

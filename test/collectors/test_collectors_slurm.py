@@ -27,6 +27,7 @@ def test_jobs_collect_follow_updates_and_end_well(kind):
     assert run("batch_jobs.py", kind, env=PYTHON_OF.get(kind)) == ["[None, None]"]
 
 
+@pytest.mark.slow  # test_collectors_distributed_end.py has workers that cannot start
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_job_that_cannot_start_is_told(kind):
     lines = run("batch_jobs.py", kind, "cannot_start", env=PYTHON_OF.get(kind))

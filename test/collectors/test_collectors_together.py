@@ -81,10 +81,7 @@ def test_one_bad_model_changes_nothing_anywhere(bad, made):
         MultiSyncCollector,
         [Env] * 2,
         pair(),
-        frames_per_batch=8,
-        total_frames=-1,
         weight_sync_schemes={ACTOR: SharedMemWeightSyncScheme(), CRITIC: SharedMemWeightSyncScheme()},
-        **OPTIONS,
     )
     frames = iter(collector)
     collector.update_policy_weights_(weights_dict=both(1))
@@ -120,15 +117,7 @@ def test_a_policy_without_a_scheme_of_its_own(schemes, made):
     """Batches have every output of the policy, and parts without a scheme keep their first weights."""
     policy = TensorDictModule(Scored(), in_keys=["observation"], out_keys=["action", "score"])
     fill(policy, 5.0)
-    collector = made(
-        MultiSyncCollector,
-        [Env] * 2,
-        policy,
-        frames_per_batch=8,
-        total_frames=-1,
-        weight_sync_schemes=schemes(),
-        **OPTIONS,
-    )
+    collector = made(MultiSyncCollector, [Env] * 2, policy, weight_sync_schemes=schemes())
     fill(policy, 6.0)  # an optimizer step: no worker sees it
     frames = iter(collector)
     data = next(frames)
@@ -173,13 +162,10 @@ def test_a_worker_that_cannot_apply_one_model_applies_none(made):
         MultiSyncCollector,
         [Env] * 2,
         policy,
-        frames_per_batch=8,
-        total_frames=-1,
         weight_sync_schemes={
             ACTOR: SharedMemWeightSyncScheme(strategy),
             CRITIC: SharedMemWeightSyncScheme(strategy),
         },
-        **OPTIONS,
     )
     frames = iter(collector)
     fill(policy, 1.0)
@@ -195,9 +181,7 @@ def test_a_worker_that_cannot_apply_one_model_applies_none(made):
 @pytest.mark.parametrize("scheme", [None, SharedMemWeightSyncScheme])
 def test_in_one_process(scheme, made):
     schemes = None if scheme is None else {ACTOR: scheme(), CRITIC: scheme()}
-    collector = made(
-        Collector, Env, pair(), frames_per_batch=8, total_frames=-1, weight_sync_schemes=schemes, **OPTIONS
-    )
+    collector = made(Collector, Env, pair(), weight_sync_schemes=schemes)
     frames = iter(collector)
     reports = collector.update_policy_weights_(weights_dict=both(1))
     assert {key: report.version for key, report in reports.items()} == {ACTOR: 1, CRITIC: 1}
@@ -227,9 +211,7 @@ def test_a_subclass_may_know_further_models(made):
 
 def test_one_process_with_a_scheme_for_a_part_runs_a_copy_of_the_policy(made):
     policy, schemes = pair(), {ACTOR: SharedMemWeightSyncScheme()}
-    collector = made(
-        Collector, Env, policy, frames_per_batch=8, total_frames=-1, weight_sync_schemes=schemes, **OPTIONS
-    )
+    collector = made(Collector, Env, policy, weight_sync_schemes=schemes)
     frames = iter(collector)
     fill(policy, 1.0)
     assert next(frames)["action"].unique().tolist() == [0.0]

@@ -26,7 +26,7 @@ def values(data):
     ("kind", "strategy"),
     [
         (SharedMemWeightSyncScheme, "tensordict"),
-        (SharedMemWeightSyncScheme, "state_dict"),
+        slow(SharedMemWeightSyncScheme, "state_dict"),
         slow(MultiProcessWeightSyncScheme, "tensordict"),
         slow(MultiProcessWeightSyncScheme, "state_dict"),
     ],

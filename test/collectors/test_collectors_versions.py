@@ -8,6 +8,7 @@ from collector_parts import (
     OPTIONS,
     STEPS,
     Env,
+    Slow,
     fill,
     make_policy,
     policy_of_seven,
@@ -32,15 +33,7 @@ from weight_update.testing.processes import wait_until
 @pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, slow(MultiProcessWeightSyncScheme)])
 def test_every_frame_names_its_version_while_updates_flow(cls, scheme, made):
     policy = make_policy()
-    collector = made(
-        cls,
-        [Env] * 2,
-        policy,
-        frames_per_batch=60,
-        total_frames=-1,
-        weight_sync_schemes={"policy": scheme()},
-        **OPTIONS,
-    )
+    collector = made(cls, [Env] * 2, policy, frames_per_batch=60, weight_sync_schemes={"policy": scheme()})
     frames = iter(collector)
     with updates(collector, policy) as sent:
         seen = see_versions(frames, require_exact, enough=100)
@@ -51,13 +44,7 @@ def test_every_frame_names_its_version_while_updates_flow(cls, scheme, made):
 def test_random_frames_name_the_version_in_force(made):
     policy = make_policy()
     collector = made(
-        MultiSyncCollector,
-        [Env] * 2,
-        policy,
-        frames_per_batch=20,
-        total_frames=60,
-        init_random_frames=40,
-        **OPTIONS,
+        MultiSyncCollector, [Env] * 2, policy, frames_per_batch=20, total_frames=60, init_random_frames=40
     )
     for number, data in enumerate(collector):
         require_stamps(data)
@@ -79,7 +66,6 @@ def test_replay_buffer_holds_versions(extend_buffer, made):
         total_frames=100,
         replay_buffer=buffer,
         extend_buffer=extend_buffer,
-        **OPTIONS,
     )
     with updates(collector, policy):
         for _ in collector:
@@ -101,11 +87,11 @@ def test_a_replay_buffer_that_is_not_here_is_not_examined():
 def test_a_collector_and_a_replay_buffer_that_was_filled_without_versions(made, emptied):
     buffer = ReplayBuffer(storage=LazyTensorStorage(200), batch_size=10)
     options = {"frames_per_batch": 20, "total_frames": 40, "replay_buffer": buffer, "extend_buffer": True}
-    for _ in made(Collector, Env, make_policy(), track_policy_version=False, **options, **OPTIONS):
+    for _ in made(Collector, Env, make_policy(), track_policy_version=False, **options):
         pass
     if emptied:
         buffer.empty()
-    for _ in made(Collector, Env, fill(make_policy(), 3), **options, **OPTIONS):
+    for _ in made(Collector, Env, fill(make_policy(), 3), **options):
         pass
     stored = buffer[:]
     assert len(stored) == (40 if emptied else 80)
@@ -120,7 +106,7 @@ def test_a_replay_buffer_that_was_filled_without_versions(cls, made):
     options = {"frames_per_batch": 20, "total_frames": 40, "replay_buffer": buffer, "extend_buffer": True}
     with pytest.raises(RuntimeError, match=r"without the required \('next', 'policy_version'\) field"):
         cls([Env], make_policy(), track_policy_version=True, **options, **OPTIONS)
-    collector = made(cls, [Env], fill(make_policy(), 3), **options, **OPTIONS)
+    collector = made(cls, [Env], fill(make_policy(), 3), **options)
     for _ in collector:
         pass
     stored = buffer[:]
@@ -138,7 +124,6 @@ def test_policy_factory_and_user_named_versions(made):
         frames_per_batch=20,
         total_frames=60,
         weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
-        **OPTIONS,
     )
     for number, data in enumerate(collector):
         require_stamps(data)
@@ -151,7 +136,7 @@ def test_policy_factory_and_user_named_versions(made):
 @pytest.mark.parametrize("env", [Env, lambda: Env([3]), lambda: SerialEnv(2, Env)])
 def test_one_process(env, made):
     policy = make_policy()
-    collector = made(Collector, env, policy, frames_per_batch=24, total_frames=96, device="cpu", **OPTIONS)
+    collector = made(Collector, env, policy, frames_per_batch=24, total_frames=96, device="cpu")
     for number, data in enumerate(collector):
         require_exact(data)
         assert data["policy_version"].max() == number == collector.policy_version
@@ -163,7 +148,7 @@ def test_one_process(env, made):
 
 def test_an_environment_gets_no_transform_and_can_be_copied(made):
     env = Env()
-    collector = made(Collector, env, make_policy(), frames_per_batch=2 * STEPS, **OPTIONS)
+    collector = made(Collector, env, make_policy(), frames_per_batch=2 * STEPS)
     assert collector.env is env
     data = next(iter(collector))
     require_exact(data)
@@ -218,7 +203,6 @@ def test_one_process_into_a_buffer_with_a_copy_of_the_policy(extend_buffer, made
         replay_buffer=buffer,
         extend_buffer=extend_buffer,
         weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
-        **OPTIONS,
     )
     with updates(collector, policy):
         for _ in collector:
@@ -287,9 +271,7 @@ def test_versions_of_workers_survive_a_checkpoint(scheme, made):
 @pytest.mark.parametrize("scheme", [None, SharedMemWeightSyncScheme])
 def test_a_state_is_not_changed_by_later_updates(scheme, made):
     schemes = None if scheme is None else {"policy": scheme()}
-    collector = made(
-        Collector, Env, make_policy(), frames_per_batch=5, weight_sync_schemes=schemes, **OPTIONS
-    )
+    collector = made(Collector, Env, make_policy(), frames_per_batch=5, weight_sync_schemes=schemes)
     collector.update_policy_weights_(weights_of(1.0))
     saved = collector.state_dict()
     collector.update_policy_weights_(weights_of(2.0))
@@ -304,7 +286,7 @@ def test_a_state_has_the_weights_of_one_version(scheme, made):
     policy = make_policy()
     policy.register_state_dict_post_hook(lambda *args: time.sleep(0.05))
     schemes = None if scheme is None else {"policy": scheme()}
-    collector = made(Collector, Env, policy, frames_per_batch=5, weight_sync_schemes=schemes, **OPTIONS)
+    collector = made(Collector, Env, policy, frames_per_batch=5, weight_sync_schemes=schemes)
     with updates(collector, make_policy()):
         for _ in range(10):
             state = collector.state_dict()
@@ -325,7 +307,6 @@ def test_tracking_can_be_left_to_the_caller(made):
         frames_per_batch=10,
         total_frames=20,
         track_policy_version=PolicyVersion("uuid"),
-        **OPTIONS,
     )
     before = named.policy_version
     named.update_policy_weights_()
@@ -377,12 +358,6 @@ def test_multi_collector_chooses_its_kind():
         assert isinstance(collector, MultiCollector)
         require_exact(next(iter(collector)))
         collector.shutdown()
-
-
-class Slow(Env):
-    def _step(self, tensordict):
-        time.sleep(0.02)
-        return super()._step(tensordict)
 
 
 def test_frames_of_the_batch_that_a_shutdown_awaits_name_their_version(made):

@@ -33,6 +33,13 @@ SOCKET_KINDS: dict[str, tuple[type[WeightSyncScheme], dict[str, Any]]] = {
 """Schemes, with options, whose workers call :func:`join_from_another_host`."""
 
 
+class Apart(DistributedWeightSyncScheme):
+    """A scheme for which every process is a host of its own."""
+
+    def host_name(self) -> str:
+        return f"host of {os.getpid()}"
+
+
 class WorkerRaised(Exception):
     """An exception of a worker, with its traceback."""
 
@@ -90,7 +97,6 @@ class Worker(Body):
     def __init__(self, scheme: WeightSyncScheme, idx: int, model: Any) -> None:
         super().__init__(scheme, idx)
         self.idx, self.model = idx, model
-        self.held = contextlib.ExitStack()
         self.passes: list[Passes] = []
 
     def end(self) -> None:
@@ -135,6 +141,8 @@ class Passes:
 
 # -- what a worker can be asked to do ------------------------------------------------------------------
 
+hold, let_go, leave, version_of = Body.hold, Body.release, Body.shutdown, Body.version
+
 
 def join(me: Worker) -> int | None:
     me.scheme.init_on_receiver(model=me.model, worker_idx=me.idx)
@@ -154,10 +162,6 @@ def weights_of(me: Worker) -> dict[str, torch.Tensor]:
         return state_of(me.model)
 
 
-def version_of(me: Worker) -> int | None:
-    return me.scheme.version
-
-
 def compute(me: Worker, threads: int = 1) -> None:
     me.passes = [Passes(lambda: me.model(START)) for _ in range(threads)]
 
@@ -168,18 +172,6 @@ def report(me: Worker) -> list[dict[str, Any]]:
 
 def end_compute(me: Worker) -> list[dict[str, Any]]:
     return [one.end() for one in me.passes]
-
-
-def hold(me: Worker) -> None:
-    me.held.enter_context(me.scheme.hold())
-
-
-def let_go(me: Worker) -> None:
-    me.held.close()
-
-
-def leave(me: Worker) -> None:
-    me.scheme.shutdown()
 
 
 def wait_version(me: Worker, version: int, timeout: float = WAIT) -> int | None:

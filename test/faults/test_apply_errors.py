@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import pickle
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -31,8 +27,8 @@ from faults_tools import (
     slots_mapped_for_reading,
     version_of,
     wait_version,
-    weights_of,
 )
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import (
@@ -42,7 +38,6 @@ from weight_update import (
     SyncFailedError,
     WeightStrategy,
     WeightSyncScheme,
-    WorkerError,
     WorkerEvent,
 )
 from weight_update.receiver.receiver import Receiver
@@ -93,47 +88,9 @@ def start_two(
     return scheme, workers
 
 
-def values_of(worker: Remote) -> set[float]:
-    return {float(value.max()) for name, value in worker.call(weights_of).items() if "extra" not in name}
-
-
 def weights_only(me: Worker) -> set[float]:
     with me.scheme.hold():
         return {float(v) for p in me.model.parameters() for v in p.detach().aminmax()}
-
-
-def test_an_exception_while_applying_reaches_send(kind, procs: Processes) -> None:
-    scheme, (easy, fussy) = start_two(kind, procs)
-    model = Fussy()
-    scheme.send(numbered(model, 1))
-    with pytest.raises(SyncFailedError, match="the number 2 is not welcome") as caught:
-        scheme.send(numbered(model, 2))
-    assert set(caught.value.failures) == {1}
-    assert isinstance(caught.value.failures[1], WorkerError)
-    assert "set_extra_state" in str(caught.value.failures[1])  # the traceback of the worker
-    assert easy.call(weights_only) == {2.0}
-    assert fussy.call(weights_only) == {1.0}
-    assert scheme.worker_versions == {0: 2, 1: 1}
-    scheme.send(numbered(model, 3))
-    assert [worker.call(weights_only) for worker in (easy, fussy)] == [{3.0}, {3.0}]
-
-
-def test_an_error_of_an_asynchronous_send_is_raised_by_a_later_call(kind, procs: Processes) -> None:
-    scheme, (easy, fussy) = start_two(kind, procs, sync=False)
-    model = Fussy()
-    scheme.send(numbered(model, 1))
-    assert fussy.call(wait_version, 1) == 1
-    scheme.send(numbered(model, 2))
-    assert easy.call(wait_version, 2) == 2
-    assert eventually(lambda: scheme.worker_versions == {0: 2, 1: 1})
-    with pytest.raises(SyncFailedError, match="not welcome") as caught:  # noqa: PT012 - it may come a bit later
-        for _ in range(200):
-            scheme.send(numbered(model, 3))
-            time.sleep(0.01)
-    assert set(caught.value.failures) == {1}
-    assert [worker.call(wait_version, 3) >= 3 for worker in (easy, fussy)] == [True, True]
-    scheme.send(numbered(model, 5))  # raised once, not for ever
-    scheme.send(numbered(model, 6))
 
 
 def test_an_error_is_not_lost_behind_newer_sends(kind, procs: Processes) -> None:
@@ -167,18 +124,6 @@ def test_each_error_of_asynchronous_sends_is_raised(kind, procs: Processes) -> N
             scheme.send(numbered(model, 3))
         assert caught.value.report.version == version
     scheme.send(numbered(model, 4))
-
-
-def test_a_handle_raises_what_happened(kind, procs: Processes) -> None:
-    scheme, (_, fussy) = start_two(kind, procs)
-    model = Fussy()
-    fussy.call(hold)
-    handles = [scheme.send_async(numbered(model, number)) for number in (2, 2)]
-    fussy.call(let_go)
-    for handle in handles:
-        with pytest.raises(SyncFailedError, match="not welcome"):
-            handle.wait(5.0)
-        assert handle.done()
 
 
 def test_a_handle_whose_version_was_replaced_by_one_that_fails(kind, procs: Processes) -> None:
@@ -342,77 +287,6 @@ def test_memory_of_an_update_that_failed_late_is_not_written_again(kind, procs: 
 # -- weights that do not fit ---------------------------------------------------------------------------
 
 
-def make_net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
-
-
-def extra_layer() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1), nn.Linear(1, 1))
-
-
-def missing_layer() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 4))
-
-
-def wrong_shape() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1))
-
-
-def broadcastable() -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
-    model[0].bias = nn.Parameter(torch.zeros(1))
-    return model
-
-
-BAD = [extra_layer, missing_layer, wrong_shape, broadcastable]
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_models_that_differ_cannot_connect_and_both_stay_usable(kind, procs: Processes, bad) -> None:
-    scheme = procs.scheme(kind, timeout=10.0)
-    scheme.init_on_sender(model=make_net(), num_workers=1)
-    worker = procs.start(scheme, 0, bad)
-    before = worker.call(_values)
-    worker.begin(join)
-    with pytest.raises(SchemaMismatchError) as caught:
-        scheme.connect(timeout=10.0)
-    assert caught.value.problems
-    with pytest.raises(WorkerRaised, match="SchemaMismatchError"):
-        worker.result()
-    after = worker.call(_values)
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    worker.begin(_join_with_another_model)
-    scheme.connect(timeout=10.0)
-    worker.result()
-    assert scheme.send().apply_seconds.keys() == {0}
-
-
-def _values(me: Worker) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in me.model.parameters()]
-
-
-def _join_with_another_model(me: Worker) -> None:
-    me.model = make_net()
-    me.scheme.model = me.model
-    me.scheme.connect(timeout=10.0)
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_sending_weights_that_do_not_fit_sends_nothing(kind, procs: Processes, bad) -> None:
-    scheme, model = procs.scheme(kind, timeout=10.0), make_net()
-    workers = procs.launch(scheme, model, make_net, 2)
-    with pytest.raises(SchemaMismatchError) as caught:
-        scheme.send(bad())
-    assert caught.value.problems
-    assert [worker.call(version_of) for worker in workers] == [0, 0]
-    expected = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    for worker in workers:
-        assert all(torch.equal(worker.call(weights_of)[name], value) for name, value in expected.items())
-    version = scheme.send(fill(model, 7)).version
-    assert [worker.call(version_of) for worker in workers] == [version, version]
-
-
 class Refusing(nn.Linear):
     """A module that raises while it applies an update, until :attr:`refuses` is reset."""
 
@@ -428,56 +302,39 @@ class Refusing(nn.Linear):
 
 def test_a_worker_that_refuses_the_update_it_joins_again_with_stays() -> None:
     source, target = Refusing(4, 4), Refusing(4, 4)
-    with SharedMemWeightSyncScheme("state_dict", timeout=20.0) as sender:
-        sender.init_on_sender(model=source, num_workers=1)
-        with pickle.loads(pickle.dumps(sender)) as receiver, ThreadPoolExecutor(1) as pool:
-            receiver.init_on_receiver(model=target, worker_idx=0)
-            joining = pool.submit(receiver.connect)
-            sender.connect()
-            joining.result()
-            target.refuses = True
-            sender._sender.table[0].link.disconnect()
-            outcomes = list(sent_until(sender, "refused"))
-            assert "refused" in outcomes[-1]
-            target.refuses = False
-            outcomes = list(sent_until(sender, "applied"))
-            assert outcomes[-1] == "applied"
-            assert torch.equal(target.weight, source.weight)
+    sender = SharedMemWeightSyncScheme("state_dict", timeout=20.0)
+    with sender, connect_pair(sender, source, target):
+        target.refuses = True
+        sender._sender.table[0].link.disconnect()
+        wait_until(lambda: "refused" in outcome(sender))
+        target.refuses = False
+        wait_until(lambda: outcome(sender) == "applied")
+        assert torch.equal(target.weight, source.weight)
 
 
-def sent_until(scheme: WeightSyncScheme, wanted: str) -> Iterator[str]:
-    """Send until an outcome contains ``wanted``, for ten seconds at most."""
-    deadline, outcome = time.monotonic() + 10, ""
-    while wanted not in outcome and time.monotonic() < deadline:
-        try:
-            scheme.send()
-            outcome = "applied"
-        except SyncFailedError as error:
-            outcome = str(error)
-            time.sleep(0.05)
-        yield outcome
+def outcome(scheme: WeightSyncScheme) -> str:
+    """Send; return "applied" or the error."""
+    try:
+        scheme.send()
+    except SyncFailedError as error:
+        return str(error)
+    return "applied"
 
 
 def test_refused_updates_keep_no_memory() -> None:
     """Memory is freed without the collector of reference cycles, which may not run for minutes."""
     source, target = Refusing(128, 128), Refusing(128, 128)
     strategy = WeightStrategy("state_dict", encoding=PatchEncoding())
-    with SharedMemWeightSyncScheme(strategy, timeout=20.0) as sender:
-        sender.init_on_sender(model=source, num_workers=1)
-        with pickle.loads(pickle.dumps(sender)) as receiver, ThreadPoolExecutor(1) as pool:
-            receiver.init_on_receiver(model=target, worker_idx=0)
-            joining = pool.submit(receiver.connect)
-            sender.connect()
-            joining.result()
-            before = slots_mapped_for_reading()
-            gc.disable()
-            try:
-                for count in range(1, 61):  # patches of different sizes lie in slots of their own
-                    target.refuses = count % 2 == 1
-                    with torch.no_grad():
-                        source.weight[: count % 30 + 1] += 1
-                    with contextlib.suppress(SyncFailedError):
-                        sender.send()
-                assert slots_mapped_for_reading() - before < 25
-            finally:
-                gc.enable()
+    sender = SharedMemWeightSyncScheme(strategy, timeout=20.0)
+    with sender, connect_pair(sender, source, target):
+        before = slots_mapped_for_reading()
+        gc.disable()
+        try:
+            for count in range(1, 61):  # patches of different sizes lie in slots of their own
+                target.refuses = count % 2 == 1
+                with torch.no_grad():
+                    source.weight[: count % 30 + 1] += 1
+                outcome(sender)
+            assert slots_mapped_for_reading() - before < 25
+        finally:
+            gc.enable()

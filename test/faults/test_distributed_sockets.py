@@ -6,12 +6,8 @@ import os
 
 import pytest
 import torch
-from faults_tools import Processes, Stripes, Worker, fill, hold, join, let_go, version_of, weights_of
-from test_apply_errors import (  # noqa: F401 - they are collected here, too
-    test_models_that_differ_cannot_connect_and_both_stay_usable,
-    test_sending_weights_that_do_not_fit_sends_nothing,
-)
-from test_kills import (  # noqa: F401
+from faults_tools import Apart, Processes, Stripes, Worker, fill, hold, join, let_go, version_of, weights_of
+from test_kills import (  # noqa: F401 - they are collected here, too
     test_killed_in_the_middle_of_large_sends,
     test_killed_while_idle,
     test_killed_while_it_applies,
@@ -24,13 +20,6 @@ from test_stopped_worker import test_named_within_the_timeout_and_current_after_
 from weight_update import DistributedWeightSyncScheme, SyncFailedError
 
 pytestmark = pytest.mark.slow  # the same tests run over Distributed on one host by default
-
-
-class Apart(DistributedWeightSyncScheme):
-    """A scheme for which every process is a host of its own."""
-
-    def host_name(self) -> str:
-        return f"host of {os.getpid()}"
 
 
 @pytest.fixture

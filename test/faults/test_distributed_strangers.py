@@ -35,7 +35,7 @@ from faults_tools import (
     version_of,
     within,
 )
-from marks import quick_for
+from marks import quick_for, slow
 from stranger_parts import Tap
 from torch.distributed import DistError, TCPStore
 
@@ -154,21 +154,17 @@ RUBBISH = {
 
 
 @each_port
-@pytest.mark.parametrize("data", RUBBISH.values(), ids=RUBBISH)
+@pytest.mark.parametrize(
+    "data",
+    quick_for(
+        RUBBISH.values(), *(RUBBISH[name] for name in ("noise", "a_key_of_an_exabyte", "a_wrong_proof"))
+    ),
+    ids=RUBBISH,
+)
 def test_rubbish_on_the_port(busy: DistributedWeightSyncScheme, port: str, data: bytes) -> None:
     number = ports_of(busy)[port]
     with closing(call(number, data)), closing(call(number, data)):
         assert flows_on(busy)
-    assert flows_on(busy)
-
-
-@each_port
-def test_many_at_once(busy: DistributedWeightSyncScheme, port: str) -> None:
-    number = ports_of(busy)[port]
-    strangers = [call(number, b"x" * n) for n in range(100)]
-    assert flows_on(busy)
-    for stranger in strangers:
-        stranger.close()
     assert flows_on(busy)
 
 
@@ -257,16 +253,6 @@ def test_a_first_frame_that_is_none(busy, caplog: pytest.LogCaptureFixture, fram
     assert flows_on(busy)
 
 
-def test_a_message_that_is_not_signed(busy, caplog: pytest.LogCaptureFixture) -> None:
-    """A stranger took over the connection after the handshake, and does not know its key."""
-    with caplog.at_level(logging.WARNING), closing(knowing(busy)) as signed:
-        forged = SignedStream(signed.stream, bytes(32), listener=False)
-        forged.send_json({"do": "join", "name": "n", "host": "h"}, 10.0)
-        assert ends(signed.stream.sock)
-        assert eventually(lambda: "a message was not signed with ours" in caplog.text, 5.0)
-    assert flows_on(busy)
-
-
 def test_a_proof_for_another_purpose(busy, caplog: pytest.LogCaptureFixture) -> None:
     """A proof of the token to another listener of the same program is worth nothing here."""
     with caplog.at_level(logging.WARNING), pytest.raises(JoinRefusedError, match="wrong token"):
@@ -285,15 +271,6 @@ def test_a_worker_with_another_token(busy, procs: Processes) -> None:
     stranger = procs.start(busy, 0, make_here)
     with pytest.raises(WorkerRaised, match=r"JoinRefusedError: the sender at .* has another token"):
         stranger.call(partial(join_with, port=busy.port, token="0" * 32))
-    assert flows_on(busy)
-
-
-def test_a_caller_with_another_token(busy, caplog: pytest.LogCaptureFixture) -> None:
-    sender = sender_of(busy)
-    with caplog.at_level(logging.WARNING), pytest.raises(JoinRefusedError, match="wrong token"):
-        call_sender("127.0.0.1", sender.port, "0" * 32, f"sender {sender.name}", deadline_of(10.0))
-    assert eventually(lambda: "refused a connection: wrong token" in caplog.text, 5.0)
-    assert busy.token not in caplog.text
     assert flows_on(busy)
 
 
@@ -402,7 +379,7 @@ class Narrow(Tap):
             other.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("stripes", [8, 800], ids=["after_the_frame", "through_the_relay"])
+@pytest.mark.parametrize("stripes", [slow(8), 800], ids=["after_the_frame", "through_the_relay"])
 def test_connect_ends_in_time_if_the_link_fails_while_weights_arrive(
     stripes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,14 +415,4 @@ def test_a_flood_of_large_values(busy) -> None:
 def test_a_value_that_is_too_large(busy) -> None:
     with pytest.raises(DistError):
         client(busy).queue_push("door", bytes(9 << 20))
-    assert flows_on(busy)
-
-
-def test_a_store_gives_no_secret_away(busy) -> None:
-    """A stranger that speaks the protocol finds the announcement, from which it cannot tell the token."""
-    stranger = client(busy)
-    (key,) = stranger.list_keys()
-    value = stranger.get(key.removeprefix("/"))
-    assert busy.token not in key
-    assert busy.token.encode() not in value
     assert flows_on(busy)

@@ -16,6 +16,7 @@ from background import one_thread
 from faults_kinds import quick_over
 from faults_tools import eventually
 from interpreters import run_python
+from marks import slow
 from torch import nn
 
 from weight_update import (
@@ -177,7 +178,6 @@ WAYS = {
     "an exception": 1,
 }
 OFTEN = {
-    (SharedMemWeightSyncScheme, "not shut down"),
     (SharedMemWeightSyncScheme, "an exception"),
     (DistributedWeightSyncScheme, "unwaited sends"),
 }
@@ -220,7 +220,7 @@ def test_exits_at_once(kind: type, how: str, tmp_path: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("program", [LATE, RELAY, OUTBOX], ids=["any", "relay", "outbox"])
+@pytest.mark.parametrize("program", [LATE, slow(RELAY), slow(OUTBOX)], ids=["any", "relay", "outbox"])
 def test_exit_waits_for_threads_that_the_end_of_a_scheme_ends(program: str) -> None:
     """A thread that returns from PyTorch's C++ while the interpreter ends would abort the process."""
     done = run_python("-c", program)
@@ -233,7 +233,7 @@ def test_exit_does_not_wait_for_a_payload_over_several_connections() -> None:
     assert time.time() - float(done.stdout) < PROMPT
 
 
-@pytest.mark.parametrize("program", [AFTER_MAIN, AT_EXIT], ids=["large copy", "large patch"])
+@pytest.mark.parametrize("program", [slow(AFTER_MAIN), AT_EXIT], ids=["large copy", "large patch"])
 def test_no_pool_of_threads_is_needed_after_the_main_thread(program: str) -> None:
     done = run_python("-c", program)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from interpreters import run_python
+from marks import quick_for
 from torch import nn
 
 from weight_update import (
@@ -69,7 +70,7 @@ def follow(scheme: WeightSyncScheme, model: nn.Module, pipe: Any) -> None:
 
 
 @pytest.mark.usefixtures("openmp")
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", quick_for(ENCODINGS, "dense", "bucket, bfloat16", "patch, relative"))
 def test_workers_do_not_hang(kind: type[WeightSyncScheme], encoding: str) -> None:
     ctx = mp.get_context("fork")
     source, target = nn.Linear(400, 1000), nn.Linear(400, 1000)

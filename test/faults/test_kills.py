@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
+import multiprocessing as mp
 import os
 import re
+import select
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from faults_tools import (
+    START,
     WAIT,
+    Passes,
     Processes,
     Remote,
     Stripes,
@@ -33,7 +42,6 @@ from marks import quick_for
 from weight_update import (
     LinkClosedError,
     SyncFailedError,
-    SyncTimeoutError,
     WeightSyncError,
     WeightSyncScheme,
     group_schemes,
@@ -50,22 +58,6 @@ def send_on(scheme: WeightSyncScheme, model: Stripes, survivors: list[Remote], v
         report = scheme.send(fill(model, version), worker_ids=[worker.idx for worker in survivors])
         assert sorted(report.apply_seconds) == [worker.idx for worker in survivors]
         assert [worker.call(version_of) for worker in survivors] == [version] * len(survivors)
-
-
-@pytest.mark.slow  # test_membership.py has the same
-def test_killed_before_connect(kind, procs: Processes) -> None:
-    scheme, model = procs.scheme(kind, timeout=LIMIT), fill(small(), 0)
-    scheme.init_on_sender(model=model, num_workers=2)
-    alive, dead = procs.start(scheme, 0, small), procs.start(scheme, 1, small)
-    dead.kill()
-    alive.begin(join)
-    with within(LIMIT + 1), pytest.raises(SyncTimeoutError, match=r"\[1\]"):
-        scheme.connect(timeout=LIMIT)
-    assert alive.result() == 0
-    send_on(scheme, model, [alive], range(1, 4))
-    with within(LIMIT + 1), pytest.raises(SyncFailedError, match="worker 1"):
-        scheme.send(fill(model, 4))
-    assert alive.call(version_of) == 4
 
 
 def test_a_caller_that_knows_the_processes_need_not_wait(kind, procs: Processes) -> None:
@@ -175,20 +167,58 @@ def test_everybody_killed(kind, procs: Processes) -> None:
 # -- the sender dies -----------------------------------------------------------------------------------
 
 
-def sender_that_never_rests(scheme: WeightSyncScheme, layers: int, numel: int, ready) -> None:
-    import torch
+FAMILY_SHAPE = (8, 1 << 19)
 
+
+def train_without_end(kind: type[WeightSyncScheme], folder: Path) -> None:
+    """Run a trainer that starts two workers, and sends without pause."""
     torch.set_num_threads(1)
-    model = Stripes(layers, numel)
+    scheme, model = kind(timeout=WAIT), Stripes(*FAMILY_SHAPE)
     scheme.init_on_sender(model=model, num_workers=2)
-    ready.send(scheme)
+    for idx in range(2):
+        mp.get_context("fork").Process(target=work_until_alone, args=(scheme, idx, folder)).start()
     scheme.connect(timeout=WAIT)
-    version = 0
-    while True:
-        version += 1
+    for version in itertools.count(1):
         scheme.send(fill(model, version))
         if version == 3:
-            ready.send("running")
+            (folder / "sends").touch()
+
+
+def work_until_alone(scheme: WeightSyncScheme, idx: int, folder: Path) -> None:
+    """Run a worker that computes until its trainer is gone, and write down what it saw."""
+    torch.set_num_threads(1)
+    model = Stripes(*FAMILY_SHAPE)
+    scheme.init_on_receiver(model=model, worker_idx=idx)
+    scheme.connect(timeout=WAIT)
+    (folder / f"pid {idx}").write_text(str(os.getpid()))
+    passes = Passes(lambda: model(START))
+    with pytest.raises(WeightSyncError):  # noqa: PT012 - the last of many calls
+        while True:
+            scheme.receive()
+    before = passes.report()
+    time.sleep(0.2)
+    found = {"before": before, "after": passes.end(), "last": model(START).tolist()}
+    part = folder / f"part {idx}"
+    part.write_text(json.dumps(found))
+    part.rename(folder / f"found {idx}")
+    scheme.shutdown()
+
+
+@contextlib.contextmanager
+def family(kind: type[WeightSyncScheme], folder: Path) -> Iterator[tuple[mp.process.BaseProcess, list[int]]]:
+    """Yield a trainer that sends, and the pids of its workers, which are no children of the test."""
+    trainer = mp.get_context("fork").Process(target=train_without_end, args=(kind, folder))
+    trainer.start()
+    files = [folder / f"pid {idx}" for idx in range(2)]
+    try:
+        assert eventually(lambda: (folder / "sends").exists())
+        yield trainer, [int(file.read_text()) for file in files]
+    finally:
+        trainer.kill()
+        trainer.join()
+        for file in files:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 def slots_of(pid: int) -> set[str]:
@@ -207,26 +237,25 @@ def mapping(slots: set[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("delay", quick_for([0.0, 0.013, 0.05, 0.11], 0.013))
-def test_sender_killed_at_any_moment(kind, delay: float) -> None:
+def test_sender_killed_at_any_moment(kind, delay: float, tmp_path: Path) -> None:
     """Workers keep one whole version, go on computing, learn of it, and leave promptly."""
-    from faults_orphans import Orphans
-
-    with Orphans(kind) as family:
-        family.run_until_sending()
-        slots = slots_of(family.workers[0].pid) - slots_of(os.getpid())  # inherited ones
+    with family(kind, tmp_path) as (trainer, pids):
+        slots = slots_of(pids[0]) - slots_of(os.getpid())  # inherited ones
         assert slots
         on_one_host = "host_name" not in vars(kind)
-        assert len(mapping(slots)) == 3 if on_one_host else family.workers[0].pid in mapping(slots)
+        assert len(mapping(slots)) == 3 if on_one_host else pids[0] in mapping(slots)
+        ends = [os.pidfd_open(pid) for pid in pids]
         time.sleep(delay)
-        family.kill_sender()
-        for worker in family.workers:
-            seen = worker.expect("bereaved", 10.0)
-            assert issubclass(seen["error"], WeightSyncError)
-            assert seen["passes"]["torn"] == []
-            assert seen["after"]["torn"] == []
-            assert seen["after"]["count"] > seen["passes"]["count"]  # it goes on computing
-            assert seen["whole"]
-            assert worker.exits_within(5.0)
+        trainer.kill()
+        for idx, end in enumerate(ends):
+            file = tmp_path / f"found {idx}"
+            assert eventually(file.exists, 10.0)
+            seen = json.loads(file.read_text())
+            assert seen["before"]["torn"] == seen["after"]["torn"] == []
+            assert seen["after"]["count"] > seen["before"]["count"]  # it goes on computing
+            assert seen["last"][0] == seen["last"][1]
+            assert select.select([end], [], [], 5.0)[0], "a worker goes on"
+            os.close(end)
         assert mapping(slots) == []  # slots have no names: only a process can keep them
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import signal
 import socket
 import threading
 import time
@@ -23,11 +22,9 @@ from weight_update import (
     ExplorerClient,
     SharedMemWeightSyncScheme,
     Synchronizer,
-    SyncTimeoutError,
     WeightChunk,
 )
 from weight_update.errors import TransportError
-from weight_update.testing.processes import freeze
 from weight_update.testing.workers import RemoteObject
 from weight_update.wire.frames import Kind
 
@@ -192,27 +189,3 @@ def test_no_memory_for_threads(host: Host) -> None:
 
 
 # -- a listener that does not answer -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("full", [False, True], ids=["stopped", "stopped, with a full backlog"])
-def test_connect_keeps_to_its_timeout(full: bool) -> None:
-    host = Trainer()
-    try:
-        host.join(0)
-        freeze(host.process.pid)
-        with ExitStack() as stack:
-            for _ in range(1000 if full else 0):
-                stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                stranger.setblocking(False)
-                try:
-                    stranger.connect(host.address)
-                except BlockingIOError:
-                    break
-            start = time.monotonic()
-            with pytest.raises(SyncTimeoutError, match="has it called"):
-                host.join(1, timeout=0.5)
-            assert 0.4 < time.monotonic() - start < 5.0
-        os.kill(host.process.pid, signal.SIGCONT)
-        host.join(1)
-    finally:
-        host.close()

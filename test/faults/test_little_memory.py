@@ -326,13 +326,7 @@ def test_no_memory_to_join_again(
     """The receiver tries again while memory is short, instead of ending for good."""
     scheme = procs.scheme(SharedMemWeightSyncScheme, timeout=20.0, strategy=WeightStrategy(**options))
     model, mine = half_a_megabyte(), half_a_megabyte()
-    scheme.init_on_sender(model=model, num_workers=1)
-    receiver = SharedMemWeightSyncScheme(strategy=scheme.strategy, address=scheme.address, token=scheme.token)
-    receiver.init_on_receiver(model=mine, worker_idx=0)
-    joining = threading.Thread(target=receiver.connect)
-    joining.start()
-    scheme.connect()
-    joining.join()
+    receiver = connect_pair(scheme, model, mine)
     (state,) = scheme._sender.table
     failed = threading.Event()
 

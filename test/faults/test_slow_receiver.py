@@ -86,18 +86,6 @@ def test_held_worker_costs_bounded_memory(kind, procs: Processes, how: str) -> N
     assert len(worker.call(seen)) <= 4  # 0, the one that waited, the newest: those between were dropped
 
 
-def test_the_fast_workers_do_not_wait_for_a_held_one(kind, procs: Processes) -> None:
-    scheme, model = procs.scheme(kind, timeout=60.0), Stripes(8, 1024)
-    held, fast = procs.launch(scheme, model, lambda: Stripes(8, 1024), 2)
-    held.call(hold)
-    for version in range(1, 31):
-        scheme.send_async(fill(model, version))
-        assert fast.call(wait_version, version, 5.0) == version
-    assert held.call(version_of) == 0
-    held.call(let_go)
-    assert held.call(wait_version, 30, 5.0) == 30
-
-
 @quick_over("shared_mem")
 def test_held_workers_do_not_delay_updates(kind, procs: Processes) -> None:
     """Workers that hold different versions use different slots; the sender does not wait for any of them."""
@@ -160,7 +148,7 @@ def leave_and_say_when(me: Worker) -> float:
     return time.monotonic() - start
 
 
-@quick_over("shared_mem")
+@pytest.mark.slow  # test_exit.py has a program that exits after as many
 def test_prompt_exit_after_8000_async_sends(kind, procs: Processes) -> None:
     scheme, model = procs.scheme(kind), Stripes(2, 4)
     (worker,) = procs.launch(scheme, model, lambda: Stripes(2, 4), 1)

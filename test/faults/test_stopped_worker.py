@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import time
 
-import psutil
 import pytest
 from faults_kinds import quick_over
 from faults_tools import (
@@ -18,7 +17,6 @@ from faults_tools import (
     fill,
     report,
     version_of,
-    weights_of,
 )
 
 from weight_update import (
@@ -88,62 +86,6 @@ def test_a_long_extra_state_delays_no_other_worker(kind, procs: Processes, max_i
     assert time.monotonic() - start < 15
     workers[0].signal(signal.SIGCONT)
     assert scheme.send(fill(model, 3)).version == version + 1
-    for worker in workers:
-        assert_whole(worker.call(end_compute))
-
-
-@pytest.mark.slow  # test_slow_receiver.py has held workers
-@pytest.mark.parametrize("stopped", [pytest.param([1], id="one"), pytest.param([1, 2], id="two")])
-def test_many_sends_past_stopped_workers_keep_memory_bounded(
-    kind, procs: Processes, stopped: list[int]
-) -> None:
-    numel, layers = 1 << 18, 8  # 8 MB
-    scheme, model = procs.scheme(kind, timeout=LIMIT), Stripes(layers, numel)
-    workers = procs.launch(scheme, model, lambda: Stripes(layers, numel), 3)
-    for worker in workers:
-        worker.call(compute)
-    version = 0
-    me = psutil.Process()
-    before = me.memory_info().rss
-    for idx in stopped:  # one after the other, so that each keeps other slots from being reused
-        workers[idx].signal(signal.SIGSTOP)
-        version += 1
-        with pytest.raises(SyncFailedError, match=f"worker {idx}"):
-            scheme.send(fill(model, version))
-    for _ in range(60):
-        version += 1
-        handle = scheme.send_async(fill(model, version))
-        assert eventually(lambda at=version: newest(workers[0]) == at, 10.0)
-    assert handle.failures().keys() <= set(stopped)
-    grown = me.memory_info().rss - before
-    assert grown < 8 * model_bytes(model)
-    for idx in stopped:
-        workers[idx].signal(signal.SIGCONT)
-    assert eventually(lambda: all(newest(worker) == version for worker in workers), 15.0)
-    for worker in workers:
-        assert_whole(worker.call(end_compute))
-        assert {float(v.min()) for v in worker.call(weights_of).values()} == {float(version)}
-
-
-def model_bytes(model: Stripes) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
-@pytest.mark.slow
-def test_stopped_again_and_again(kind, procs: Processes) -> None:
-    scheme, model = procs.scheme(kind, timeout=5.0), Stripes(24, 1 << 14)
-    workers = procs.launch(scheme, model, lambda: Stripes(24, 1 << 14), 2)
-    for worker in workers:
-        worker.call(compute)
-    version = 0
-    for _ in range(10):
-        workers[1].signal(signal.SIGSTOP)
-        for _ in range(20):
-            version += 1
-            handle = scheme.send_async(fill(model, version))
-        workers[1].signal(signal.SIGCONT)
-        assert handle.wait(5.0).version == version
-    assert eventually(lambda: all(newest(worker) == version for worker in workers), 10.0)
     for worker in workers:
         assert_whole(worker.call(end_compute))
 

@@ -8,15 +8,13 @@ import signal
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from faults_tools import WAIT, Processes, Remote, Stripes, Worker, fill
+from faults_tools import WAIT, Apart, Processes, Remote, Stripes, Worker, fill
 from marks import quick_for, slow
-from pairs import connect_pair
 
 from benchmarks.network import Network, why_not
 from weight_update import (
@@ -232,13 +230,6 @@ def test_what_a_default_store_raises_reaches_the_caller(monkeypatch: pytest.Monk
 # -- connections whose other end stops -----------------------------------------------------------------
 
 
-class Apart(DistributedWeightSyncScheme):
-    """Every process believes to be a host of its own."""
-
-    def host_name(self) -> str:
-        return f"host of {os.getpid()}"
-
-
 KINDS = {
     "shared_mem": SharedMemWeightSyncScheme,
     "queues": MultiProcessWeightSyncScheme,
@@ -281,29 +272,6 @@ def test_a_worker_that_does_not_come(procs: Processes, kind: type[WeightSyncSche
     scheme.init_on_sender(model=make(), num_workers=1, ctx=procs._ctx)
     assert isinstance(in_time(lambda: scheme.connect(timeout=LIMIT)), SyncTimeoutError)
     assert in_time(scheme.shutdown) is None
-
-
-YEARS = 1e9
-
-
-class Elsewhere(DistributedWeightSyncScheme):
-    """Each end believes to be on a host of its own."""
-
-    def host_name(self) -> str:
-        return uuid.uuid4().hex
-
-
-@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, Elsewhere])
-def test_timeouts_of_years(kind: type[WeightSyncScheme]) -> None:
-    """More than what poll() can wait."""
-    model, target = make(), make()
-    with (
-        kind(timeout=YEARS, connect_timeout=YEARS) as scheme,
-        connect_pair(scheme, model, target) as receiver,
-    ):
-        scheme.send(fill(model, 1.0))
-        assert receiver.receive(timeout=YEARS) is not None
-        assert receiver.version == scheme.version
 
 
 def answer_nobody(me: Worker, kind: type[WeightSyncScheme]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 from fuzz import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import quick_for
 
 from weight_update.compression import AnsCompression, ans, ans_numpy
 from weight_update.compression.blocks import Buffer
@@ -83,7 +84,7 @@ def test_the_same_bytes(size: int) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", quick_for(range(60), *range(20)))
 def test_damaged_blocks(seed: int) -> None:
     """They are accepted with the same result, or refused with the same error; nothing behind them is read."""
     dice = np.random.default_rng(seed)

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from pairs import add_one, connect_pair, same
-from stranger_parts import Tap
 from stream_parts import signed_pair
 from torch import nn
 
@@ -382,21 +381,6 @@ def test_a_link_that_nobody_expects_is_closed(joint: Joint, name: object) -> Non
             second.send_json({"name": "link", "connection": 0}, LONG)
             assert hear_end(second.stream.sock)
         assert_arrives(joint, after, slot)
-
-
-def test_what_a_host_said_is_not_heard_twice(joint: Joint) -> None:
-    """A stranger that recorded the connection of a host repeats it, byte for byte."""
-    with closing(Joint()) as after, closing(Tap(after.ask(do="listen", name="link")["port"])) as tap:
-        assert joint.ask(do="link", name="link", patience=5.0, address=HERE, port=tap.port) == {}
-        with slot_of_size(SMALL) as slot:
-            take_along(joint, after, slot)
-            (said,) = [bytes(said) for said in tap.heard]
-            assert len(said) > SMALL
-            assert TOKEN.encode() not in said
-            with socket.create_connection((HERE, tap.to), LONG) as stranger:
-                stranger.sendall(said[:200])
-                assert hear_end(stranger)
-            assert_arrives(joint, after, slot)
 
 
 @pytest.mark.slow  # its limits of time are short

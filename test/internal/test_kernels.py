@@ -195,100 +195,97 @@ def random_segments(dice: np.random.Generator, wide: bool) -> list[tuple[int, np
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("seed", range(30))
-def test_units(seed: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    segments = random_segments(np.random.default_rng(seed), wide)
-    positions = np.concatenate([first + offsets.astype(np.int64) for first, offsets in segments])
-    limit = int(positions[-1]) + 1
-    compiled = merge_gaps([Gaps.of(first + offsets) for first, offsets in segments])
-    joined = join_units(np.concatenate(compiled), len(positions), limit)
-    assert joined.dtype == (np.int32 if limit < 1 << 31 else np.int64)
-    monkeypatch.setattr(kernels, "library", None)
-    plain = merge_gaps([Gaps.of(first + offsets) for first, offsets in segments])
-    assert {one.dtype for one in compiled} == {one.dtype for one in plain}
-    assert np.concatenate(compiled).tobytes() == np.concatenate(plain).tobytes()
-    assert (
-        joined.tolist()
-        == positions.tolist()
-        == join_units(np.concatenate(plain), len(positions), limit).tolist()
-    )
-
-
-@pytest.mark.parametrize("size", UNITS)
-@pytest.mark.parametrize("seed", range(40))
-def test_units_that_are_not_valid(size: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random units, counts and limits: accepted with the same positions, or refused with the same error."""
-    dice = np.random.default_rng(seed)
-    top = (1 << 8 * size) - 1
-    units = dice.choice([0, 1, 5, top - 1, top], dice.integers(0, 8)).astype(f"<u{size}")
-    total = int(units.sum(dtype=np.uint64)) + int(np.count_nonzero(units != top))
-    for count in range(int(np.count_nonzero(units != top)) + 2):
-        for limit in (max(total - 1, 0), total, total + 1, 1 << 40):
-            results = []
-            for library in (kernels.library, None):
-                with monkeypatch.context() as patch:
-                    patch.setattr(kernels, "library", library)
-                    try:
-                        results.append(join_units(units, count, limit).tolist())
-                    except FormatError as error:
-                        results.append(str(error))
-            assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("size", UNITS)
-@pytest.mark.parametrize("seed", range(40))
-def test_cuts_of_units_that_are_not_valid(size: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random units: the same end with and without the compiled loop, or refused by both."""
-    dice = np.random.default_rng(seed)
-    top = (1 << 8 * size) - 1
-    units = dice.choice([0, 1, 5, top - 1, top], dice.integers(0, 30)).astype(f"<u{size}")
-    count, total = int(np.count_nonzero(units != top)), int(units.sum(dtype=np.uint64))
-    for number in (count, count + 1):
-        for limit in (max(total - 1, 0), total, 1 << 40):
-            compiled = kernels.index(units, number, limit, 7)
+def test_units(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(30):
+        segments = random_segments(np.random.default_rng(seed), wide)
+        positions = np.concatenate([first + offsets.astype(np.int64) for first, offsets in segments])
+        limit, results = int(positions[-1]) + 1, []
+        for library in (kernels.library, None):
             with monkeypatch.context() as patch:
-                patch.setattr(kernels, "library", None)
-                plain = kernels.index(units, number, limit, 7)
-            assert (compiled is None) == (plain is None)
-            assert compiled is None or compiled[-1].tolist() == plain[-1].tolist()
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_parts_of_units(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units cut into parts stand for the same positions, and merge into the same units."""
-    monkeypatch.setattr(gaps_module, "_STEP", 100)
-    segments = random_segments(np.random.default_rng(seed), False)
-    positions = np.concatenate([first + offsets.astype(np.int64) for first, offsets in segments])
-    units = np.concatenate(merge_gaps([Gaps.of(first + offsets) for first, offsets in segments]))
-    parts = cut_units(units, len(positions), int(positions[-1]) + 1)
-    assert np.concatenate([one.positions for one in parts]).tolist() == positions.tolist()
-    assert all(one.positions[-1] == one.last and len(one.positions) == one.count for one in parts)
-    assert np.concatenate(merge_gaps(parts)).tobytes() == units.tobytes()
-    for count, limit in (
-        (len(positions) - 1, 1 << 40),
-        (len(positions) + 1, 1 << 40),
-        (len(positions), positions[-1]),
-    ):
-        with pytest.raises(FormatError):
-            cut_units(units, count, int(limit))
+                patch.setattr(kernels, "library", library)
+                merged = merge_gaps([Gaps.of(first + offsets) for first, offsets in segments])
+                joined = join_units(np.concatenate(merged), len(positions), limit)
+            assert joined.tolist() == positions.tolist(), seed
+            assert library is None or joined.dtype == (np.int32 if limit < 1 << 31 else np.int64)
+            results.append(({one.dtype for one in merged}, np.concatenate(merged).tobytes()))
+        assert results[0] == results[1], seed
 
 
 @pytest.mark.parametrize("size", UNITS)
-@pytest.mark.parametrize("seed", range(40))
-def test_units_that_change_after_the_check(size: int, seed: int) -> None:
+def test_units_that_are_not_valid(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random units, counts and limits: accepted with the same positions, or refused with the same error."""
+    for seed in range(40):
+        dice = np.random.default_rng(seed)
+        top = (1 << 8 * size) - 1
+        units = dice.choice([0, 1, 5, top - 1, top], dice.integers(0, 8)).astype(f"<u{size}")
+        total = int(units.sum(dtype=np.uint64)) + int(np.count_nonzero(units != top))
+        for count in range(int(np.count_nonzero(units != top)) + 2):
+            for limit in (max(total - 1, 0), total, total + 1, 1 << 40):
+                results = []
+                for library in (kernels.library, None):
+                    with monkeypatch.context() as patch:
+                        patch.setattr(kernels, "library", library)
+                        try:
+                            results.append(join_units(units, count, limit).tolist())
+                        except FormatError as error:
+                            results.append(str(error))
+                assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("size", UNITS)
+def test_cuts_of_units_that_are_not_valid(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random units: the same end with and without the compiled loop, or refused by both."""
+    for seed in range(40):
+        dice = np.random.default_rng(seed)
+        top = (1 << 8 * size) - 1
+        units = dice.choice([0, 1, 5, top - 1, top], dice.integers(0, 30)).astype(f"<u{size}")
+        count, total = int(np.count_nonzero(units != top)), int(units.sum(dtype=np.uint64))
+        for number in (count, count + 1):
+            for limit in (max(total - 1, 0), total, 1 << 40):
+                compiled = kernels.index(units, number, limit, 7)
+                with monkeypatch.context() as patch:
+                    patch.setattr(kernels, "library", None)
+                    plain = kernels.index(units, number, limit, 7)
+                assert (compiled is None) == (plain is None)
+                assert compiled is None or compiled[-1].tolist() == plain[-1].tolist()
+
+
+def test_parts_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units cut into parts stand for the same positions, and merge into the same units."""
+    for seed in range(30):
+        monkeypatch.setattr(gaps_module, "_STEP", 100)
+        segments = random_segments(np.random.default_rng(seed), False)
+        positions = np.concatenate([first + offsets.astype(np.int64) for first, offsets in segments])
+        units = np.concatenate(merge_gaps([Gaps.of(first + offsets) for first, offsets in segments]))
+        parts = cut_units(units, len(positions), int(positions[-1]) + 1)
+        assert np.concatenate([one.positions for one in parts]).tolist() == positions.tolist()
+        assert all(one.positions[-1] == one.last and len(one.positions) == one.count for one in parts)
+        assert np.concatenate(merge_gaps(parts)).tobytes() == units.tobytes()
+        for count, limit in (
+            (len(positions) - 1, 1 << 40),
+            (len(positions) + 1, 1 << 40),
+            (len(positions), positions[-1]),
+        ):
+            with pytest.raises(FormatError):
+                cut_units(units, count, int(limit))
+
+
+@pytest.mark.parametrize("size", UNITS)
+def test_units_that_change_after_the_check(size: int) -> None:
     """Nothing is written outside the words, whatever the units are."""
-    dice = np.random.default_rng(seed)
-    units = dice.integers(0, 1 << 8 * size, 300, np.uint32).astype(f"<u{size}")
-    if seed % 2:
-        units[dice.random(300) < 0.9] //= 16 << 8 * (size - 1)
-    units[dice.random(300) < 0.1] = (1 << 8 * size) - 1
-    memory = np.zeros(3000, np.uint16)
-    values = np.ones(int(dice.integers(1, 300)), np.uint16)
-    whole = int(units.sum(dtype=np.uint64)) + int(np.count_nonzero(units + units.dtype.type(1))) <= 1000
-    fits = np.count_nonzero(units + units.dtype.type(1)) == len(values)
-    assert kernels.apply(memory[1000:2000], units, values, True) == (whole and fits)
-    assert not memory[:1000].any()
-    assert not memory[2000:].any()
+    for seed in range(40):
+        dice = np.random.default_rng(seed)
+        units = dice.integers(0, 1 << 8 * size, 300, np.uint32).astype(f"<u{size}")
+        if seed % 2:
+            units[dice.random(300) < 0.9] //= 16 << 8 * (size - 1)
+        units[dice.random(300) < 0.1] = (1 << 8 * size) - 1
+        memory = np.zeros(3000, np.uint16)
+        values = np.ones(int(dice.integers(1, 300)), np.uint16)
+        whole = int(units.sum(dtype=np.uint64)) + int(np.count_nonzero(units + units.dtype.type(1))) <= 1000
+        fits = np.count_nonzero(units + units.dtype.type(1)) == len(values)
+        assert kernels.apply(memory[1000:2000], units, values, True) == (whole and fits)
+        assert not memory[:1000].any()
+        assert not memory[2000:].any()
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])

@@ -110,6 +110,7 @@ def test_a_wrong_token_is_refused_at_both_ends(service: Service, caplog: pytest.
     with pytest.raises(JoinRefusedError, match="wrong token"):
         service.join("another")
     assert eventually(lambda: "refused a connection: wrong token" in caplog.text)
+    assert TOKEN not in caplog.text
     assert service.admits()
 
 

@@ -287,13 +287,6 @@ def test_a_stranger_goes_on_and_on(store: SenderStore, way: str) -> None:
     assert find(store.port) == WHERE
 
 
-def test_a_stranger_floods_the_store(store: SenderStore) -> None:
-    flooding, names = stranger_of(store), iter(range(1 << 30))
-    with repeatedly(lambda: flooding.set(f"key {next(names)}", bytes(100_000))):
-        for _ in range(3):
-            assert find(store.port) == WHERE
-
-
 def test_strangers_on_the_port(store: SenderStore) -> None:
     with contextlib.ExitStack() as stack:
         for data in (b"", b"GET / HTTP/1.0\r\n\r\n", struct.pack("<Q", 1 << 62), b"\xff" * 4096):

@@ -88,7 +88,7 @@ def comparisons(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture(
     params=[
         ("as installed", "tensordict"),
-        ("as installed", "state_dict"),
+        slow(("as installed", "state_dict")),
         ("python", "state_dict"),
         slow(("python", "tensordict")),
     ],

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from marks import slow
 from sync_parts import Explored, ExplorerThread, connected, exchange, model_at, synchronizer, train
 
 from weight_update import ExplorerClient, LifecycleError, SyncMethod, SyncStyle
@@ -19,7 +20,7 @@ def numbers_for(style: SyncStyle) -> dict[str, int]:
     return {"sync_interval": INTERVAL, **offset, **staleness}
 
 
-@pytest.mark.parametrize("explorers", [1, 2, 4])
+@pytest.mark.parametrize("explorers", [slow(1), 2, slow(4)])
 @pytest.mark.parametrize("style", list(SyncStyle))
 @pytest.mark.parametrize("method", list(SyncMethod))
 def test_weights_get_where_and_when_they_should(

@@ -148,13 +148,14 @@ class JoiningTests(SchemeCase):
     def test_mismatch(self, assemble: Assemble) -> None:
         """Missing, unexpected and mis-shaped names are listed on both sides, which may try again."""
         bad = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2, bias=False), nn.Linear(1, 1))
+        bad[0].bias = nn.Parameter(torch.zeros(1))  # of a shape that could be broadcast
         procs = assemble(mlp(1), [mlp(2), bad], connect=False)
         before = procs.workers[1].call("fingerprint")
         errors = procs.try_connect()
         for error in (errors[None], errors[1]):
             assert isinstance(error, SchemaMismatchError), error
             names = sorted(line.partition(":")[0] for line in error.problems)
-            assert names == ["0.weight", "2.bias", "3.bias", "3.weight"]
+            assert names == ["0.bias", "0.weight", "2.bias", "3.bias", "3.weight"]
         assert errors[0] is None
         assert procs.workers[1].call("fingerprint") == before
         try_again(procs)

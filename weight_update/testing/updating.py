@@ -121,6 +121,7 @@ class UpdatingTests(SchemeCase):
         for seed, weights in enumerate(given, start=2):
             procs.scheme.send(weights)
             assert_equal(procs, mlp(seed))
+        assert fingerprint(source) == fingerprint(mlp(1))
         procs.scheme.send()
         assert_equal(procs, source)
 
