@@ -393,9 +393,12 @@ def test_an_actor_that_does_not_end_its_call_is_named() -> None:
     scheme.init_on_sender()
     scheme.connect_timeout = 5.0
     calls = [call.remote(0.0), call.remote(60.0)]
-    with pytest.raises(SyncTimeoutError, match=r"actors of workers \[1\] did not connect in 5 s"):
-        connect_actors([scheme], calls)
-    ray.cancel(calls[1], force=True)
+    ray.wait(calls[:1], timeout=60.0)  # Ray may take seconds to start a process
+    try:
+        with pytest.raises(SyncTimeoutError, match=r"actors of workers \[1\] did not connect in 5 s"):
+            connect_actors([scheme], calls)
+    finally:
+        ray.cancel(calls[1], force=True)
 
 
 def test_what_goes_wrong_in_the_constructor_leaves_nothing() -> None:

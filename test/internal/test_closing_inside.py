@@ -110,7 +110,7 @@ def test_while_a_call_makes_a_connection() -> None:
     with closing(Synchronizer(SyncMethod.MEMORY)) as where:
         server = where.serve()
         channel = SocketChannel(server.address, server.token)
-        channel._busy = Connections()
+        channel._open = Connections()
         with pytest.raises(LinkClosedError, match="the channel was closed"):
             in_time(lambda: channel.call("status", {}, 5.0))
         assert made[0].stream.sock.fileno() == -1
