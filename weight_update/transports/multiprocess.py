@@ -14,6 +14,7 @@ import uuid
 import weakref
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, Literal
 
@@ -154,11 +155,12 @@ class MPTransport(TransportBackend):
         self._directory = directory
         self._slots = SlotTable()
         self._other: WatchedProcess | None = None  # at the other end
+        self._feeder: threading.Thread | None = None  # writes what the queue was given to its pipe
         self._unread = deque[_Item]()
         self._closed = False
         for side in (weight_queue, ack_queue):
             if side is not None:
-                side.cancel_join_thread()  # it would wait for a dead reader for ever; see _put_first
+                side.cancel_join_thread()  # it would wait for a dead reader for ever; see _flush_at_exit
 
     @property
     def _refused(self) -> bool:
@@ -286,11 +288,13 @@ class MPTransport(TransportBackend):
             self._reader_lock.close()
 
     def _put(self, item: _Item | None, timeout: float | None) -> None:
+        put = partial(self._outbox.put, item, timeout=timeout)
         try:
             if self._outbox._thread is None:
-                call_in_thread("weight_update-queue", self._put_first, item, timeout).result()
+                # A signal handler could interrupt the start of the queue's thread; here none runs.
+                call_in_thread("weight_update-queue", put).result()
             else:
-                self._outbox.put(item, timeout=timeout)
+                put()
         except queue.Full:
             raise SyncTimeoutError("the other end does not read") from None
         except (OSError, ValueError):
@@ -301,16 +305,17 @@ class MPTransport(TransportBackend):
         except BaseException:
             self._finish_put()
             raise
+        self._flush_at_exit()
 
-    def _put_first(self, item: _Item | None, timeout: float | None) -> None:
-        """Put an item and start the queue's thread, where no signal handler interrupts this.
+    def _flush_at_exit(self) -> None:
+        """Have this process wait at its end until the queue's thread has written all items to the pipe.
 
-        At its end, this process waits until the queue's thread has written all items to the pipe. A worker
-        that ends right after an update has then confirmed it. Without a reader, the wait is short.
+        A worker that ends right after an update has then confirmed it. Without a reader, the wait is short.
         """
-        self._outbox.put(item, timeout=timeout)
         thread = self._outbox._thread
-        Finalize(thread, _join, [weakref.ref(thread)], exitpriority=-5)  # after the queue told it to end
+        if thread is not self._feeder:
+            self._feeder = thread
+            Finalize(thread, _join, [weakref.ref(thread)], exitpriority=-5)  # after the queue told it to end
 
     def _finish_put(self) -> None:
         """Finish a ``put()`` that a signal handler interrupted.
