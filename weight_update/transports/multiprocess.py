@@ -27,6 +27,7 @@ from weight_update.errors import (
     NotEnoughMemoryError,
     SyncTimeoutError,
     TransportError,
+    undo_on_error,
 )
 from weight_update.threads import call_in_thread
 from weight_update.transports.base import Allocate, Buffer, Capabilities, TransportBackend
@@ -288,20 +289,16 @@ class MPTransport(TransportBackend):
             self._reader_lock.close()
 
     def _put(self, item: _Item | None, timeout: float | None) -> None:
-        put = partial(self._outbox.put, item, timeout=timeout)
         try:
-            if self._outbox._thread is None:
-                # A signal handler could interrupt the start of the queue's thread; here none runs.
-                call_in_thread("weight_update-queue", put).result()
-            else:
-                put()
+            _start_writer(self._outbox)
+        except RuntimeError as error:
+            raise NotEnoughMemoryError(f"no thread writes to the queue of the other end: {error}") from None
+        try:
+            self._outbox.put(item, timeout=timeout)
         except queue.Full:
             raise SyncTimeoutError("the other end does not read") from None
         except (OSError, ValueError):
             raise LinkClosedError("the queue was closed") from None
-        except RuntimeError as error:
-            self._outbox._thread = None  # the next call tries to start it again
-            raise NotEnoughMemoryError(f"no thread writes to the queue of the other end: {error}") from None
         except BaseException:
             self._finish_put()
             raise
@@ -385,6 +382,26 @@ class MPTransport(TransportBackend):
     def _other_is_dead(self) -> bool:
         other = self._other
         return other is not None and other.ended
+
+
+def _start_writer(outbox: Any) -> None:
+    """Start the thread of a queue that writes items to the pipe, as the first ``put()`` would.
+
+    A signal handler could interrupt that, and then the queue would never write. No handler runs in the thread
+    that does it here.
+
+    Raises:
+        RuntimeError: there can be no thread; the next call tries it again.
+    """
+    if outbox._thread is None and not outbox._closed:
+        call_in_thread("weight_update-queue", _start_thread_of, outbox).result()
+
+
+def _start_thread_of(outbox: Any) -> None:
+    with outbox._notempty:
+        if outbox._thread is None:
+            with undo_on_error(partial(setattr, outbox, "_thread", None)):
+                outbox._start_thread()
 
 
 def _join(feeder: weakref.ref[threading.Thread]) -> None:
