@@ -75,6 +75,19 @@ def in_threads(work: Callable[[_T], _R], items: Sequence[_T], threads: int) -> l
     return results
 
 
+class InterruptibleCondition(threading.Condition):
+    """A condition whose lock is held after a wait, also if a signal handler raised in it."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait as the base class does, which may not have taken the lock again when a handler raises."""
+        try:
+            return super().wait(timeout)
+        except BaseException:
+            if not self._is_owned():  # type: ignore[attr-defined]
+                self.acquire()
+            raise
+
+
 def start(thread: threading.Thread) -> None:
     """Start a thread.
 

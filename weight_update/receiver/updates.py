@@ -29,6 +29,7 @@ from weight_update.receiver.flat_buffers import MissingBaseError
 from weight_update.receiver.group_commit import commit_group
 from weight_update.receiver.staging import ReceiverOptions, Staging
 from weight_update.receiver.targets import StagedUpdate
+from weight_update.threads import InterruptibleCondition
 from weight_update.wire.frames import Kind, WeightChunk, require_chunk
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class UpdateHandler:
         self.applied = 0
         self.busy = threading.RLock()
         self.answering = False
-        self.news = threading.Condition()
+        self.news = InterruptibleCondition()
         self._link, self._gate, self._worker = options.link, options.gate, options.worker
         self._timeout, self._closing, self._options = options.timeout, closing, options
         self._unwanted: int | None = None  # a version that failed: its other chunks are not read

@@ -18,7 +18,7 @@ from weight_update.sender.groups.base import FullGroup, SendGroup
 from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.observers import Observers, PendingUpdate
 from weight_update.strategy.named_weights import NamedWeights
-from weight_update.threads import start_thread
+from weight_update.threads import InterruptibleCondition, start_thread
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.watched_process import may_run
 from weight_update.wire.frames import Step
@@ -259,7 +259,7 @@ class WorkerTable:
 
     def __init__(self, states: Iterable[WorkerState]) -> None:
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
+        self.changed = InterruptibleCondition(self.lock)
         self.closed = False
         self.version: int | None = None
         self.observers = Observers()

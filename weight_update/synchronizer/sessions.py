@@ -25,7 +25,7 @@ from weight_update.synchronizer.state import (
 )
 from weight_update.synchronizer.state_machine import StateMachine
 from weight_update.synchronizer.transfer import Endpoint, is_loopback
-from weight_update.threads import start_thread
+from weight_update.threads import InterruptibleCondition, start_thread
 from weight_update.transports.socket_stream import seconds_left
 
 Reply = dict[str, Any]
@@ -73,7 +73,7 @@ class SessionManager:
     def __init__(self, plan: SyncPlan, *, lease: float, version_file: VersionFile | None = None) -> None:
         self.plan = plan
         self.machine: StateMachine = StateMachine(plan, on_change=self._wake)
-        self.changed: threading.Condition = threading.Condition(threading.RLock())
+        self.changed: threading.Condition = InterruptibleCondition(threading.RLock())
         self.sessions: dict[str, MemberState] = {}
         self.closed: bool = False
         self._lease = lease
