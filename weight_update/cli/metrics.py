@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 import time
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from weight_update.cli.output import Document, Row
-from weight_update.engines import http
 from weight_update.report import STAGES
+from weight_update.threads import call_in_thread
 
 TIMEOUT = 5.0
 """Seconds that a trainer has to answer, and to send all metrics."""
+_LARGEST = 64 << 20
+_PIECE = 1 << 16
 _PREFIX = "weight_update_"
+
+# Metrics are on the trainer's network, where a proxy for the web is of no use.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,29 @@ def fetch(url: str) -> Metrics:
         http.client.HTTPException: the answer is not HTTP.
         ValueError: the answer has no metrics of this library.
     """
-    text = http.fetch(url, TIMEOUT).decode()
+    answer = call_in_thread("weight_update-watch", _read, url)  # no other way limits the time for all of it
+    try:
+        content = answer.result(TIMEOUT)
+    except FutureTimeout:
+        raise TimeoutError(f"timed out: the answer did not end within {TIMEOUT:g} s") from None
+    return _parse(content.decode())
+
+
+def _read(url: str) -> bytes:
+    """Read an answer, as a thread, until it ends or takes too long."""
+    deadline = time.monotonic() + TIMEOUT
+    content = bytearray()
+    with _open(url, timeout=TIMEOUT) as reply:
+        while piece := reply.read1(_PIECE):
+            content += piece
+            if time.monotonic() > deadline:
+                raise FutureTimeout  # nobody waits any more
+            if len(content) > _LARGEST:
+                raise ValueError(f"the answer exceeds {_LARGEST} bytes")
+    return bytes(content)
+
+
+def _parse(text: str) -> Metrics:
     values: dict[str, dict[str, float]] = {}
     try:
         for family in text_string_to_metric_families(text):

@@ -9,10 +9,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
+from typing import Any, TypeVar
 
 from weight_update.errors import SyncTimeoutError, TransportError
 from weight_update.threads import call_in_thread
+
+_T = TypeVar("_T")
 
 
 class _Direct(urllib.request.HTTPRedirectHandler):
@@ -57,7 +59,8 @@ def call(
     data = None if body is None else json.dumps(body).encode()
     deadline = time.monotonic() + timeout
     try:
-        content = fetch(urllib.request.Request(url, data, headers, method=method), timeout)
+        request = urllib.request.Request(url, data, headers, method=method)
+        content = _in_time(deadline, _fetch, request, timeout, deadline)
     except urllib.error.HTTPError as error:
         try:
             text = _in_time(deadline, _read, error, deadline).decode(errors="replace")
@@ -81,18 +84,7 @@ def call(
         raise not_a_server(url, engine) from None
 
 
-def fetch(request: urllib.request.Request | str, timeout: float) -> bytes:
-    """Return the content of an answer; proxies are not used, and redirects not followed.
-
-    Raises:
-        TimeoutError: the whole answer takes longer than ``timeout`` seconds.
-        OSError, http.client.HTTPException, ValueError: as ``urllib.request.urlopen``.
-    """
-    deadline = time.monotonic() + timeout
-    return _in_time(deadline, lambda: _read(_OPENER.open(request, timeout=timeout), deadline))
-
-
-def _in_time(deadline: float, work: Callable[..., bytes], *args: Any) -> bytes:
+def _in_time(deadline: float, work: Callable[..., _T], *args: Any) -> _T:
     """Return ``work(*args)``; the socket's timeout alone allows an answer in small pieces without end.
 
     Raises:
@@ -101,7 +93,12 @@ def _in_time(deadline: float, work: Callable[..., bytes], *args: Any) -> bytes:
     try:
         return call_in_thread("weight_update-http", work, *args).result(max(deadline - time.monotonic(), 0.0))
     except FutureTimeout:
-        raise TimeoutError("timed out: the answer did not end in time") from None
+        raise TimeoutError from None
+
+
+def _fetch(request: urllib.request.Request, timeout: float, deadline: float) -> bytes:
+    """Return the content of the answer; raise as ``urlopen`` and :func:`_read`."""
+    return _read(_OPENER.open(request, timeout=timeout), deadline)
 
 
 def _read(response: Any, deadline: float) -> bytes:
