@@ -1,11 +1,16 @@
-"""Threads that the system does not start."""
+"""Threads that the system does not start, and waits of threads that a signal handler ends."""
 
 from __future__ import annotations
 
 import copy
+import inspect
+import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +18,7 @@ from pairs import add_one, connect_pair, same
 from torch import nn
 
 from weight_update import MemoryWeightSyncScheme, SharedMemWeightSyncScheme, SyncFailedError, WeightStrategy
-from weight_update.threads import in_threads, start_thread
+from weight_update.threads import InterruptibleCondition, in_threads, start_thread
 
 WAIT = 10.0
 
@@ -149,3 +154,29 @@ def test_ctrl_c_in_the_start_of_a_thread_is_no_lack_of_threads(monkeypatch: pyte
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         start_thread("one", print)
+
+
+def test_a_wait_that_ctrl_c_ends_before_it_begins_holds_the_lock() -> None:
+    lines, first = inspect.getsourcelines(threading.Condition.wait)
+    (released,) = (first + i for i, line in enumerate(lines) if "gotit = False" in line)
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if (
+            frame.f_code is threading.Condition.wait.__code__
+            and event == "line"
+            and frame.f_lineno == released
+        ):
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    changed = InterruptibleCondition(lock := threading.RLock())
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt), lock:
+            changed.wait(WAIT)
+    finally:
+        sys.settrace(before)
+    assert lock.acquire(blocking=False)
+    lock.release()

@@ -279,6 +279,21 @@ def test_wrong_bits_are_found_by_reading(tmp_path: Path, caplog: pytest.LogCaptu
         assert same_bits(tensors, weights(1))
 
 
+def test_a_file_that_is_restored_with_its_old_times_is_read_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.publish(0, weights(0), step=0)
+    copy, raw = tmp_path / "copy", bytearray(path.read_bytes())
+    shutil.copy2(path, copy)
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    shutil.copystat(copy, path)  # a bad disk changes no times either
+    with pytest.raises(CorruptCheckpointError, match="digest"), store.reading(0):
+        pass
+    assert store.latest() is None
+    copy.replace(path)
+    assert store.latest().version == 0
+
+
 def test_a_relative_path_stays_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     store = CheckpointStore("run-7")

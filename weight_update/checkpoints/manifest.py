@@ -168,13 +168,16 @@ class ManifestIndex:
         return manifest
 
     def distrust(self, manifest: Manifest, why: CorruptCheckpointError, changed_at: int) -> None:
-        """Skip a version whose data is wrong, until that changes after ``changed_at``."""
+        """Skip a version until its data file, last changed at ``changed_at``, changes again."""
         self._warn(manifest.version, why)
         self._wrong[manifest.stem] = changed_at
 
     def changed_at(self, manifest: Manifest) -> int:
-        """Return the time at which the data file was last changed; FileNotFoundError if there is none."""
-        return (self.directory / manifest.file).stat().st_mtime_ns
+        """Return the time at which the data file was last changed; FileNotFoundError if there is none.
+
+        It is the time of the inode: a file that is restored from a copy may have the old time of its content.
+        """
+        return (self.directory / manifest.file).stat().st_ctime_ns
 
     def _warn(self, version: int, why: Exception) -> None:
         _log.warning("checkpoint %d in %s is skipped: %s", version, self.directory, why)

@@ -275,9 +275,9 @@ class AnswerReader:
             return
         paused = self._paused.setdefault(me, {})
         for worker in states:
-            arrivals = worker.link.arrivals
+            arrivals, group = worker.link.arrivals, worker.group
             # changes may need memory first that is free only after answers to the update before
-            if arrivals is not None and worker.group is not None and not worker.group.sends_changes:
+            if arrivals is not None and group is not None and not group.sends_changes:
                 paused[arrivals] = worker  # first: a signal handler may raise at any time
                 arrivals.pause()
 

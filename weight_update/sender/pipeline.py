@@ -243,7 +243,8 @@ class Pipeline:
     def _write(self, worker: WorkerState, chunk: WeightChunk) -> None:
         """Write a chunk, if the worker is still to have this version."""
         with worker.sending:
-            if worker.inflight is not None and worker.inflight.version_id is self._version_id:
+            update = worker.inflight  # which the worker's thread may end at any time
+            if update is not None and update.version_id is self._version_id:
                 self._delivery.send(worker, [chunk])
 
     def give_up(self) -> None:

@@ -174,11 +174,11 @@ class Sender(Outcomes):
                 self._answers.start(worker)
             wait_for_none(self.table, absent, deadline)
             with self._groups.lock:
-                first = self._of_known(weights)
+                first = self._by_worker(weights)
                 report = self._pipelines.send(first, self._next_number())
         else:
             with self._groups.lock:
-                first = self._of_known(weights)
+                first = self._by_worker(weights)
                 report = self._stage(first)
                 self._first_weights = first
         try:
@@ -234,7 +234,7 @@ class Sender(Outcomes):
                 self._groups.release_departed()
                 if to_all:
                     self._add_late_joiners(weights)
-                states = self._of_known(weights)
+                states = self._by_worker(weights)
                 if group_commit is not None:
                     with self.table.lock:
                         for worker in states:
@@ -297,7 +297,7 @@ class Sender(Outcomes):
         self._number, self._next = self._next, self._next + 1
         return self._number
 
-    def _of_known(self, weights: Mapping[int, NamedWeights]) -> WorkerWeights:
+    def _by_worker(self, weights: Mapping[int, NamedWeights]) -> WorkerWeights:
         """Return ``weights`` by worker.
 
         Leave out late joiners that were forgotten meanwhile, and workers whose group needs more weights.

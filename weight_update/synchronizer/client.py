@@ -38,7 +38,6 @@ class ClientBase:
         id: id of the explorer; None for a trainer.
         session: name by which the synchronizer knows this client.
         closed: event that is set when the client is closed.
-        gives_up: whether the ``sync_weight()`` that runs was given up: it ends, and retries nothing.
     """
 
     role: ClassVar[str]
@@ -65,7 +64,7 @@ class ClientBase:
         self.session: str = secrets.token_hex(8)
         self._synced_at: int | None = None
         self._syncing = threading.Lock()
-        self.gives_up = False
+        self._given_up: threading.Event | None = None  # of the sync_weight() that runs
         self._stopped = False
         self._caller = threading.current_thread()
         self._pid = os.getpid()
@@ -87,7 +86,8 @@ class ClientBase:
 
     def give_up(self) -> None:
         """End the wait of ``sync_weight()``, if another thread is inside it; the version does not change."""
-        self.gives_up = self._syncing.locked()
+        if (given_up := self._given_up) is not None:
+            given_up.set()
         told = {"session": self.session, "step": self.step, "status": RunningStatus.RUNNING.value}
         with contextlib.suppress(LinkClosedError):  # sync_weight() does not try to reach it again
             self._retry("notify", told, time.monotonic(), wait=False)
@@ -127,6 +127,7 @@ class ClientBase:
     def synchronizing(self) -> Iterator[None]:
         """Return a context manager around ``sync_weight()``, which one thread enters at a time."""
         with self._syncing:
+            self._given_up = threading.Event()  # not a flag: the end of one call must not touch the next
             try:
                 yield
             except BaseException:  # such as Ctrl-C: the synchronizer would go on waiting for this side
@@ -134,7 +135,13 @@ class ClientBase:
                     self.give_up()
                 raise
             finally:
-                self.gives_up = False
+                self._given_up = None
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether the ``sync_weight()`` that runs was given up: it ends, and retries nothing."""
+        given_up = self._given_up
+        return given_up is not None and given_up.is_set()
 
     @property
     def grace(self) -> float:

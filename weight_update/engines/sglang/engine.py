@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from weight_update.engines.exclusive import ExclusiveEngine
-from weight_update.engines.sglang.session import LOADER, SGLangCalls, SGLangReceiver
+from weight_update.engines.sglang.session import LOADER, SGLangCalls, SGLangEngineBase
 
 
-class SGLangEngine(SGLangReceiver, ExclusiveEngine):
+class SGLangEngine(SGLangEngineBase, ExclusiveEngine):
     """Engine that loads weights into an ``sglang.Engine`` of this process, under Hugging Face's names.
 
     Generate through :meth:`generate`, so that generation and updates take turns: several threads must not

@@ -11,11 +11,11 @@ import torch
 
 from weight_update.arguments import require_seconds
 from weight_update.engines.http import call, not_a_server
-from weight_update.engines.sglang.session import LOADER, SGLangCalls, SGLangReceiver
+from weight_update.engines.sglang.session import LOADER, SGLangCalls, SGLangEngineBase
 from weight_update.errors import WeightSyncError
 
 
-class SGLangServer(SGLangReceiver):
+class SGLangServer(SGLangEngineBase):
     """Engine that loads weights into an SGLang server on this host, under Hugging Face's names.
 
     Run it in a process beside the server, as the same user and in the same container; clients go on sending

@@ -55,7 +55,7 @@ class SGLangCalls(ABC):
         """Set SGLang's ``weight_version``."""
 
 
-class SGLangReceiver(InferenceEngine):
+class SGLangEngineBase(InferenceEngine):
     """The base of the engines that load weights into SGLang, in one session for each update.
 
     A subclass calls :meth:`_prepare` in its constructor, and opens and closes sessions.
