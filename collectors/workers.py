@@ -120,7 +120,7 @@ class Workers:
         """
         for idx in set(range(self.number)) - self._asked:
             self._asked.add(idx)
-            threading.Thread(target=self._ask, args=(idx,), name="weight_update-ask", daemon=True).start()
+            threading.Thread(target=self._ask, args=(idx,), daemon=True).start()
 
     def _ask(self, idx: int) -> None:
         def put(arrived: Any) -> None:
