@@ -123,11 +123,14 @@ class DistributedSyncCollector(DistributedCollector, torchrl_distributed.Distrib
                 "DistributedSyncCollector cannot use launcher='submitit_delayed'; use DistributedCollector "
                 "with sync=True"
             )
-        if more := sorted({"sync", "update_after_each_batch"} & options.keys()):
-            raise TypeError(
-                f"DistributedSyncCollector does not take {', '.join(more)}; see DistributedCollector"
-            )
-        super()._begin_torchrl(create_env_fn, policy, update_interval=update_interval, sync=True, **options)
+        super()._begin_torchrl(
+            create_env_fn,
+            policy,
+            update_interval=update_interval,
+            sync=True,
+            update_after_each_batch=False,
+            **options,
+        )
 
     def _collect(self, batches: int) -> tuple[TensorDictBase, list[int]]:
         sends = not self._legacy_weight_updater or isinstance(self.weight_updater, SchemeUpdater)

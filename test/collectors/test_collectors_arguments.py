@@ -65,12 +65,6 @@ def test_a_collector_that_always_updates_needs_an_interval(interval):
         )
 
 
-@pytest.mark.parametrize("name", ["sync", "update_after_each_batch"])
-def test_arguments_of_another_collector_are_refused(name):
-    with pytest.raises(TypeError, match=f"DistributedSyncCollector does not take {name}"):
-        DistributedSyncCollector([Env], make_policy(), frames_per_batch=8, launcher="mp", **{name: True})
-
-
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector, RayCollector])
 @pytest.mark.parametrize("create_env_fn", [[], Env])
 def test_a_collector_without_workers_is_refused(cls, create_env_fn):
