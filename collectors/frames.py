@@ -61,10 +61,12 @@ class _Reader:
 
     Attributes:
         stuck: whether the last :meth:`get` found a batch that cannot be read.
+        taken: the answer that :meth:`get` returns, until it is removed.
     """
 
     def __init__(self, batches: Any) -> None:
         self.stuck = False
+        self.taken: deque[tuple[Any, Exception | None]] = deque()
         self._batches = batches
         self._reading = False
         self._orders: queue.SimpleQueue[float | None] = queue.SimpleQueue()
@@ -73,22 +75,33 @@ class _Reader:
         self._thread.start()
 
     def get(self, timeout: float) -> Any:
-        """Return the next item; raise ``queue.Empty`` if none came in time, and what reading it raised."""
-        if not self._reading:
-            self._orders.put(timeout)
-            self._reading, timeout = True, timeout + _READ_SECONDS
-        try:
-            item, error = self._answers.get(timeout=timeout)
-        except queue.Empty:
-            self.stuck = True
-            raise
+        """Return the next item; raise ``queue.Empty`` if none came in time, and what reading it raised.
+
+        The item is returned again until :meth:`remove` is called: a signal handler may raise in between.
+        """
+        if not self.taken:
+            if not self._reading:
+                self._orders.put(timeout)
+                self._reading, timeout = True, timeout + _READ_SECONDS
+            try:
+                # in one call, so that no signal handler raises while the answer is in neither place
+                self.taken.extend(map(self._answers.get, (True,), (timeout,)))
+            except queue.Empty:
+                self.stuck = True
+                raise
         self._reading = self.stuck = False
+        item, error = self.taken[0]
         if error is not None:
+            self.remove()
             try:
                 raise error
             finally:
                 del error  # its frames would refer to it
         return item
+
+    def remove(self) -> None:
+        """Remove the item that :meth:`get` has returned."""
+        self.taken.clear()
 
     def close(self) -> None:
         """End the thread, unless it is stuck."""
@@ -167,7 +180,7 @@ class BatchQueue(Substitute):
             WorkerError: a worker has ended, or no worker is left.
             SyncTimeoutError: workers are late.
         """
-        while worker in self._missing:
+        while self._reader.taken or worker in self._missing:
             try:
                 self._kept.append(self._read(_READ_SECONDS))
             except queue.Empty:
@@ -191,6 +204,7 @@ class BatchQueue(Substitute):
             raise queue.Empty from error
         self.waits.add(time.monotonic() - start, self._missing)
         self._note(item[0])
+        self._reader.remove()
         return item
 
     def look(self) -> None:

@@ -55,6 +55,22 @@ class GoneBatches:
         pass
 
 
+class InterruptedBatches:
+    """A queue with one batch, of worker 0; a Ctrl-C comes when the batch does."""
+
+    def __init__(self):
+        self.items = queue.SimpleQueue()
+        self.items.put((("batch", 0), 1))
+
+    def get(self, timeout):
+        item = self.items.get(timeout=timeout)
+        signal.raise_signal(signal.SIGINT)  # its handler runs in the main thread, once that has the batch
+        return item
+
+    def close(self):
+        pass
+
+
 @contextlib.contextmanager
 def queue_of(*processes, batches=None, may_lose=True, frames_timeout=math.inf, in_rounds=False):
     options = {"frames_timeout": frames_timeout, "may_lose": may_lose}
@@ -62,6 +78,36 @@ def queue_of(*processes, batches=None, may_lose=True, frames_timeout=math.inf, i
     made = BatchQueue(batches or GoneBatches(), processes, pipes, in_rounds=in_rounds, **options)
     with contextlib.closing(made):
         yield made
+
+
+def test_a_batch_that_arrives_with_ctrl_c_is_not_lost():
+    """The next iteration would wait for it: its worker was asked for a batch, and has delivered it."""
+    with queue_of(Process(), batches=InterruptedBatches(), may_lose=False, frames_timeout=3.0) as batches:
+        batches.ask(0)
+        with pytest.raises(KeyboardInterrupt):
+            batches.get(1.0)
+        batches.settle(0)
+        assert batches.kept == 1
+        assert batches.get(0.0) == (("batch", 0), 1)
+
+
+def test_a_batch_that_is_read_again_after_ctrl_c_counts_once(monkeypatch):
+    """Otherwise the next time limit would apply to another worker."""
+    items = multiprocessing.Queue()
+    options = {"may_lose": False, "frames_timeout": 0.5, "in_rounds": True}
+    with queue_of(Process(), Process(), batches=items, **options) as batches:
+        for worker in range(2):
+            batches.ask(worker)
+            items.put((("batch", worker), 0))
+        batches.get(1.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(batches._reader, "remove", lambda: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                batches.get(1.0)
+        batches.settle(1)
+        batches.ask(1)
+        with pytest.raises(SyncTimeoutError, match=r"no batch of workers \[1\]"):
+            batches.settle(1)
 
 
 def test_a_worker_that_was_late_gets_as_much_time_again():
