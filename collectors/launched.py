@@ -7,7 +7,7 @@ import math
 import os
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from inspect import isfunction
 from typing import Any
@@ -20,7 +20,8 @@ from collectors.nodes import free_port
 from collectors.remote import Remote
 from collectors.requests import Request, change_each, require_one_each, send
 from collectors.updates import close_all
-from collectors.workers import END_SECONDS, Arguments, Workers, portable
+from collectors.weight_update import SchemeUpdater
+from collectors.workers import END_SECONDS, Workers
 from weight_update import (
     DistributedWeightSyncScheme,
     RPCWeightSyncScheme,
@@ -68,8 +69,7 @@ class Launched(Remote):
         if launcher == "submitit":
             _require_submitit()
         options["collector_kwargs"] = change_each(options["collector_kwargs"], _portable_options)
-        if options.get("total_frames", -1) < 0:
-            options["total_frames"] = math.inf
+        options["total_frames"] = endless(options.get("total_frames", -1))
         if options.get("tcp_port") is None and launcher == "mp":
             options["tcp_port"] = os.environ.get("TCP_PORT") or free_port()
         with self._workers.starting():
@@ -88,32 +88,13 @@ class Launched(Remote):
             return self._scheme_class()
         return self._scheme_class(address=own_address())
 
-    def _start(self, program: Callable[..., None], form: Callable[[], None]) -> None:
-        """Start the program of each worker, and call ``form``, which waits until they all have met."""
+    def _announce(self) -> None:
+        """Set the address of the rendezvous, and give each worker's collector its index and receivers."""
         self.IPAddr = "localhost" if self.launcher == "mp" else own_address()
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = self.IPAddr, str(self.tcp_port)
         receivers = {"weight_recv_schemes": self._updates.schemes} if self._updates.schemes else {}
         for idx, options in enumerate(self.collector_kwargs):
             options.update(worker_idx=idx, **receivers)
-        arguments = list(map(self._arguments_of, range(self.num_workers)))
-        self.jobs = self._workers.launch(self.launcher, self.slurm_kwargs, program, arguments)
-        self._workers.form(form)
-
-    def _arguments_of(self, idx: int) -> Arguments:
-        """Return the arguments of the program of a worker."""
-        raise NotImplementedError
-
-    def _inner_arguments(self, idx: int) -> dict[str, Any]:
-        """Return the arguments with which :func:`~collectors.node_programs.make_collector` makes a worker."""
-        return {
-            "collector_class": self.collector_class,
-            "num_workers": self.num_workers_per_collector,
-            "env_make": portable(self.env_constructors[idx]),
-            "policy": None if any(self.policy_factory) else self.policy,
-            "policy_factory": self.policy_factory[idx],
-            "frames_per_batch": self._frames_per_batch_corrected,
-            "collector_kwargs": self.collector_kwargs[idx],
-        }
 
     def _initialize(self, schemes: Mapping[str, WeightSyncScheme]) -> None:
         """Initialize schemes as senders, unless they are."""
@@ -143,7 +124,8 @@ class Launched(Remote):
             if self.update_after_each_batch:
                 self._update_workers()
             return self._workers.gather(), list(range(self.num_workers))
-        self._workers.ask_all()
+        for idx in range(self.num_workers):
+            self._workers.ask(idx)
         idx, data = self._workers.take()
         if self.update_after_each_batch:
             self._update_workers([idx])
@@ -173,10 +155,16 @@ class Launched(Remote):
         return None if scheme is None else scheme.worker_versions.get(idx)
 
     def _update_workers(self, worker_ids: list[int] | None = None) -> None:
-        """Have the updater send its weights, or send those of all models in one step."""
+        if self._legacy_weight_updater:
+            self.update_policy_weights_(worker_ids=worker_ids)
+        else:
+            self._send_all(worker_ids)
+
+    def _send_all(self, worker_ids: list[int] | None = None) -> None:
+        """Send the weights of all models in one step."""
         schemes = self._updates.schemes
         try:
-            if self._legacy_weight_updater:
+            if isinstance(self.weight_updater, SchemeUpdater):
                 self.update_policy_weights_(worker_ids=worker_ids)
             elif schemes:
                 send(schemes, Request(dict.fromkeys(schemes), worker_ids, several=True))
@@ -220,6 +208,11 @@ class Launched(Remote):
         """Shut down an unused collector."""
         if self._owner == os.getpid():  # not in a forked child
             self.shutdown()
+
+
+def endless(total_frames: float) -> float:
+    """Return ``total_frames``, or infinity for a negative number."""
+    return math.inf if total_frames < 0 else total_frames
 
 
 def own_address() -> str:

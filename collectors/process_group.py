@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,24 +16,18 @@ import torch.distributed as dist
 import torchrl.collectors
 from tensordict import TensorDictBase
 
-from collectors.node_programs import EXAMPLE, describe, make_collector
+from collectors.node_programs import EXAMPLE, STOP, describe
 from collectors.single import Collector
 from collectors.waiting import WaitingTimes
-from collectors.workers import END_SECONDS, Put, Workers
+from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Make, Workers, portable
 from weight_update import LifecycleError, SyncFailedError, SyncTimeoutError, WorkerError
 
 
 class GroupWorkers(Workers):
     """Workers in the default process group, in which the trainer has rank 0.
 
-    They run :func:`~collectors.node_programs.run_on_demand`. After :meth:`launch`, :meth:`form` makes the
-    group, and :meth:`expect` describes a batch to the workers.
-
-    Attributes:
-        store: store of TorchRL's collector, through which workers get their orders; set after :meth:`form`.
+    After :meth:`launch`, :meth:`form` makes the group, and :meth:`expect` describes a batch to the workers.
     """
-
-    store: Any
 
     _join = staticmethod(torch.stack)
 
@@ -58,21 +54,20 @@ class GroupWorkers(Workers):
                 raise
             raise WorkerError(f"workers could not start:\n{errors}") from error
 
-    def form(self, form: Callable[[], None]) -> None:
+    def form(self, form_group: Callable[[], None]) -> None:
+        """Call ``form_group`` once the processes have started; raise if it does not end in time."""
+        self.nodes.await_ready(START_SECONDS)
         self._in_group = True
-        super().form(form)
+        # By itself it waits for 1,000 days. Jobs may wait for their hosts.
+        self.nodes.attend(form_group, START_SECONDS if self.launcher == "mp" else math.inf)
 
     def expect(self, example: TensorDictBase) -> None:
         """Prepare for batches like ``example``; a worker that makes others ends with an error."""
         dist.distributed_c10d._get_default_store().set(EXAMPLE, json.dumps(describe(example)))
         self._batches = [example.clone().lock_() for _ in range(self.number)]
 
-    def _request(self, idx: int, put: Put) -> None:
-        self.store.set(f"NODE_{idx + 1}_in", b"continue")
-        parts = self._batches[idx].irecv(src=idx + 1, return_premature=True)
-        while parts:
-            parts.pop(0).wait()  # gloo raises RuntimeError if the other end is gone
-        put(None)
+    def _request(self, idx: int) -> Make:
+        return partial(_receive, self._batches[idx], idx + 1)
 
     def _read(self, idx: int, arrived: Any) -> TensorDictBase:
         if arrived is not None:
@@ -81,23 +76,15 @@ class GroupWorkers(Workers):
         return self._batches[idx].clone()
 
     def end(self, seconds: float) -> None:
-        if not self._in_group:
-            return
-        self.nodes.end(self._ask_to_end, seconds)
-        if self.launcher == "submitit_delayed":  # these jobs were started elsewhere
-            self._ask_to_end()
-            with contextlib.suppress(RuntimeError):  # a job is late or gone
-                ends = [f"NODE_{idx + 1}_out" for idx in range(self.number)]
-                self.store.wait(ends, timedelta(seconds=seconds))
+        if self._in_group:
+            self.nodes.end(self._ask_to_end, seconds)
 
     def _ask_to_end(self) -> None:
         """Ask workers to end; it may be called several times."""
-        self.store.set("TRAINER_status", b"shutdown")
-        for idx in range(self.number):
-            self.store.set(f"NODE_{idx + 1}_in", b"shutdown")
+        raise NotImplementedError
 
     def leave(self) -> None:
-        self._await_asked(END_SECONDS)
+        self._await_pending(END_SECONDS)
         in_group, self._in_group = self._in_group, False
         if in_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -105,20 +92,104 @@ class GroupWorkers(Workers):
             dist.distributed_c10d._world.group_count = 0
 
 
-def example_of(trainer: Any) -> TensorDictBase:
+class OnDemandWorkers(GroupWorkers):
+    """Workers that run :func:`~collectors.node_programs.run_on_demand`.
+
+    Attributes:
+        store: store of TorchRL's collector, through which workers get their orders; set after :meth:`form`.
+    """
+
+    store: Any
+
+    def _request(self, idx: int) -> Make:
+        store, receive = self.store, super()._request(idx)
+
+        def make(put: Callable[[Any], None]) -> None:
+            store.set(f"NODE_{idx + 1}_in", b"continue")
+            receive(put)
+
+        return make
+
+    def end(self, seconds: float) -> None:
+        super().end(seconds)
+        if self._in_group and self.launcher == "submitit_delayed":  # these jobs were started elsewhere
+            self._ask_to_end()
+            with contextlib.suppress(RuntimeError):  # a job is late or gone
+                ends = [f"NODE_{idx + 1}_out" for idx in range(self.number)]
+                self.store.wait(ends, timedelta(seconds=seconds))
+
+    def _ask_to_end(self) -> None:
+        self.store.set("TRAINER_status", b"shutdown")
+        for idx in range(self.number):
+            self.store.set(f"NODE_{idx + 1}_in", b"shutdown")
+
+
+class AheadWorkers(GroupWorkers):
+    """Workers that run :func:`~collectors.node_programs.run_ahead`."""
+
+    def _ask_to_end(self) -> None:
+        dist.distributed_c10d._get_default_store().set(STOP, "1")
+        # A worker that is about to send a batch must be able to send it. Batches that have come are dropped.
+        self._drop(self._answers())
+        for idx in range(len(self._batches)):
+            if self.nodes.alive(idx):
+                self.ask(idx)
+
+
+def _receive(batch: TensorDictBase, rank: int, put: Callable[[None], None]) -> None:
+    """Wait for a batch of a worker; gloo raises RuntimeError if the other end is gone."""
+    parts = batch.irecv(src=rank, return_premature=True)
+    while parts:
+        parts.pop(0).wait()
+    put(None)
+
+
+def program_arguments(collector: Any, frames_per_batch: int, **more: Any) -> list[Arguments]:
+    """Return the arguments of each worker's program, from what TorchRL's ``__init__`` has set."""
+    policy = None if any(collector.policy_factory) else collector.policy
+    return [
+        (
+            {"policy": policy, "policy_factory": collector.policy_factory[idx]},
+            {
+                "rank": idx + 1,
+                "ip": collector.IPAddr,
+                "port": int(collector.tcp_port),
+                "world_size": collector.num_workers + 1,
+                "backend": collector.backend,
+                "collector_class": collector.collector_class,
+                "num_workers": collector.num_workers_per_collector,
+                "env_make": portable(collector.env_constructors[idx]),
+                "frames_per_batch": frames_per_batch,
+                "collector_kwargs": collector.collector_kwargs[idx],
+                **more,
+            },
+        )
+        for idx in range(collector.num_workers)
+    ]
+
+
+def example_of(trainer: Any, frames_per_batch: int) -> TensorDictBase:
     """Return an example of the batches of the workers of ``trainer``, collected in this process."""
-    inner = trainer._inner_arguments(0) | {"num_workers": 1}
-    kind, given, stacked = inner["collector_class"], inner["collector_kwargs"], 0
     known = set(inspect.signature(torchrl.collectors.Collector.__init__).parameters)
     known -= {"weight_recv_schemes", "weight_sync_schemes", "worker_idx"}
-    inner["collector_kwargs"] = {key: value for key, value in given.items() if key in known}
+    options = {key: value for key, value in trainer.collector_kwargs[0].items() if key in known}
+    kind, stacked = trainer.collector_class, 0
     if issubclass(kind, torchrl.collectors.MultiCollector):
-        cat = given.get("cat_results")
+        cat = trainer.collector_kwargs[0].get("cat_results")
         if issubclass(kind, torchrl.collectors.MultiSyncCollector) and cat in (None, "stack"):
             stacked = trainer.num_workers_per_collector
-            inner["frames_per_batch"] //= stacked
-        inner["collector_class"] = Collector
-    collector = make_collector(**inner)
+            frames_per_batch //= stacked
+        kind = Collector
+    factory = trainer.policy_factory[0]
+    collector = kind(
+        trainer.env_constructors[0],
+        None if factory else trainer.policy,
+        policy_factory=factory,
+        frames_per_batch=frames_per_batch,
+        total_frames=-1,
+        split_trajs=False,
+        **options,
+    )
     try:
         batch: TensorDictBase = next(iter(collector))
         return batch.expand((stacked, *batch.shape)) if stacked else batch

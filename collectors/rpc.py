@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torchrl.collectors
 import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
 from torch import distributed as dist
@@ -15,12 +17,11 @@ from torch.distributed import rpc
 from torchrl.data.utils import CloudpickleWrapper
 
 from collectors.launched import Launched
-from collectors.node_programs import make_collector
-from collectors.rpc_node import join_world, leave, made, name_of, run_node, was_in_a_world
+from collectors.rpc_node import join_world, leave, made, make_collector, name_of, run_node, was_in_a_world
 from collectors.torchrl_names import tensorpipe_options
 from collectors.updates import close_all
 from collectors.waiting import WaitingTimes
-from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Put, Workers
+from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Make, Workers, portable
 from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WorkerError
 
 _OF_WORKER = "On WorkerInfo("
@@ -30,7 +31,7 @@ _OF_WORKER = "On WorkerInfo("
 class RPCWorkers(Workers):
     """Workers in an RPC world, in which each has a collector.
 
-    After :meth:`launch`, :meth:`form` makes the world, and :meth:`make_collectors` the collectors.
+    After :meth:`launch`, :meth:`join` makes the world, and :meth:`make_collectors` the collectors.
 
     Attributes:
         infos: workers of the RPC world, by index.
@@ -66,16 +67,19 @@ class RPCWorkers(Workers):
         if errors := self._errors(wait=True):
             raise WorkerError(f"workers could not start:\n{errors}")
 
-    def form(self, form: Callable[[], None]) -> None:
+    def join(self, join_world: Callable[[], None]) -> None:
+        """Call ``join_world`` once the processes have started; raise if one of them ends, or is late."""
+        self.nodes.await_ready(START_SECONDS)
         self._in_group = self.launcher == "submitit_delayed"  # TorchRL makes a process group, too
-        super().form(form)
+        # By itself it waits for half an hour, also for a process that has ended.
+        self.nodes.attend(join_world, START_SECONDS if self.launcher == "mp" else math.inf)
 
-    def make_collectors(self, arguments: Sequence[dict[str, Any]]) -> None:
-        """Have each worker make its collector with these arguments."""
+    def make_collectors(self, cls: Any, envs: Sequence[Any], several: int, options: Sequence[Any]) -> None:
+        """Have each worker make its collector, of ``several`` environments if that is not 0."""
         self.infos = [rpc.get_worker_info(name_of(idx)) for idx in range(self.number)]
         self.rrefs = [
-            rpc.remote(info, make_collector, kwargs=one, timeout=START_SECONDS)
-            for info, one in zip(self.infos, arguments, strict=True)
+            rpc.remote(info, make_collector, args=(cls, env, several, one), timeout=START_SECONDS)
+            for info, env, one in zip(self.infos, envs, options, strict=True)
         ]
         self._made = [
             rpc.rpc_async(info, made, args=(rref,), timeout=START_SECONDS)
@@ -94,8 +98,9 @@ class RPCWorkers(Workers):
 
     # -- data --------------------------------------------------------------------------------------
 
-    def _request(self, idx: int, put: Put) -> None:
-        self.rrefs[idx].rpc_async().next().then(put)
+    def _request(self, idx: int) -> Make:
+        rref = self.rrefs[idx]
+        return lambda put: rref.rpc_async().next().then(put)
 
     def _read(self, idx: int, arrived: Any) -> TensorDictBase:
         error = str(arrived) if isinstance(arrived, Exception) else _error_of(arrived)
@@ -111,13 +116,13 @@ class RPCWorkers(Workers):
     def end(self, seconds: float) -> None:
         if not _in_world():
             return
-        self._await_asked(seconds)
+        self._await_pending(seconds)
         ends = [
             rref.rpc_async(timeout=END_SECONDS).shutdown()
             for idx, rref in enumerate(self.rrefs)
-            if self.nodes.alive(idx) and idx not in self._asked
+            if self.nodes.alive(idx) and idx not in self._pending
         ]
-        well = not any(map(_error_of, ends)) and not self._asked
+        well = not any(map(_error_of, ends)) and not self._pending
         # Workers that leave wait for all others; without one of these they print an error.
         if well and all(map(self.nodes.alive, range(self.number))):
             for info in self.infos:
@@ -165,20 +170,28 @@ class RPCCollector(Launched, torchrl_distributed.RPCCollector):
 
     def _init(self) -> None:
         self.tensorpipe_options = {**tensorpipe_options, **self._given_options}
-        delayed = self.launcher == "submitit_delayed"  # TorchRL's program waits there
-        trainer = partial(self._init_master_rpc, self.num_workers + 1)
-        self._start(run_node, trainer if delayed else self._join_world)
+        self._announce()
+        arguments: list[Arguments] = [({}, self._arguments_of(idx)) for idx in range(self.num_workers)]
+        self.jobs = self._workers.launch(self.launcher, self.slurm_kwargs, run_node, arguments)
+        if self.launcher == "submitit_delayed":  # TorchRL's program waits there
+            self._workers.join(partial(self._init_master_rpc, self.num_workers + 1))
+        else:
+            self._workers.join(self._join_world)
         # Schemes of RPC call the workers' collectors, others travel to them.
         schemes = self._updates.schemes.items()
         self._initialize({key: one for key, one in schemes if not isinstance(one, RPCWeightSyncScheme)})
-        inner = list(map(self._inner_arguments, range(self.num_workers)))
-        for one in inner:
-            one["policy_factory"] = one["policy_factory"] and CloudpickleWrapper(one["policy_factory"])
-        self._workers.make_collectors(inner)
+        single = issubclass(self.collector_class, torchrl.collectors.Collector)
+        self._workers.make_collectors(
+            self.collector_class,
+            list(map(portable, self.env_constructors)),
+            0 if single else self.num_workers_per_collector,
+            [self._inner_options(idx) for idx in range(self.num_workers)],
+        )
         self.collector_infos, self.collector_rrefs = self._workers.infos, self._workers.rrefs
 
-    def _arguments_of(self, idx: int) -> Arguments:
-        return {}, {
+    def _arguments_of(self, idx: int) -> dict[str, Any]:
+        """Return the arguments of the program of a worker."""
+        return {
             "idx": idx,
             "address": self.IPAddr,
             "port": int(self.tcp_port),
@@ -196,6 +209,18 @@ class RPCCollector(Launched, torchrl_distributed.RPCCollector):
             for idx, device in enumerate(self.visible_devices):
                 options.set_device_map(name_of(idx), {0: device})
         join_world("TRAINER_NODE", 0, self.num_workers + 1, options)
+
+    def _inner_options(self, idx: int) -> dict[str, Any]:
+        """Return the options of the collector of a worker."""
+        factory = self.policy_factory[idx]
+        return {
+            "policy": None if factory is not None and self._updates.schemes else self.policy,
+            "policy_factory": None if factory is None else CloudpickleWrapper(factory),
+            "frames_per_batch": self._frames_per_batch_corrected,
+            "total_frames": -1,
+            "split_trajs": False,
+            **self.collector_kwargs[idx],
+        }
 
     def _update_between(self, batches: int, workers: list[int]) -> None:
         self._update_stale()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -79,6 +80,11 @@ def _await_end(address: str, port: int, orphaned: threading.Event) -> None:
 def leave() -> None:
     """End the program of this worker."""
     _leave.set()
+
+
+def make_collector(cls: Callable[..., Any], env: Any, several: int, options: dict[str, Any]) -> Any:
+    """Create the collector of this worker."""
+    return cls([env] * several if several else env, **options)
 
 
 def made(rref: Any) -> None:

@@ -28,5 +28,4 @@ def signature_of(cls: Any) -> inspect.Signature:
 
 def torchrl_base(cls: type) -> Any:
     """Return TorchRL's class from which a collector derives."""
-    bases = (base for one in cls.__mro__ for base in one.__bases__)
-    return next(base for base in bases if base.__module__.startswith("torchrl."))
+    return next(one for one in cls.__mro__ if one.__module__.startswith("torchrl."))

@@ -17,6 +17,13 @@ from typing import Any
 SUPPORTED = ">=0.14.1,<0.15"
 """The versions of TorchRL that work, as in ``setup.py``."""
 
+_PROCESS_GROUP_HOOKS = (
+    "_frames_per_batch_corrected",
+    "_init_master_dist",
+    "_init_workers",
+    "_make_container",
+)
+
 HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
     ("torchrl.collectors", "Collector"): (
         "_RESERVED_OPTIONS",
@@ -76,15 +83,16 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "push_weights",
     ),
     ("torchrl.collectors.distributed", "DistributedCollector"): (
+        *_PROCESS_GROUP_HOOKS,
         "_VERBOSE",
-        "_frames_per_batch_corrected",
-        "_init_master_dist",
         "_init_worker_dist_submitit_delayed",
-        "_init_workers",
-        "_make_container",
         "_store",
         "_sync",
         "_weight_sync_schemes",
+    ),
+    ("torchrl.collectors.distributed", "DistributedSyncCollector"): (
+        *_PROCESS_GROUP_HOOKS,
+        "total_frames_per_collector",
     ),
     ("torchrl.collectors.distributed", "RPCCollector"): (
         "_frames_per_batch_corrected",
@@ -171,6 +179,7 @@ try:
     get_service_backend = backends._get_service_backend
     normalize_service_backend = backends.normalize_service_backend
     tensorpipe_options = default_configs.DEFAULT_TENSORPIPE_OPTIONS
+    connect_timeout = generic.MAX_TIME_TO_CONNECT
     join_group = generic._node_init_dist
     multi_base: Any = _multi_base
     main_of_worker = multi_base._main_async_collector

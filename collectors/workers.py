@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import importlib
-import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,50 @@ _LOOK_SECONDS, END_SECONDS, START_SECONDS = 0.5, 10.0, 120.0
 Arguments = tuple[dict[str, Any], dict[str, Any]]
 """Arguments of a worker's program: those that are copied, and the others."""
 
-Put = Callable[[Any], None]
-"""Is called once the batch of a worker, or an error, has arrived."""
+Make = Callable[[Callable[[Any], None]], None]
+"""Asks a worker for its next batch, and calls its argument once the batch, or an error, has arrived."""
+
+
+class BatchRequest:
+    """A request for the next batch of a worker, made by a thread of its own.
+
+    A signal handler, which runs in the main thread, may raise while a program waits for batches. Such a
+    program may call :meth:`begin` again: the worker is asked once.
+
+    Args:
+        make: function that makes the request.
+        changed: queue that gets an item when the batch has arrived.
+
+    Attributes:
+        answer: the batch, or the error of ``make``; empty before.
+    """
+
+    def __init__(self, make: Make, changed: queue.SimpleQueue[None]) -> None:
+        self.answer: list[Any] = []
+        self._make, self._changed = make, changed
+        self._begun, self._running = False, threading.Lock()
+
+    @property
+    def pending(self) -> bool:
+        """Whether the worker was asked, and has not answered."""
+        return self._begun and not self.answer
+
+    def begin(self) -> None:
+        """Make the request, unless this was done."""
+        self._begun = True
+        if not self._running.locked():
+            _thread.start_new_thread(self._run, ())  # a signal handler must not raise in Thread.start()
+
+    def _run(self) -> None:
+        if self._running.acquire(blocking=False):
+            try:
+                self._make(self._put)
+            except Exception as error:  # noqa: BLE001 - any error is raised by the reader of the answer
+                self._put(error)
+
+    def _put(self, answer: Any) -> None:
+        self.answer.append(answer)
+        self._changed.put(None)
 
 
 class Workers:
@@ -36,9 +78,9 @@ class Workers:
     Call sequence:
 
     1. :meth:`require_alone`, before anything starts.
-    2. :meth:`launch` starts the processes or jobs, and :meth:`form` connects them.
+    2. :meth:`launch` starts the processes or jobs. The subclass connects them.
     3. :meth:`starting` surrounds all of that, and the connection of the schemes.
-    4. :meth:`ask_all` and :meth:`take`, or :meth:`gather`, for batches.
+    4. :meth:`ask` and :meth:`take`, or :meth:`gather`, for batches.
     5. :meth:`end` has workers end; it is left out after an error at the start. Then come :meth:`kill`, the
        shutdown of the schemes, and :meth:`leave`.
 
@@ -59,8 +101,8 @@ class Workers:
         self.number = 0
         self.launcher = ""
         self._waits = waits
-        self._asked: set[int] = set()  # workers that were asked for a batch not taken yet
-        self._arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._asked: dict[int, BatchRequest] = {}  # workers that were asked for a batch not taken yet
+        self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     # -- start -------------------------------------------------------------------------------------
 
@@ -92,13 +134,6 @@ class Workers:
             return [self.nodes.submit(executor, program, **copied, **others) for copied, others in arguments]
         return []
 
-    def form(self, form: Callable[[], None]) -> None:
-        """Call ``form``, which makes a group or world of all workers; raise if one ends, or is late."""
-        self.nodes.await_ready(START_SECONDS)
-        # By itself it waits for half an hour or longer, also for a process that has ended. Jobs may wait for
-        # their hosts.
-        self.nodes.attend(form, START_SECONDS if self.launcher == "mp" else math.inf)
-
     def alive(self, idx: int) -> bool:
         """Return False only if a worker has certainly ended."""
         return self.nodes.alive(idx)
@@ -107,29 +142,17 @@ class Workers:
 
     def gather(self) -> TensorDictBase:
         """Return a batch of each worker, as one."""
-        self.ask_all()
+        for idx in range(self.number):
+            self.ask(idx)
         batches = dict(self.take() for _ in range(self.number))
         found: TensorDictBase = self._join([batches[idx] for idx in sorted(batches)])
         return found
 
-    def ask_all(self) -> None:
-        """Have each worker send its next batch, unless this was done before.
-
-        A signal handler, which runs in the main thread, may raise while a program waits for batches. So each
-        worker is asked in a thread of its own.
-        """
-        for idx in set(range(self.number)) - self._asked:
-            self._asked.add(idx)
-            threading.Thread(target=self._ask, args=(idx,), daemon=True).start()
-
-    def _ask(self, idx: int) -> None:
-        def put(arrived: Any) -> None:
-            self._arrived.put((idx, arrived))
-
-        try:
-            self._request(idx, put)
-        except Exception as error:  # noqa: BLE001 - any error is raised by _read()
-            put(error)
+    def ask(self, idx: int) -> None:
+        """Have a worker send its next batch, unless this was done before."""
+        if (request := self._asked.get(idx)) is None:
+            request = self._asked[idx] = BatchRequest(self._request(idx), self._arrived)
+        request.begin()
 
     def take(self) -> tuple[int, TensorDictBase]:
         """Wait for a batch; return the worker, and the batch with trajectory numbers of this worker alone.
@@ -143,36 +166,49 @@ class Workers:
             self.nodes.require_alive()
             self._waits.require_in_time()
         idx, arrived = found
+        self._waits.end(idx)
+        self._asked.pop(idx, None)
         data = self._read(idx, arrived)
         key = ("collector", "traj_ids")
         if key in data.keys(True):
             data.set_(key, data[key] * self.number + idx)
         return idx, data
 
-    def _request(self, idx: int, put: Put) -> None:
-        """Ask a worker for its next batch, and have ``put`` called with it. It runs in a thread."""
+    def _request(self, idx: int) -> Make:
+        """Return the function that asks a worker for its next batch."""
         raise NotImplementedError
 
     def _read(self, idx: int, arrived: Any) -> TensorDictBase:
         """Return the batch of a worker; raise WorkerError if an error has arrived instead."""
         raise NotImplementedError
 
+    @property
+    def _pending(self) -> set[int]:
+        """Workers whose next batch is awaited."""
+        return {idx for idx, request in list(self._asked.items()) if request.pending}
+
     def _look(self) -> tuple[int, Any] | None:
         """Return a worker whose batch has arrived, and the batch or error; None if none came in a while."""
-        start, found = time.monotonic(), None
+        start = time.monotonic()
         with contextlib.suppress(queue.Empty):
-            found = self._arrived.get(timeout=_LOOK_SECONDS)
-        self._waits.add(time.monotonic() - start, self._asked)
-        if found is not None:
-            self._waits.end(found[0])
-            self._asked.discard(found[0])
-        return found
+            self._arrived.get(timeout=0.0 if self._answers() else _LOOK_SECONDS)
+        self._waits.add(time.monotonic() - start, self._pending)
+        return next(iter(self._answers().items()), None)
 
-    def _await_asked(self, seconds: float) -> None:
-        """Wait until no batch is awaited, and drop those that come."""
+    def _answers(self) -> dict[int, Any]:
+        return {idx: request.answer[0] for idx, request in list(self._asked.items()) if request.answer}
+
+    def _drop(self, workers: Iterable[int]) -> None:
+        """Drop the batches of workers that have arrived."""
+        for idx in workers:
+            self._asked.pop(idx, None)
+
+    def _await_pending(self, seconds: float) -> None:
+        """Wait until no batch is awaited, and drop those that have come."""
         deadline = time.monotonic() + seconds
-        while self._asked and time.monotonic() < deadline:
-            self._look()
+        while self._pending and time.monotonic() < deadline:
+            if (found := self._look()) is not None:
+                self._drop([found[0]])
 
     # -- end ---------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """DistributedCollector and DistributedSyncCollector: workers that fail, and the end."""
 
+import _thread
 import collections
 import multiprocessing
 import os
@@ -100,14 +101,15 @@ def interrupting(function, *, after):
     return call
 
 
-@pytest.mark.parametrize(("step", "after"), [("thread", True), ("receive", False), ("receive", True)])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("step", ["thread", "receive"])
 @pytest.mark.parametrize("kind", [slow("sync"), slow("async"), "ahead"])
 def test_an_iteration_after_ctrl_c_while_a_worker_is_asked_gets_its_batch(
     kind, step, after, made, monkeypatch
 ):
     collector = made(make, kind, make_policy(), frames_timeout=5.0)
     next(collector.iterator())
-    owner, name = {"thread": (threading.Thread, "start"), "receive": (TensorDict, "irecv")}[step]
+    owner, name = {"thread": (_thread, "start_new_thread"), "receive": (TensorDict, "irecv")}[step]
     monkeypatch.setattr(owner, name, interrupting(getattr(owner, name), after=after))
     with pytest.raises(KeyboardInterrupt):
         list(zip(range(3), collector.iterator(), strict=False))
