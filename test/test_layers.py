@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import weight_update
+
 ROOT = Path(__file__).parent.parent
 LIBRARY = "weight_update"
 PACKAGES = (LIBRARY, "collectors", "benchmarks")
@@ -122,6 +124,12 @@ def test_collectors_use_public_names() -> None:
     theirs = [one for one in imports() if one[0].startswith("collectors")]
     assert theirs
     assert [one for one in theirs if one[1].startswith(f"{LIBRARY}.")] == []
+    paths = [path for name, path in MODULES.items() if name.startswith("collectors")]
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+    ours = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == LIBRARY]
+    names = {alias.name for node in ours for alias in node.names}
+    assert "SyncReport" in names
+    assert names <= set(weight_update.__all__)
 
 
 def test_there_are_at_most_twelve_floors() -> None:

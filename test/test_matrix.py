@@ -65,9 +65,12 @@ DESTINATIONS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def same_bits_cases() -> Iterator[Any]:
-    """Yield every combination; those that are not slow have each encoding once over each scheme."""
-    for scheme in SCHEMES:
-        for number, encoding in enumerate(ENCODINGS):
+    """Yield every combination; those that are not slow have each encoding once over each scheme.
+
+    The strategy, and whether tensors keep their addresses, change from scheme to scheme.
+    """
+    for place, scheme in enumerate(SCHEMES):
+        for number, encoding in enumerate(ENCODINGS, place):
             for strategy, stable in itertools.product(STRATEGIES, (False, True)):
                 chosen = (strategy, stable) == (STRATEGIES[number % 2], number % 4 > 1)
                 kept = chosen and scheme != "multiprocess"

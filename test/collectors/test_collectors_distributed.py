@@ -308,6 +308,17 @@ def test_an_update_reaches_the_workers_of_a_worker(made):
         assert collector.update_policy_weights_(weights_of(2.0 + version)).version == version + 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sync", "ahead"])
+def test_workers_of_a_worker_with_a_policy_factory(kind, made):
+    collector = made(kind, policy_factory=policy_of_seven, workers=1, num_workers_per_collector=2)
+    frames = iter(collector)
+    assert values(next(frames)) == [7.0]
+    collector.update_policy_weights_(weights_of(2.0))
+    next(frames)  # collected ahead
+    assert values(next(frames)) == [2.0]
+
+
 def test_a_collector_that_is_a_worker_itself_passes_updates_on(made):
     above = MemoryWeightSyncScheme()
     above.init_on_sender(model_id="policy", weights=weights_of(3.0), num_workers=1)
