@@ -404,12 +404,16 @@ class Episode:
         while self.those("gone"):
             self.do_return()
         start = time.monotonic() - self.clock.lost()
-        while failures := self.send():
+        while failures := self.send() or self.just_joined():
             late = time.monotonic() - self.clock.lost() - start > PATIENCE
             require(not late, f"{PATIENCE:g} s after the last fault: {failures}")
             time.sleep(0.1)
         versions, newest = self.driver.scheme.worker_versions, self.driver.scheme.version
         require({*versions.values()} == {newest}, f"{versions} after version {newest} to all")
+
+    def just_joined(self) -> list[int]:
+        """Return the late joiners without weights: of a pipeline, they get those of the next update."""
+        return [idx for idx, version in self.driver.scheme.worker_versions.items() if version is None]
 
     def close(self) -> None:
         """Shut both ends down, in any order."""
