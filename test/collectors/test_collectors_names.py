@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -153,7 +154,8 @@ def test_every_backend_writes_or_omits_versions_when_told(backend, tracks, made)
         more["backend_options"] = {"backend": "gloo", "launcher": "mp", "collector_kwargs": OPTIONS}
     else:
         more.update(OPTIONS)
-    collector = made(Collector, Env, make_policy(), backend=backend, total_frames=8, **more)
+    make = partial(Collector, frames_per_batch=8)  # without the usual options, which its workers take
+    collector = made(make, Env, make_policy(), backend=backend, total_frames=8, **more)
     assert ("policy_version" in next(iter(collector))) is tracks
 
 
