@@ -29,6 +29,7 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.synchronizer import ExplorerClient, TrainerClient
+from weight_update.testing.processes import eventually
 
 LIMIT = 0.5
 SLACK = 4.0
@@ -195,8 +196,10 @@ def default_store(procs: Processes) -> Iterator[Remote]:
     peer = procs.start(None, 0, make)
     store = dist.TCPStore("127.0.0.1", peer.call(open_default_store), is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    threads = threading.active_count()
     yield peer
     peer.kill()
+    eventually(lambda: threading.active_count() <= threads)  # a child forked amid a C++ error could hang
     dist.destroy_process_group()
 
 
