@@ -46,7 +46,7 @@ from weight_update.testing.processes import eventually, freeze, wait_until
 from weight_update.testing.ray_workers import RayWorker
 from weight_update.testing.schemes import LifecycleTests
 from weight_update.transports.host_name import this_host
-from weight_update.transports.ray.connection import RayObjectStore
+from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import (
     find_rendezvous,
     look_up,

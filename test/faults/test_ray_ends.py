@@ -18,7 +18,7 @@ from weight_update.testing import mlp
 from weight_update.testing.processes import wait_until
 from weight_update.transports.ray import rendezvous
 from weight_update.transports.ray.actors import ActorWatch
-from weight_update.transports.ray.connection import RayObjectStore
+from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import ask, call, is_done, named_actor, node_id, until_ray_ends
 from weight_update.wire.frames import Kind, WeightChunk
 

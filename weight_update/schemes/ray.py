@@ -19,7 +19,7 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.host_name import this_host
 from weight_update.transports.ray.actors import ActorWatch
-from weight_update.transports.ray.connection import RayObjectStore
+from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import (
     call,
     find_rendezvous,

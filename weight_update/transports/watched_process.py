@@ -24,7 +24,7 @@ class WatchedProcess:
         except ProcessLookupError:
             self.missing = True
         except (OSError, AttributeError):
-            return
+            pass
         else:
             weakref.finalize(self, os.close, self._fd).atexit = False  # asked until the end of this process
 

@@ -13,7 +13,8 @@ from weight_update.arguments import refuse_arguments
 from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.host_name import shares_sockets, this_host
 from weight_update.transports.join_listener import JoinListener
-from weight_update.transports.ray.connection import RayConnection, RayObjectStore
+from weight_update.transports.ray.connection import RayConnection
+from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, call, look_up, node_id, ray_runs, tell
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
