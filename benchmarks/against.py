@@ -75,7 +75,7 @@ class Comparison:
 
     def cells(self) -> list[str]:
         """Return the medians of both commits with their spread, the ratio, and the verdict."""
-        theirs, ours = (Figure(runs, "-") for runs in self.medians)
+        theirs, ours = (Figure(runs, None if runs else "-") for runs in self.medians)
         shown = [figure.show(self.scale, self.digits) for figure in (theirs, ours)]
         return [*shown, show_ratio(ours, theirs), self.verdict]
 
