@@ -121,6 +121,9 @@ def test_by_default_matrices_of_linear_layers(converter: Converter, dtype: torch
         "model.embed_tokens.weight": numbers(3, 4),
         "model.norm.weight": numbers(4),
         "model.layers.0.mlp.gate.weight": numbers(3, 4),
+        "model.layers.0.mlp.shared_expert_gate.weight": numbers(1, 4),  # Qwen2-MoE
+        "model.layers.0.block_sparse_moe.gate.weight": numbers(3, 4),  # Mixtral
+        "output.weight": numbers(3, 4),  # InternLM2, Meta's Llama
         "transformer.wte.weight": numbers(3, 4),
         "lm_head.weight": numbers(3, 4),
         "conv.weight": numbers(3, 4, 2),

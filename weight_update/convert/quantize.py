@@ -15,7 +15,7 @@ from weight_update.errors import ConversionError
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
 _TINY = torch.finfo(torch.float32).tiny
-_KEPT = re.compile(r"embed|norm|lm_head|output_layer|router|mlp\.gate\.|(^|\.)wte\.|(^|\.)wpe\.")
+_KEPT = re.compile(r"embed|norm|lm_head|output_layer|router|^output\.|(^|[._])gate\.|(^|\.)w[tp]e\.")
 _Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
