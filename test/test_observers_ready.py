@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import os
+import resource
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -290,6 +291,19 @@ def test_trace_of_random_reports(tmp_path: Path) -> None:
     trace = Trace(path)
     trace.check()
     assert len(trace.arrows()) == len(trace.of("X")) - len(trace.of("f")) - 4 * 60 > 60
+
+
+def test_trace_is_complete_again_after_the_disk_was_full(tmp_path: Path) -> None:
+    with ChromeTraceObserver(tmp_path / "trace.json") as observer:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
+        try:
+            with pytest.raises(OSError, match="too large"):
+                observer(report_of(1, apply_seconds=dict.fromkeys(range(200), 0.1)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        observer(report_of(2))
+        assert len(Trace(tmp_path / "trace.json").of("s")) == 2
 
 
 @pytest.mark.parametrize("make", [ChromeTraceObserver, CsvObserver])

@@ -76,6 +76,7 @@ class ChromeTraceObserver(AbstractContextManager["ChromeTraceObserver"]):
             body = (b",\n" if self._end else b"[\n") + lines.encode()
             self._file.seek(self._end)
             self._file.write(body + b"\n]\n")
+            self._file.truncate()  # a full disk may have left the beginning of longer events
             self._end += len(body)
         self._file.flush()
 
