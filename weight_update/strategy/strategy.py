@@ -182,7 +182,7 @@ class WeightStrategy(WeightReader):
 
         Args:
             destination: module, TensorDict or dict. With ``select`` it may have more weights, which do not
-                change.
+                change, unless the encoding is a :class:`~weight_update.PatchEncoding`.
             weights: any source that :meth:`extract_weights` takes.
             inplace: True copies values into the destination's tensors; False points them at the memory of
                 ``weights`` instead (nothing is copied where device and dtype agree).
