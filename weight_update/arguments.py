@@ -6,7 +6,7 @@ import ipaddress
 import numbers
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -74,6 +74,13 @@ def made_by_label(given: Any, registry: Mapping[str, Callable[[], _T]], kind: st
             return make()
     known = ", ".join(sorted(name.partition("/")[0] for name in registry))
     raise ValueError(f"unknown {kind} {given!r} (known {kind}s: {known})")
+
+
+def enclosing_names(name: str) -> Iterator[str]:
+    """Yield a dotted name, then the part of it before each dot, from the last dot to the first."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 TOKEN = "WEIGHT_UPDATE_TOKEN"
