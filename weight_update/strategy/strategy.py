@@ -181,8 +181,8 @@ class WeightStrategy(WeightReader):
         """Write ``weights`` into ``destination``: all of them, or none if an error is raised.
 
         Args:
-            destination: module, TensorDict or dict. With ``select`` it may have more weights, which do not
-                change, unless the encoding is a :class:`~weight_update.PatchEncoding`.
+            destination: module, TensorDict or dict. With ``select``, and an encoding other than
+                :class:`~weight_update.PatchEncoding`, it may have more weights, which do not change.
             weights: any source that :meth:`extract_weights` takes.
             inplace: True copies values into the destination's tensors; False points them at the memory of
                 ``weights`` instead (nothing is copied where device and dtype agree).
