@@ -190,6 +190,22 @@ def test_a_converter_with_one_buffer_in_a_pipeline(later: Any) -> None:
         assert procs.ask("fingerprint") == [fingerprint(source)]
 
 
+@pytest.mark.parametrize("max_in_flight", [None, 2])
+def test_embeddings_that_a_converter_ties_stay_tied_after_the_next_one(max_in_flight: int | None) -> None:
+    """The padding is cut off, so they are a view that the trainer does not have."""
+    source = {"embedding.word_embeddings.weight": numbers(6, 4)}
+    target = nn.ModuleDict({"model": nn.ModuleDict({"embed_tokens": nn.Embedding(5, 4)})})
+    target["lm_head"] = nn.Linear(4, 5, bias=False)
+    target["lm_head"].weight = target["model"]["embed_tokens"].weight
+    converter = chain(megatron_to_hf(1, vocab_size=5, tie_word_embeddings=True), quantize_int8())
+    strategy = WeightStrategy("state_dict", encoding="bucket", max_in_flight=max_in_flight, convert=converter)
+    with connected(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as procs:
+        source["embedding.word_embeddings.weight"] += 1
+        procs.scheme.send()
+        expected = convert(converter, source.items())
+        assert procs.ask("fingerprint") == [fingerprint(expected)]
+
+
 @pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
 def test_a_converter_that_computes_in_inference_mode(encoding: str) -> None:
     @torch.inference_mode()

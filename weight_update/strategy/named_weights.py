@@ -120,9 +120,8 @@ class NamedWeights:
             if memory in owned:
                 found[name] = tensor
                 continue
-            # A tensor under several names in a row is tied, also if a gathered one has a view for each name.
-            again = self.gather is not None and memory is not None and memory == memory_identity(last)
-            if tensor is not last and not again:
+            # A tensor under several names in a row is tied, also if each name has a view of its own.
+            if memory is None or memory != memory_identity(last):
                 last, hollow = tensor, tensor.to("meta")
             found[name] = hollow
         return WeightSchema.of(found)
