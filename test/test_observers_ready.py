@@ -80,6 +80,13 @@ def test_log_takes_no_name_of_a_level() -> None:
         LogObserver(level="INFO")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("observer", [LogObserver, TorchRLLoggerObserver])
+@pytest.mark.parametrize("given", ["run", logging.Logger])
+def test_something_else_than_a_logger_is_refused_at_once(observer: Any, given: Any) -> None:
+    with pytest.raises(TypeError, match=r"give a logger, .*, not (an object of type str|the class Logger)$"):
+        observer(given)
+
+
 # -- CSV -------------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,14 @@ def require_instance(given: Any, error: type[TypeError] = TypeError) -> None:
         raise error(f"{given.__name__} is a class; give an instance: {given.__name__}(...)")
 
 
+def require_method(given: Any, method: str, wanted: str) -> None:
+    """Raise TypeError, which says what is ``wanted``, unless ``given`` is an object with this method."""
+    if isinstance(given, type):
+        raise TypeError(f"give {wanted}, not the class {given.__name__}")
+    if not hasattr(given, method):
+        raise TypeError(f"give {wanted}, not an object of type {type(given).__name__}")
+
+
 def refuse_arguments(owner: object, given: Mapping[str, object], instead: str) -> None:
     """Raise TypeError, which says what to do ``instead``, if there are any arguments in ``given``."""
     if given:

@@ -6,6 +6,7 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
+from weight_update.arguments import require_method
 from weight_update.errors import optional
 from weight_update.observers.scalars import ScalarObserver
 
@@ -29,9 +30,8 @@ class TensorBoardObserver(ScalarObserver, AbstractContextManager["TensorBoardObs
     def __init__(self, log_dir_or_writer: str | os.PathLike[str] | Any, prefix: str = "weight_sync/") -> None:
         super().__init__(prefix)
         self._owns = isinstance(log_dir_or_writer, (str, os.PathLike))
-        if not self._owns and not hasattr(log_dir_or_writer, "add_scalar"):
-            kind = type(log_dir_or_writer).__name__
-            raise TypeError(f"give a directory or a SummaryWriter, not an object of type {kind}")
+        if not self._owns:
+            require_method(log_dir_or_writer, "add_scalar", "a directory or a SummaryWriter")
         self._writer: Any = _writer_to(log_dir_or_writer) if self._owns else log_dir_or_writer
 
     def log(self, name: str, value: float, step: int) -> None:
