@@ -158,6 +158,18 @@ def test_values_that_no_scale_fits(converter: Converter, dtype: torch.dtype, suf
 
 
 @each
+def test_a_model_on_the_meta_device_has_a_schema(
+    converter: Converter, dtype: torch.dtype, suffix: str
+) -> None:
+    """The sender may be given such a model, which is loaded before ``connect()``."""
+    real, hollow = (convert(converter, [("a.weight", numbers(3, 4).to(on))]) for on in ("cpu", "meta"))
+    assert [(n, v.dtype, v.shape) for n, v in hollow.items()] == [
+        (n, v.dtype, v.shape) for n, v in real.items()
+    ]
+    assert all(value.is_meta for value in hollow.values())
+
+
+@each
 def test_extreme_values(converter: Converter, dtype: torch.dtype, suffix: str) -> None:
     for largest in (torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny, 2.0**-149):
         weight = torch.tensor([[largest, -largest], [0.0, largest]])

@@ -141,7 +141,7 @@ def _quantized(quantize: _Quantize, suffix: str, only: Only, items: Iterator[Ite
                 "takes floating matrices of 16 or more bits that are not empty; leave it out with only="
             )
         weight, scale = quantize(tensor.float())
-        if not bool(scale.isfinite().all()):
+        if not (scale.is_meta or bool(scale.isfinite().all())):
             raise ConversionError(f"{name}: has a NaN or an infinity in float32, for which there is no scale")
         return [(name, weight), (name + suffix, scale)]
 
