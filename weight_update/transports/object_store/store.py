@@ -171,7 +171,7 @@ class ObjectStore:
             raise TransportError(f"cannot {verb} {self.url}/{name}: {error}") from None
         if not self._await([answer], max(deadline - time.monotonic(), 0.0)):
             self._given_up[answer] = verb, name
-            raise SyncTimeoutError(late)
+            raise SyncTimeoutError(f"{late}; raise timeout= if the store is slow")
         try:
             return answer.result()
         except FileNotFoundError as error:
