@@ -314,11 +314,17 @@ def test_trace_is_complete_again_after_the_disk_was_full(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("make", [ChromeTraceObserver, CsvObserver])
-def test_files_are_closed(tmp_path: Path, make: Callable[[Path], ChromeTraceObserver | CsvObserver]) -> None:
-    observer = make(tmp_path / "file")
+def test_closed_files_stay_as_they_are(
+    tmp_path: Path, make: Callable[[Path], ChromeTraceObserver | CsvObserver]
+) -> None:
+    """If an error ends the ``with`` block, ``shutdown()`` tells a closed observer of the last events."""
+    observer, path = make(tmp_path / "file"), tmp_path / "file"
     observer.close()
-    with pytest.raises(ValueError, match="closed file"):
-        observer(report_of(1))
+    before = path.read_bytes()
+    for news in (report_of(1), LOST, LAG):
+        observer(news)
+    observer.close()
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("make", [ChromeTraceObserver, CsvObserver])

@@ -55,7 +55,9 @@ class ChromeTraceObserver(AbstractContextManager["ChromeTraceObserver"]):
         self.flush()
 
     def __call__(self, news: Event) -> None:
-        """Write an update or an event to the file."""
+        """Write an update or an event to the file, unless it is closed."""
+        if self._file.closed:  # as when an error ends the with block, before shutdown() tells of the end
+            return
         if isinstance(news, WorkerEvent):
             args = {"version": news.version, "reason": news.reason}
             if news.kind == "joined":
@@ -81,7 +83,7 @@ class ChromeTraceObserver(AbstractContextManager["ChromeTraceObserver"]):
         self._file.flush()
 
     def close(self) -> None:
-        """Write all events and close the file."""
+        """Write all events and close the file. Updates and events that come later are ignored."""
         if not self._file.closed:
             self.flush()
             self._file.close()
