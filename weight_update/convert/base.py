@@ -106,6 +106,7 @@ class Choice:
         if self._unused:
             shown = ", ".join(map(repr, self._unused.values()))
             raise ConversionError(
-                f"only= chooses no weight by {shown}; give whole names, or the part of a name before a dot"
+                f"only= chooses no weight by {shown}; give whole names, or the part of a name before a dot; "
+                "if select= leaves the weight out of updates, give a pattern or a function"
             )
         return ()
