@@ -173,6 +173,9 @@ def test_padded_vocabulary_and_tied_embeddings() -> None:
     )
     same(back, hf)
     assert back["lm_head.weight"].data_ptr() == back["model.embed_tokens.weight"].data_ptr()
+    head = HF["lm_head.weight"]
+    fits = convert(hf_to_megatron(HEADS, padded_vocab_size=VOCAB), [("lm_head.weight", head)])
+    assert fits["output_layer.weight"].data_ptr() == head.data_ptr()  # there is nothing to pad, so no copy
     with pytest.raises(ConversionError, match=r"output_layer.weight: 10 rows do not fit"):
         convert(
             hf_to_megatron(HEADS, GROUPS, padded_vocab_size=9), [("lm_head.weight", HF["lm_head.weight"])]

@@ -204,6 +204,8 @@ def _fused(
     rows = _rows(tensor)
     if padded < rows:
         raise ValueError(f"{rows} rows do not fit into padded_vocab_size={padded}")
+    if padded == rows:
+        return tensor
     return torch.cat([tensor, tensor.new_zeros(padded - rows, *tensor.shape[1:])])
 
 

@@ -168,9 +168,10 @@ def _fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _fp8_blocks(block: tuple[int, int], weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
     high, wide = min(block[0], rows), min(block[1], columns)  # without padding that only costs memory
-    padded = functional.pad(weight, (0, -columns % wide, 0, -rows % high))
+    if columns % wide or rows % high:  # otherwise it would copy the weight
+        weight = functional.pad(weight, (0, -columns % wide, 0, -rows % high))
     # (down, high, across, wide)
-    tiles = torch.unflatten(torch.unflatten(padded, 1, (-1, wide)), 0, (-1, high))
+    tiles = torch.unflatten(torch.unflatten(weight, 1, (-1, wide)), 0, (-1, high))
     scale = _scale(tiles.abs().amax((1, 3)), _FP8_MAX)
     quantized = (tiles / scale[:, None, :, None]).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8)
     return quantized.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scale
