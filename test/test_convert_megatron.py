@@ -118,6 +118,15 @@ def test_without_grouped_queries() -> None:
     same(convert(hf_to_megatron(3), parts.items()), fused)
 
 
+@pytest.mark.parametrize(("heads", "groups"), [(4, None), (4, 1), (8, 2)])
+def test_numbers_of_heads_that_do_not_fit_the_parts_are_refused(heads: int, groups: int | None) -> None:
+    """They divide all the same, and would give the fused weight its shape with the rows in another order."""
+    parts = {f"model.layers.0.self_attn.{n}_proj.bias": numbers(16 if n == "q" else 8) for n in "qkv"}
+    assert len(convert(hf_to_megatron(4, 2), parts.items())) == 1
+    with pytest.raises(ConversionError, match=r"linear_qkv\.bias: .*check num_heads= and num_kv_groups="):
+        convert(hf_to_megatron(heads, groups), parts.items())
+
+
 def test_parts_may_come_in_any_order() -> None:
     items = list(HF.items())
     random.Random(7).shuffle(items)
@@ -164,9 +173,16 @@ def test_padded_vocabulary_and_tied_embeddings() -> None:
     )
     same(back, hf)
     assert back["lm_head.weight"].data_ptr() == back["model.embed_tokens.weight"].data_ptr()
+    head = HF["lm_head.weight"]
+    fits = convert(hf_to_megatron(HEADS, padded_vocab_size=VOCAB), [("lm_head.weight", head)])
+    assert fits["output_layer.weight"].data_ptr() == head.data_ptr()  # there is nothing to pad, so no copy
     with pytest.raises(ConversionError, match=r"output_layer.weight: 10 rows do not fit"):
         convert(
             hf_to_megatron(HEADS, GROUPS, padded_vocab_size=9), [("lm_head.weight", HF["lm_head.weight"])]
+        )
+    with pytest.raises(ConversionError, match=r"output_layer.weight: 16 rows are fewer than vocab_size=17"):
+        convert(
+            megatron_to_hf(HEADS, GROUPS, vocab_size=17), [("output_layer.weight", torch.zeros(16, HIDDEN))]
         )
 
 

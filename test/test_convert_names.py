@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
 from convert_parts import convert, numbers, same
 
-from weight_update import ConversionError
-from weight_update.convert import cast, chain, rename
+from weight_update import ConversionError, MemoryWeightSyncScheme, WeightStrategy
+from weight_update.convert import Converter, cast, chain, rename
 
 WEIGHTS = {
     "body.0.weight": numbers(3, 2),
@@ -81,6 +82,27 @@ def test_cast_of_some(only: object) -> None:
         torch.float32,
         torch.int64,
     ]
+
+
+def test_thousands_of_names_are_found_in_a_moment() -> None:
+    """A mixture of experts has tens of thousands of weights, and ``only=`` is looked at in each update."""
+    weights = {f"layers.{layer}.experts.{i}.weight": numbers(1) for layer in range(40) for i in range(200)}
+    converter = cast(torch.bfloat16, only=list(weights))
+    start = time.perf_counter()
+    assert {value.dtype for value in convert(converter, weights.items()).values()} == {torch.bfloat16}
+    assert WeightStrategy("state_dict", select=list(weights)).chosen(weights) == set(weights)
+    assert time.perf_counter() - start < 5.0
+
+
+@pytest.mark.parametrize(
+    "converter", [rename({"a": "x", "b": "y"}), cast(torch.bfloat16, only=["a", "b"])], ids=["rename", "cast"]
+)
+def test_names_that_are_not_selected_have_a_remedy(converter: Converter) -> None:
+    """A patch encoding converts all weights in ``connect()``, and then those that are selected."""
+    strategy = WeightStrategy("state_dict", encoding="patch", select=["a"], convert=converter)
+    scheme = MemoryWeightSyncScheme(strategy)
+    with pytest.raises(ConversionError, match=r"'b'; .*if select= leaves .* out of updates.* pattern"):
+        scheme.init_on_sender(weights={"a": numbers(2), "b": numbers(2)}, num_workers=1)
 
 
 def test_a_prefix_that_chooses_nothing() -> None:

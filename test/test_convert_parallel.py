@@ -97,6 +97,14 @@ def test_shapes_that_do_not_divide() -> None:
         Sharded(-3).join([torch.zeros(4, 2)])
 
 
+@pytest.mark.parametrize("given", [(0, 2), (0, ()), (0, (1, 0)), (0, (1, -1)), ("0",)])
+def test_a_division_that_makes_no_sense_is_refused_at_once(given: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"takes a dimension and positive sizes, such as Sharded\(0, \(1, 1\)"
+    ):
+        Sharded(*given)
+
+
 def test_every_rank_gets_a_shard_of_a_weight_without_rows() -> None:
     assert [list(shard.shape) for shard in Sharded(0).split(torch.zeros(0, 4), 3)] == [[0, 4]] * 3
 

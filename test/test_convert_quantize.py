@@ -121,6 +121,9 @@ def test_by_default_matrices_of_linear_layers(converter: Converter, dtype: torch
         "model.embed_tokens.weight": numbers(3, 4),
         "model.norm.weight": numbers(4),
         "model.layers.0.mlp.gate.weight": numbers(3, 4),
+        "model.layers.0.mlp.shared_expert_gate.weight": numbers(1, 4),  # Qwen2-MoE
+        "model.layers.0.block_sparse_moe.gate.weight": numbers(3, 4),  # Mixtral
+        "output.weight": numbers(3, 4),  # InternLM2, Meta's Llama
         "transformer.wte.weight": numbers(3, 4),
         "lm_head.weight": numbers(3, 4),
         "conv.weight": numbers(3, 4, 2),
@@ -152,6 +155,18 @@ def test_values_that_no_scale_fits(converter: Converter, dtype: torch.dtype, suf
     weight[3, 2] = bad
     with pytest.raises(ConversionError, match=f"{NAME}: has a NaN or an infinity"):
         convert(converter, [(NAME, weight)])
+
+
+@each
+def test_a_model_on_the_meta_device_has_a_schema(
+    converter: Converter, dtype: torch.dtype, suffix: str
+) -> None:
+    """The sender may be given such a model, which is loaded before ``connect()``."""
+    real, hollow = (convert(converter, [("a.weight", numbers(3, 4).to(on))]) for on in ("cpu", "meta"))
+    assert [(n, v.dtype, v.shape) for n, v in hollow.items()] == [
+        (n, v.dtype, v.shape) for n, v in real.items()
+    ]
+    assert all(value.is_meta for value in hollow.values())
 
 
 @each

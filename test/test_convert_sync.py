@@ -190,6 +190,37 @@ def test_a_converter_with_one_buffer_in_a_pipeline(later: Any) -> None:
         assert procs.ask("fingerprint") == [fingerprint(source)]
 
 
+def without_padding(items: Iterator[Item]) -> Iterator[Item]:
+    for name, value in items:
+        yield name, value[:5]
+
+
+TIED = megatron_to_hf(1, vocab_size=5, tie_word_embeddings=True)
+HEAD = {"model.embed_tokens.weight": numbers(6, 4), "model.norm.weight": numbers(4)}
+HEAD["lm_head.weight"] = HEAD["model.embed_tokens.weight"]
+PADDED = {"embedding.word_embeddings.weight": numbers(6, 4), "decoder.final_layernorm.weight": numbers(4)}
+
+
+@pytest.mark.parametrize("max_in_flight", [None, 2])
+@pytest.mark.parametrize(
+    ("source", "converter"),
+    [(HEAD, without_padding), (PADDED, TIED), (PADDED, chain(TIED, quantize_int8()))],
+    ids=["apart", "in a row", "chain"],
+)
+def test_embeddings_stay_tied_if_a_converter_cuts_the_padding_off(
+    source: dict[str, torch.Tensor], converter: Converter, max_in_flight: int | None
+) -> None:
+    """Both names then have views that the trainer does not have."""
+    target = nn.ModuleDict({"model": nn.ModuleDict({"embed_tokens": nn.Embedding(5, 4)})})
+    target["model"]["norm"], target["lm_head"] = nn.RMSNorm(4), nn.Linear(4, 5, bias=False)
+    target["lm_head"].weight = target["model"]["embed_tokens"].weight
+    strategy = WeightStrategy("state_dict", encoding="bucket", max_in_flight=max_in_flight, convert=converter)
+    with connected(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as procs:
+        next(iter(source.values())).add_(1)
+        procs.scheme.send()
+        assert procs.ask("fingerprint") == [fingerprint(convert(converter, source.items()))]
+
+
 @pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
 def test_a_converter_that_computes_in_inference_mode(encoding: str) -> None:
     @torch.inference_mode()

@@ -1015,7 +1015,7 @@ def test_connecting_to_a_store_that_does_not_answer(ends: Ends, url: str, faults
     sender = ends.sender(mlp(1), connect=False)
     faults(lambda verb, path: awake.wait(60) and None)
     start = time.monotonic()
-    with pytest.raises(SyncTimeoutError, match=r"could not read .*latest.json within 0.5"):
+    with pytest.raises(SyncTimeoutError, match=r"could not read .*latest.json within 0.5 s; raise timeout="):
         sender.connect(timeout=0.5)
     assert time.monotonic() - start < 20.0
     awake.set()
@@ -1159,6 +1159,12 @@ def test_a_pickled_scheme_is_the_same(url: str) -> None:
         ({"url": "/data/run::1"}, ValueError, "url='/data/run::1' has '::', by which fsspec chains file"),
         ({"url": "run::1"}, ValueError, "has '::'"),
         ({"url": "memory://bucket/run::1"}, ValueError, "has '::'"),
+        (
+            {"url": "simplecache::memory://run"},
+            ValueError,
+            "keeps copies of objects.* leave 'simplecache::' out",
+        ),
+        ({"url": "filecache::memory://run"}, ValueError, "keeps copies of objects"),
         ({"url": 5}, TypeError, "url is a string, such as 's3://bucket/run'"),
         ({"most_changes": -1}, ValueError, "most_changes is an integer of at least 0"),
         ({"poll_seconds": 0}, ValueError, "poll_seconds is a positive number"),

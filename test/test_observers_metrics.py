@@ -277,6 +277,15 @@ def test_tensorboard_writes_scalars(tensorboard: Any, tmp_path: Path) -> None:
         assert found[f"weight_sync/{name}"] == pytest.approx(values), name
 
 
+def test_tensorboard_begins_no_other_file_once_it_is_closed(tensorboard: Any, tmp_path: Path) -> None:
+    observer = TensorBoardObserver(tmp_path)
+    observer.close()
+    before = list(tmp_path.iterdir())
+    tell(observer)
+    observer.close()
+    assert list(tmp_path.iterdir()) == before
+
+
 def test_tensorboard_needs_a_directory_or_a_writer() -> None:
     with pytest.raises(TypeError, match="a directory or a SummaryWriter, not an object of type Linear"):
         TensorBoardObserver(nn.Linear(1, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import os
+import resource
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -77,6 +78,13 @@ def test_log_takes_logger_and_level(caplog: pytest.LogCaptureFixture) -> None:
 def test_log_takes_no_name_of_a_level() -> None:
     with pytest.raises(TypeError, match=r"level= is a number such as logging.INFO, not 'INFO'"):
         LogObserver(level="INFO")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("observer", [LogObserver, TorchRLLoggerObserver])
+@pytest.mark.parametrize("given", ["run", logging.Logger])
+def test_something_else_than_a_logger_is_refused_at_once(observer: Any, given: Any) -> None:
+    with pytest.raises(TypeError, match=r"give a logger, .*, not (an object of type str|the class Logger)$"):
+        observer(given)
 
 
 # -- CSV -------------------------------------------------------------------------------------------
@@ -292,12 +300,31 @@ def test_trace_of_random_reports(tmp_path: Path) -> None:
     assert len(trace.arrows()) == len(trace.of("X")) - len(trace.of("f")) - 4 * 60 > 60
 
 
+def test_trace_is_complete_again_after_the_disk_was_full(tmp_path: Path) -> None:
+    with ChromeTraceObserver(tmp_path / "trace.json") as observer:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
+        try:
+            with pytest.raises(OSError, match="too large"):
+                observer(report_of(1, apply_seconds=dict.fromkeys(range(200), 0.1)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        observer(report_of(2))
+        assert len(Trace(tmp_path / "trace.json").of("s")) == 2
+
+
 @pytest.mark.parametrize("make", [ChromeTraceObserver, CsvObserver])
-def test_files_are_closed(tmp_path: Path, make: Callable[[Path], ChromeTraceObserver | CsvObserver]) -> None:
-    observer = make(tmp_path / "file")
+def test_closed_files_stay_as_they_are(
+    tmp_path: Path, make: Callable[[Path], ChromeTraceObserver | CsvObserver]
+) -> None:
+    """If an error ends the ``with`` block, ``shutdown()`` tells a closed observer of the last events."""
+    observer, path = make(tmp_path / "file"), tmp_path / "file"
     observer.close()
-    with pytest.raises(ValueError, match="closed file"):
-        observer(report_of(1))
+    before = path.read_bytes()
+    for news in (report_of(1), LOST, LAG):
+        observer(news)
+    observer.close()
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("make", [ChromeTraceObserver, CsvObserver])

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from weight_update import WeightStrategy
+from weight_update import GatherShards, WeightStrategy
+from weight_update.convert import gather_tensor_parallel
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.testing import StrategyContract
 
@@ -44,3 +45,17 @@ class OfOneName(nn.Linear):
 
 def test_a_module_whose_override_of_named_parameters_lacks_an_argument_is_read() -> None:
     assert set(WeightStrategy("tensordict").named(OfOneName(2, 2)).tensors) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group": gather_tensor_parallel()}, "group= takes a process group .* not partial"),
+        ({"group": "tp"}, "group= takes a process group .* not str"),
+        ({"gather": 5}, "gather= takes a function of an iterator, not int"),
+        ({"batch_bytes": 0}, "batch_bytes is a positive number"),
+    ],
+)
+def test_wrong_options_for_shards_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GatherShards(**options).members()

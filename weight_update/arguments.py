@@ -6,7 +6,7 @@ import ipaddress
 import numbers
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -38,6 +38,14 @@ def require_instance(given: Any, error: type[TypeError] = TypeError) -> None:
     """Raise ``error`` if a class was given where an object is needed."""
     if isinstance(given, type):
         raise error(f"{given.__name__} is a class; give an instance: {given.__name__}(...)")
+
+
+def require_method(given: Any, method: str, wanted: str) -> None:
+    """Raise TypeError, which says what is ``wanted``, unless ``given`` is an object with this method."""
+    if isinstance(given, type):
+        raise TypeError(f"give {wanted}, not the class {given.__name__}")
+    if not hasattr(given, method):
+        raise TypeError(f"give {wanted}, not an object of type {type(given).__name__}")
 
 
 def refuse_arguments(owner: object, given: Mapping[str, object], instead: str) -> None:
@@ -74,6 +82,13 @@ def made_by_label(given: Any, registry: Mapping[str, Callable[[], _T]], kind: st
             return make()
     known = ", ".join(sorted(name.partition("/")[0] for name in registry))
     raise ValueError(f"unknown {kind} {given!r} (known {kind}s: {known})")
+
+
+def enclosing_names(name: str) -> Iterator[str]:
+    """Yield a dotted name, then the part of it before each dot, from the last dot to the first."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 TOKEN = "WEIGHT_UPDATE_TOKEN"

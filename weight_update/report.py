@@ -30,6 +30,8 @@ class SyncReport:
         changed_fraction: share of the elements that were sent (1.0 when all were).
         compression: label of the compression of a patch, e.g. ``"zstd"``; empty when nothing was compressed.
         seconds: time of each stage in seconds: ``extract``, ``convert``, ``encode``, ``send``, ``ack``.
+            ``convert`` is a stage of its own with ``max_in_flight`` and on sharded trainers. Otherwise
+            ``extract`` includes the conversion.
         apply_seconds: seconds from the arrival of the update until it was visible, by worker.
         stall_seconds: seconds for which the update kept forward passes waiting, by worker.
         failures: errors, as text, of the workers that did not apply the update, by worker. Only reports for

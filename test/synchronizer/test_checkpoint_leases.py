@@ -6,6 +6,7 @@ import errno
 import logging
 import multiprocessing
 import os
+import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +31,7 @@ def test_a_version_stays_while_it_is_read(tmp_path: Path) -> None:
         assert versions(writer) == [0, 2]
         with CheckpointStore(tmp_path).reading(0) as more:
             assert same_bits(more, tensors)
+            assert [thread.name for thread in threading.enumerate()].count("weight_update-lease") == 2
     del tensors, more
     writer.publish(3, weights(3), step=0)
     assert versions(writer) == [3]

@@ -156,9 +156,10 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text("mine")
     (tmp_path / "000000000000").mkdir()
-    store = CheckpointStore(tmp_path, keep=1, lease_seconds=60.0)  # "a.lease" is one, until it has lapsed
+    store = CheckpointStore(tmp_path, keep=1, lease_seconds=0.01)
     for version in range(3):
         store.publish(version, weights(version), step=0)
+        time.sleep(0.02)  # longer than a lease lives
     assert set(names) | {"000000000000"} <= set(visible(tmp_path))
     assert store.latest().version == 2
 

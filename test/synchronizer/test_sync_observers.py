@@ -82,6 +82,20 @@ def test_versions_and_explorers(method: SyncMethod, served: bool, tmp_path: Path
     assert [one for one in told.events if one[2] in versions and one[0] == "applied"] == applied
 
 
+def test_a_file_has_tied_weights_once(tmp_path: Path) -> None:
+    told, source = Told(), model_at(0)
+    tied = torch.nn.ModuleDict({"one": source, "two": source})
+    with synchronizer(SyncMethod.CHECKPOINT, SyncStyle.FIXED, tmp_path) as made:
+        made.add_observer(told)
+        with TrainerClient(made, tied) as trainer:
+            trainer.step = 1
+            trainer.blocking.sync_weight()
+            wait_until(lambda: told.reports)
+    (report,) = told.reports
+    nbytes = sum(value.numel() * value.element_size() for value in source.parameters())
+    assert (report.dense_bytes, report.wire_bytes) == (nbytes, nbytes)
+
+
 def test_versions_taken_in_the_background(tmp_path: Path) -> None:
     told, source = Told(), model_at(0)
     clients = connected(SyncMethod.MEMORY, SyncStyle.FULLY_ASYNC, tmp_path, source, model_at(-1))

@@ -51,7 +51,7 @@ class Lease:
             raise OSError(error.errno, why, str(directory)) from None
         self._ended, self._pid = threading.Event(), os.getpid()
         with undo_on_error(self.end):
-            start_thread(stem, _renew, self._path, self._ended, silence / _RENEWALS)
+            start_thread("weight_update-lease", _renew, self._path, self._ended, silence / _RENEWALS)
 
     def end(self) -> None:
         """End the use of the file. It may be called again, and does nothing in a forked process."""

@@ -30,7 +30,9 @@ _DIGITS = 12
 LAST_VERSION = 10**_DIGITS - 1
 _VERSION = rf"(?P<version>\d{{{_DIGITS}}})"
 _MANIFEST = re.compile(rf"{_VERSION}\.json")
-_DATA = re.compile(rf"(?P<stem>{_VERSION}-[0-9a-f]{{32}})\.(safetensors|safetensors\.part|json\.part)")
+_STEM = rf"(?P<stem>{_VERSION}-[0-9a-f]{{32}})"
+_DATA = re.compile(rf"{_STEM}\.(safetensors|safetensors\.part|json\.part)")
+_LEASE = re.compile(rf"{_STEM}\.[0-9a-f]{{32}}\.lease")
 _TYPES = {"version": int, "step": int, "stem": str, "nbytes": int, "digest": str, "tensors": dict}
 _log = logging.getLogger(__name__)
 
@@ -83,6 +85,12 @@ class Manifest:
 def describe(schema: WeightSchema) -> dict[str, str]:
     """Return dtype and shape by name, as a manifest has them."""
     return {meta.name: f"{dtype_name(meta.dtype)}{list(meta.shape)}" for meta in schema.tensors}
+
+
+def leased_stem(name: str) -> str | None:
+    """Return the stem of the data file that a lease is for; None if ``name`` is not that of a lease."""
+    match = _LEASE.fullmatch(name)
+    return match and match["stem"]
 
 
 def _checksum(fields: Any) -> str:

@@ -21,8 +21,8 @@ import torch
 
 from weight_update.arguments import require_local_path, require_seconds, whole_number
 from weight_update.checkpoints.io import PART, digest, naming_free_space, open_regular, write_beside
-from weight_update.checkpoints.lease import LEASE, Lease
-from weight_update.checkpoints.manifest import LAST_VERSION, Manifest, ManifestIndex, describe
+from weight_update.checkpoints.lease import Lease
+from weight_update.checkpoints.manifest import LAST_VERSION, Manifest, ManifestIndex, describe, leased_stem
 from weight_update.checkpoints.safetensors import pack, unpack
 from weight_update.errors import CorruptCheckpointError, LifecycleError
 
@@ -307,13 +307,12 @@ class GarbageCollector:
         seen = dict[str, tuple[int, float]]()
         in_use = set[str]()
         for name in os.listdir(self._index.directory):
-            renewed = self._renewed(name) if name.endswith(LEASE) else None
-            if renewed is None:
+            if (stem := leased_stem(name)) is None or (renewed := self._renewed(name)) is None:
                 continue
             before, since = self._seen.get(name, (renewed, now))
             seen[name] = renewed, since if before == renewed else now
             if now - seen[name][1] <= self._silence:
-                in_use.add(name.partition(".")[0])
+                in_use.add(stem)
             else:
                 self._remove(self._index.directory / name)
         self._seen = seen

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from weight_update.arguments import enclosing_names
 from weight_update.errors import ConversionError
 
 Item = tuple[str, torch.Tensor]
@@ -84,14 +85,15 @@ class Choice:
 
     def __init__(self, only: Only | None) -> None:
         self._only = only
-        self._unused = dict.fromkeys(only) if isinstance(only, Sequence) else {}
+        self._prefixes = {p.rstrip("."): p for p in only} if isinstance(only, Sequence) else {}
+        self._unused = dict(self._prefixes)
 
     def takes(self, name: str, tensor: torch.Tensor) -> bool:
         """Return whether a weight is selected."""
         if self._only is None:
             return True
         if isinstance(self._only, Sequence):
-            found = [p for p in self._only if name == p or name.startswith(p.rstrip(".") + ".")]
+            found = [p for p in enclosing_names(name) if p in self._prefixes]
             for prefix in found:
                 self._unused.pop(prefix, None)
             return bool(found)
@@ -102,8 +104,9 @@ class Choice:
     def finish(self) -> tuple[()]:
         """Raise ConversionError if a prefix selected no weight; call it after the last weight."""
         if self._unused:
-            shown = ", ".join(map(repr, self._unused))
+            shown = ", ".join(map(repr, self._unused.values()))
             raise ConversionError(
-                f"only= chooses no weight by {shown}; give whole names, or the part of a name before a dot"
+                f"only= chooses no weight by {shown}; give whole names, or the part of a name before a dot; "
+                "if select= leaves the weight out of updates, give a pattern or a function"
             )
         return ()

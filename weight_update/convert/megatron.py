@@ -80,7 +80,7 @@ def megatron_to_hf(
         ValueError: a number is not a positive integer, or the heads do not divide into the groups.
 
     The converter raises :class:`~weight_update.ConversionError` if a fused weight does not divide, or if
-    embeddings to be cut to ``vocab_size`` have no rows.
+    embeddings to be cut to ``vocab_size`` have fewer rows than that.
     """
     groups = _checked_groups(num_heads, num_kv_groups)
     if vocab_size is not None:
@@ -118,7 +118,7 @@ def hf_to_megatron(
     groups = _checked_groups(num_heads, num_kv_groups)
     if padded_vocab_size is not None:
         whole_number(padded_vocab_size, "padded_vocab_size", least=1)
-    return functools.partial(_to_megatron, groups, padded_vocab_size, tie_word_embeddings, moe)
+    return functools.partial(_to_megatron, num_heads, groups, padded_vocab_size, tie_word_embeddings, moe)
 
 
 def _checked_groups(num_heads: int, num_kv_groups: int | None) -> int:
@@ -137,7 +137,8 @@ def _to_hf(
             return split_gate_up(tensor) if count == 2 else split_qkv(tensor, num_heads, groups)
         if vocab_size is None or name not in (_EMBEDDING, _OUTPUT):
             return [tensor]
-        _check_rows(tensor)
+        if _rows(tensor) < vocab_size:
+            raise ValueError(f"{_rows(tensor)} rows are fewer than vocab_size={vocab_size}")
         return [tensor[:vocab_size]]
 
     def rule(name: str, tensor: torch.Tensor) -> list[Item]:
@@ -155,7 +156,7 @@ def _to_hf(
 
 
 def _to_megatron(
-    groups: int, padded: int | None, tied: bool, moe: bool, items: Iterator[Item]
+    num_heads: int, groups: int, padded: int | None, tied: bool, moe: bool, items: Iterator[Item]
 ) -> Iterator[Item]:
     whole_of = _wholes(moe)
     waiting: dict[str, dict[str, torch.Tensor]] = {}
@@ -174,7 +175,7 @@ def _to_megatron(
             return []
         del waiting[whole]
         try:
-            return [(whole, _fused(whole, [parts[part] for part in wanted], groups, padded))]
+            return [(whole, _fused(whole, [parts[part] for part in wanted], num_heads, groups, padded))]
         except ValueError as error:
             raise ConversionError(f"{whole}: {error}") from None
 
@@ -184,23 +185,34 @@ def _to_megatron(
         raise ConversionError(f"parts are missing for {'; '.join(lines)}")
 
 
-def _fused(whole: str, parts: Sequence[torch.Tensor], groups: int, padded: int | None) -> torch.Tensor:
+def _fused(
+    whole: str, parts: Sequence[torch.Tensor], num_heads: int, groups: int, padded: int | None
+) -> torch.Tensor:
     if len(parts) == 3:
-        return fuse_qkv(parts[0], parts[1], parts[2], groups)
+        fused = fuse_qkv(parts[0], parts[1], parts[2], groups)
+        if parts[0].shape[0] * groups != parts[1].shape[0] * num_heads:
+            raise ValueError(
+                f"{num_heads} query heads have {parts[0].shape[0]} rows, and {groups} key heads "
+                f"{parts[1].shape[0]}, so heads differ in size; check num_heads= and num_kv_groups="
+            )
+        return fused
     if len(parts) == 2:
         return fuse_gate_up(parts[0], parts[1])
     tensor = parts[0]
     if padded is None or whole not in (_EMBEDDING, _OUTPUT):
         return tensor
-    _check_rows(tensor)
-    if padded < tensor.shape[0]:
-        raise ValueError(f"{tensor.shape[0]} rows do not fit into padded_vocab_size={padded}")
-    return torch.cat([tensor, tensor.new_zeros(padded - tensor.shape[0], *tensor.shape[1:])])
+    rows = _rows(tensor)
+    if padded < rows:
+        raise ValueError(f"{rows} rows do not fit into padded_vocab_size={padded}")
+    if padded == rows:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(padded - rows, *tensor.shape[1:])])
 
 
-def _check_rows(tensor: torch.Tensor) -> None:
+def _rows(tensor: torch.Tensor) -> int:
     if tensor.dim() == 0:
         raise ValueError(f"the shape {list(tensor.shape)} has no rows")
+    return tensor.shape[0]
 
 
 def _wholes(moe: bool) -> dict[str, str]:

@@ -15,7 +15,7 @@ from weight_update.errors import ConversionError
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
 _TINY = torch.finfo(torch.float32).tiny
-_KEPT = re.compile(r"embed|norm|lm_head|output_layer|router|mlp\.gate\.|(^|\.)wte\.|(^|\.)wpe\.")
+_KEPT = re.compile(r"embed|norm|lm_head|output_layer|router|^output\.|(^|[._])gate\.|(^|\.)w[tp]e\.")
 _Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -141,7 +141,7 @@ def _quantized(quantize: _Quantize, suffix: str, only: Only, items: Iterator[Ite
                 "takes floating matrices of 16 or more bits that are not empty; leave it out with only="
             )
         weight, scale = quantize(tensor.float())
-        if not bool(scale.isfinite().all()):
+        if not (scale.is_meta or bool(scale.isfinite().all())):
             raise ConversionError(f"{name}: has a NaN or an infinity in float32, for which there is no scale")
         return [(name, weight), (name + suffix, scale)]
 
@@ -168,9 +168,10 @@ def _fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _fp8_blocks(block: tuple[int, int], weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
     high, wide = min(block[0], rows), min(block[1], columns)  # without padding that only costs memory
-    padded = functional.pad(weight, (0, -columns % wide, 0, -rows % high))
+    if columns % wide or rows % high:  # otherwise it would copy the weight
+        weight = functional.pad(weight, (0, -columns % wide, 0, -rows % high))
     # (down, high, across, wide)
-    tiles = torch.unflatten(torch.unflatten(padded, 1, (-1, wide)), 0, (-1, high))
+    tiles = torch.unflatten(torch.unflatten(weight, 1, (-1, wide)), 0, (-1, high))
     scale = _scale(tiles.abs().amax((1, 3)), _FP8_MAX)
     quantized = (tiles / scale[:, None, :, None]).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8)
     return quantized.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scale

@@ -45,7 +45,10 @@ def _by_table(table: Mapping[str, str], items: Iterator[Item]) -> Iterator[Item]
 
     yield from _renamed(items, new_name)
     if unused:
-        raise ConversionError(f"rename: no weight has the name {', '.join(map(repr, unused))}")
+        raise ConversionError(
+            f"rename: no weight has the name {', '.join(map(repr, unused))}; if select= leaves it out of "
+            "updates, give a list of patterns instead of a table"
+        )
 
 
 def _by_patterns(patterns: Sequence[tuple[re.Pattern[str], str]], items: Iterator[Item]) -> Iterator[Item]:

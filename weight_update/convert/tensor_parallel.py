@@ -29,10 +29,20 @@ class Sharded:
         parts: relative sizes of consecutive parts along ``dim``, in the whole weight and in each shard:
             ``(1,)`` for one projection, ``(1, 1)`` for gate and up, ``(4, 1, 1)`` for four times more query
             than key and value rows.
+
+    Raises:
+        ValueError: ``dim`` or one of ``parts`` is no integer, or there are no positive parts.
     """
 
     dim: int
     parts: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        sizes = isinstance(self.parts, Sequence) and all(isinstance(p, int) and p > 0 for p in self.parts)
+        if not isinstance(self.dim, int) or not sizes or not self.parts:
+            raise ValueError(
+                f"Sharded takes a dimension and positive sizes, such as Sharded(0, (1, 1)), not {self}"
+            )
 
     def join(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the whole weight of ``shards``, which are in the order of ranks.

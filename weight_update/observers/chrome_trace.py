@@ -47,6 +47,7 @@ class ChromeTraceObserver(AbstractContextManager["ChromeTraceObserver"]):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = open_file(path, "wb")
         self._end = 0  # where the next events go: over the closing bracket
+        self._most_bytes = 0  # that the file may have
         self._events: list[dict[str, Any]] = []
         self._tracks: dict[int | None, dict[int, int]] = {}  # ends of the last spans, by worker and track
         self._joined: dict[int, int] = {}  # times, by worker
@@ -55,7 +56,9 @@ class ChromeTraceObserver(AbstractContextManager["ChromeTraceObserver"]):
         self.flush()
 
     def __call__(self, news: Event) -> None:
-        """Write an update or an event to the file."""
+        """Write an update or an event to the file, unless it is closed."""
+        if self._file.closed:  # as when an error ends the with block, before shutdown() tells of the end
+            return
         if isinstance(news, WorkerEvent):
             args = {"version": news.version, "reason": news.reason}
             if news.kind == "joined":
@@ -74,13 +77,16 @@ class ChromeTraceObserver(AbstractContextManager["ChromeTraceObserver"]):
         self._events.clear()
         if lines:
             body = (b",\n" if self._end else b"[\n") + lines.encode()
+            self._most_bytes = max(self._most_bytes, self._end + len(body) + 3)
             self._file.seek(self._end)
             self._file.write(body + b"\n]\n")
+            if self._file.tell() < self._most_bytes:  # a full disk may have left a part of longer events
+                self._file.truncate()
             self._end += len(body)
         self._file.flush()
 
     def close(self) -> None:
-        """Write all events and close the file."""
+        """Write all events and close the file. Updates and events that come later are ignored."""
         if not self._file.closed:
             self.flush()
             self._file.close()

@@ -54,8 +54,8 @@ class CsvObserver(AbstractContextManager["CsvObserver"]):
             )
 
     def __call__(self, news: Event) -> None:
-        """Append a row for an update."""
-        if not isinstance(news, SyncReport):
+        """Append a row for an update, unless the file is closed."""
+        if self._file.closed or not isinstance(news, SyncReport):
             return
         self._write(
             *(news.began, news.version, news.encoding, news.compression),
@@ -71,7 +71,7 @@ class CsvObserver(AbstractContextManager["CsvObserver"]):
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. Updates that come later are ignored."""
         self._file.close()
 
     def __exit__(self, *exc: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from weight_update.arguments import require_method
 from weight_update.report import Event, PolicyLag, SyncReport
 
 
@@ -18,13 +19,14 @@ class LogObserver:
         level: level of updates, and of workers that join, leave or are sent all weights.
 
     Raises:
-        TypeError: ``level`` is not a number.
+        TypeError: ``logger`` is not a logger, or ``level`` is not a number.
     """
 
     def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
         if not isinstance(level, int):
             raise TypeError(f"level= is a number such as logging.INFO, not {level!r}")
         self._logger, self._level = logger or logging.getLogger("weight_update"), level
+        require_method(self._logger, "log", "a logger, as logging.getLogger(name) returns")
 
     def __call__(self, news: Event) -> None:
         """Log an update or an event."""

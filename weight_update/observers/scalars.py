@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from weight_update.arguments import require_method
 from weight_update.report import Event, PolicyLag, SyncReport, WorkerEvent
 
 
@@ -63,10 +64,14 @@ class TorchRLLoggerObserver(ScalarObserver):
     Args:
         logger: logger of TorchRL, or any object with its ``log_scalar``.
         prefix: start of the name of each scalar.
+
+    Raises:
+        TypeError: ``logger`` has no ``log_scalar``.
     """
 
     def __init__(self, logger: ScalarLogger, prefix: str = "weight_sync/") -> None:
         super().__init__(prefix)
+        require_method(logger, "log_scalar", "a logger, such as a CSVLogger of TorchRL")
         self._logger = logger
 
     def log(self, name: str, value: float, step: int) -> None:

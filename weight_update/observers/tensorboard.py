@@ -6,6 +6,7 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
+from weight_update.arguments import require_method
 from weight_update.errors import optional
 from weight_update.observers.scalars import ScalarObserver
 
@@ -28,18 +29,22 @@ class TensorBoardObserver(ScalarObserver, AbstractContextManager["TensorBoardObs
 
     def __init__(self, log_dir_or_writer: str | os.PathLike[str] | Any, prefix: str = "weight_sync/") -> None:
         super().__init__(prefix)
-        self._owns = isinstance(log_dir_or_writer, (str, os.PathLike))
-        if not self._owns and not hasattr(log_dir_or_writer, "add_scalar"):
-            kind = type(log_dir_or_writer).__name__
-            raise TypeError(f"give a directory or a SummaryWriter, not an object of type {kind}")
+        self._owns, self._closed = isinstance(log_dir_or_writer, (str, os.PathLike)), False
+        if not self._owns:
+            require_method(log_dir_or_writer, "add_scalar", "a directory or a SummaryWriter")
         self._writer: Any = _writer_to(log_dir_or_writer) if self._owns else log_dir_or_writer
 
     def log(self, name: str, value: float, step: int) -> None:
-        self._writer.add_scalar(name, value, step)
+        if not self._closed:  # a closed writer would begin another event file
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write all scalars to the disk, and close the event file if this observer made it."""
+        """Write all scalars to the disk.
+
+        If this observer made the event file, it closes the file, and ignores updates that come later.
+        """
         if self._owns:
+            self._closed = True
             self._writer.close()
         else:
             self._writer.flush()

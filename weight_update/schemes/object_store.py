@@ -70,8 +70,8 @@ class ObjectStoreWeightSyncScheme(WeightSyncScheme):
 
     Raises:
         ImportError: the package for the protocol of the URL is not installed; the message names it.
-        ValueError: the URL is empty, or fsspec does not know its protocol; or the encoding does not send all
-            weights at first.
+        ValueError: the URL is empty, fsspec does not know its protocol, or it chains a cache of whole files;
+            or the encoding does not send all weights at first.
     """
 
     @takes_options_of(WeightSyncScheme.__init__)
@@ -165,7 +165,7 @@ def _absolute(url: str) -> str:
     ends = not chain or "://" in chain[-1] or chain[-1].startswith("/")
     if chain and not (begins and ends):  # fsspec would leave a part of the name out
         raise ValueError(
-            f"url={url!r} has '::', by which fsspec chains file systems, as in 'simplecache::s3://bucket/run'"
+            f"url={url!r} has '::', by which fsspec chains file systems, as in 'blockcache::s3://bucket/run'"
             "; give such a chain, or a name without '::'"
         )
     return url if "://" in url or chain else os.path.abspath(os.path.expanduser(url))

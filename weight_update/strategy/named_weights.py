@@ -112,17 +112,15 @@ class NamedWeights:
 
     def schema(self) -> WeightSchema:
         """Return the schema of :meth:`items`, without keeping tensors that a conversion makes."""
-        owned = {memory_identity(tensor) for tensor in self.tensors.values()}
+        owned = set(map(_storage, self.tensors.values()))  # views of it cost no memory
         found: dict[str, torch.Tensor] = {}
         last = hollow = torch.empty(0)
         for name, tensor in self.items():
-            memory = memory_identity(tensor)
-            if memory in owned:
+            if _storage(tensor) in owned:
                 found[name] = tensor
                 continue
-            # A tensor under several names in a row is tied, also if a gathered one has a view for each name.
-            again = self.gather is not None and memory is not None and memory == memory_identity(last)
-            if tensor is not last and not again:
+            # A tensor under several names in a row is tied, also if each name has a view of its own.
+            if (memory := memory_identity(tensor)) is None or memory != memory_identity(last):
                 last, hollow = tensor, tensor.to("meta")
             found[name] = hollow
         return WeightSchema.of(found)

@@ -44,7 +44,7 @@ class GatherShards:
             A tensor that is larger than half of this is a batch by itself.
 
     Raises:
-        ValueError: ``batch_bytes`` is not a positive number.
+        ValueError: ``gather`` is not a function, or ``batch_bytes`` is not a positive number.
     """
 
     group: dist.ProcessGroup | None = None
@@ -52,6 +52,8 @@ class GatherShards:
     batch_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:
+        if self.gather is not None and not callable(self.gather):
+            raise ValueError(f"gather= takes a function of an iterator, not {type(self.gather).__name__}")
         if not self.batch_bytes > 0:
             raise ValueError(f"batch_bytes is a positive number of bytes: {self.batch_bytes!r}")
 
@@ -60,7 +62,13 @@ class GatherShards:
 
         Raises:
             LifecycleError: torch.distributed is not initialized.
+            ValueError: ``group`` is not a process group to which this process belongs.
         """
+        if self.group is not None and not isinstance(self.group, dist.ProcessGroup):
+            raise ValueError(
+                "group= takes a process group to which this process belongs, such as mesh.get_group(), not "
+                f"{type(self.group).__name__}; a function that gathers is gather="
+            )
         if not dist.is_initialized():
             raise LifecycleError("a sharded trainer needs torch.distributed: call init_process_group() first")
         return [int(rank) for rank in dist.get_process_group_ranks(self.group or dist.group.WORLD)]
@@ -181,8 +189,8 @@ class WeightStrategy(WeightReader):
         """Write ``weights`` into ``destination``: all of them, or none if an error is raised.
 
         Args:
-            destination: module, TensorDict or dict. With ``select`` it may have more weights, which do not
-                change.
+            destination: module, TensorDict or dict. With ``select``, and an encoding other than
+                :class:`~weight_update.PatchEncoding`, it may have more weights, which do not change.
             weights: any source that :meth:`extract_weights` takes.
             inplace: True copies values into the destination's tensors; False points them at the memory of
                 ``weights`` instead (nothing is copied where device and dtype agree).

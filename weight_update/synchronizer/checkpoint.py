@@ -26,6 +26,7 @@ from weight_update.synchronizer.sessions import Held, Reply
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.threads import start_thread
 from weight_update.transports.socket_stream import deadline_of
+from weight_update.wire.schema import WeightSchema
 
 _log = logging.getLogger(__name__)
 _SOURCE = "checkpoint"
@@ -55,7 +56,7 @@ class CheckpointTrainer(StoringTrainer):
         extracted = time.perf_counter()
         self._store.publish(version, {**tensors, **named.extra}, step=step)
         seconds = {"extract": extracted - start, "send": time.perf_counter() - extracted}
-        nbytes = sum(value.numel() * value.element_size() for value in tensors.values())
+        nbytes = WeightSchema.of(tensors).dense_bytes
         return SyncReport(version, "checkpoint", nbytes, nbytes, seconds=seconds, began=began)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from weight_update.arguments import enclosing_names
 from weight_update.errors import FormatError, SchemaMismatchError, UnsupportedSourceError
 from weight_update.text import plural
 from weight_update.wire.memory import has_memory, is_freed, memory_identity
@@ -357,14 +358,14 @@ def matching(prefixes: Sequence[str], names: Iterable[str]) -> set[str]:
         ValueError: a prefix matches nothing; the message names it and the top-level names.
     """
     names = list(names)
-    found: set[str] = set()
-    for prefix in prefixes:
-        below = {name for name in names if name == prefix or name.startswith(prefix.rstrip(".") + ".")}
-        if not below:
+    given = {prefix.rstrip("."): prefix for prefix in prefixes}
+    found = {name: given.keys() & enclosing_names(name) for name in names}
+    used = set().union(*found.values())
+    for plain, prefix in given.items():
+        if plain not in used:
             tops = ", ".join(sorted({name.partition(".")[0] for name in names})[:20])
             raise ValueError(f"the prefix {prefix!r} matches no weight; the top-level names are: {tops}")
-        found |= below
-    return found
+    return {name for name, matched in found.items() if matched}
 
 
 def untied(tied: WeightSchema, other: WeightSchema, where: str = "the workers") -> Iterable[str]:

@@ -11,7 +11,7 @@ import torch
 
 from weight_update.checkpoints.io import PART
 from weight_update.checkpoints.lease import LEASE
-from weight_update.checkpoints.manifest import Manifest, ManifestIndex, describe
+from weight_update.checkpoints.manifest import Manifest, ManifestIndex, describe, leased_stem
 from weight_update.checkpoints.store import map_file
 from weight_update.cli.contents.tensors import tensor_rows
 from weight_update.errors import CorruptCheckpointError
@@ -189,7 +189,7 @@ def _other_files(index: ManifestIndex, named: set[str], unclear: set[int]) -> li
     rows = []
     for path in sorted(index.directory.iterdir()):
         meaning, version = _MEANINGS.get(path.suffix), index.version_of(path)
-        ours = path.suffix == LEASE or version is not None
+        ours = leased_stem(path.name) is not None or version is not None
         if meaning is not None and ours and path.name not in named and version not in unclear:
             with contextlib.suppress(FileNotFoundError):  # a running trainer has removed it
                 rows.append({"file": path.name, "bytes": path.stat().st_size, "meaning": meaning})

@@ -32,16 +32,22 @@ class ObjectStore:
         timeout: seconds that one request may take.
 
     Raises:
-        ValueError: fsspec does not know the protocol of the URL.
+        ValueError: fsspec does not know the protocol of the URL, or would keep copies of objects.
         ImportError: the package of the protocol is not installed; the message names it.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any], timeout: float) -> None:
         import fsspec  # it imports compressions where they are installed
+        from fsspec.implementations.cached import WholeFileCacheFileSystem
         from fsspec.implementations.local import LocalFileSystem
 
         self.url = url.rstrip("/")
         self._fs, self._root = fsspec.core.url_to_fs(url, **storage_options)
+        if isinstance(self._fs, WholeFileCacheFileSystem):
+            raise ValueError(
+                f"url={url!r} keeps copies of objects, so that a worker would never see a new version; leave "
+                f"{url.partition('::')[0] + '::'!r} out"
+            )
         self._root = self._root.rstrip("/")
         self._is_directory = isinstance(self._fs, LocalFileSystem)
         self._timeout = timeout
@@ -165,7 +171,7 @@ class ObjectStore:
             raise TransportError(f"cannot {verb} {self.url}/{name}: {error}") from None
         if not self._await([answer], max(deadline - time.monotonic(), 0.0)):
             self._given_up[answer] = verb, name
-            raise SyncTimeoutError(late)
+            raise SyncTimeoutError(f"{late}; raise timeout= if the store is slow")
         try:
             return answer.result()
         except FileNotFoundError as error:
