@@ -143,7 +143,8 @@ class RayLLMCollector(RayCollector):
         weight_updater: as for :class:`~collectors.RayCollector`, so it sends from the trainer.
         frames_timeout: as for :class:`~collectors.RayCollector`.
         ray_init_config: as in TorchRL.
-        remote_config: options of the actor, such as ``{"num_gpus": 1}``.
+        remote_config: options of the actor, such as ``{"num_gpus": 1}``; without any, those of TorchRL's
+            ``RayCollector``.
         num_cpus: the same as ``remote_config["num_cpus"]``, which takes precedence.
         num_gpus: the same as ``remote_config["num_gpus"]``, which takes precedence.
         options: all other options of :class:`~collectors.LLMCollector`.
@@ -178,6 +179,7 @@ class RayLLMCollector(RayCollector):
         **options: Any,
     ) -> None:
         asked = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+        of_actor = {key: one for key, one in asked.items() if one is not None} | (remote_config or {})
         turns = {"dialog_turns_per_batch": dialog_turns_per_batch, "total_dialog_turns": total_dialog_turns}
         super().__init__(
             [env],
@@ -193,8 +195,7 @@ class RayLLMCollector(RayCollector):
             weight_updater=weight_updater,
             frames_timeout=frames_timeout,
             ray_init_config=ray_init_config,
-            remote_configs={key: one for key, one in asked.items() if one is not None}
-            | (remote_config or {}),
+            remote_configs=of_actor or None,
         )
 
     def iterator(self) -> Iterator[TensorDictBase | None]:

@@ -20,7 +20,7 @@ from collectors.frames import BatchQueue, ControlPipe, WorkerProcess, WorkersLat
 from collectors.locks import WithProcessLock
 from collectors.requests import Request, find_model, real, require_one_each, require_workers
 from collectors.signatures import signature_of
-from collectors.single import Collector
+from collectors.single import Collector, captures
 from collectors.torchrl_names import MultiCollectorMeta, main_of_worker, multi_base
 from collectors.updates import Updates, close_all
 from collectors.updating import Updating
@@ -130,7 +130,7 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
             # TorchRL would send the policy without weights, and keep only its action in batches.
             weights = cloudpickle.dumps(policy)
             options["policy_factory"] = partial(cloudpickle.loads, weights)
-        if options.get("cudagraph_policy") or _captures(options.get("compile_policy")):
+        if options.get("cudagraph_policy") or captures(options.get("compile_policy")):
             for scheme in schemes.values():
                 scheme.stable_addresses = True
         super().__init__(
@@ -435,12 +435,4 @@ def _sends_all(strategy: WeightStrategy, policy: nn.Module) -> bool:
         return False
     return strategy.extract_as == "tensordict" or not any(
         module._non_persistent_buffers_set for module in policy.modules()
-    )
-
-
-def _captures(compile_policy: Any) -> bool:
-    """Return whether these options of ``torch.compile`` record CUDA graphs, which fix the addresses."""
-    return isinstance(compile_policy, Mapping) and (
-        compile_policy.get("mode") in ("reduce-overhead", "max-autotune")
-        or (compile_policy.get("options") or {}).get("triton.cudagraphs", False)
     )

@@ -27,5 +27,10 @@ def signature_of(cls: Any) -> inspect.Signature:
 
 
 def torchrl_base(cls: type) -> Any:
-    """Return TorchRL's class from which a collector derives."""
-    return next(one for one in cls.__mro__ if one.__module__.startswith("torchrl."))
+    """Return TorchRL's class from which a collector derives, and which names its options."""
+    return next(one for one in cls.__mro__ if one.__module__.startswith("torchrl.") and _names_options(one))
+
+
+def _names_options(cls: Any) -> bool:
+    """Return whether ``__init__`` of a class has named options, not only ``*args`` and ``**kwargs``."""
+    return any(one.kind is one.KEYWORD_ONLY for one in inspect.signature(cls.__init__).parameters.values())

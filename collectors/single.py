@@ -255,10 +255,21 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
                 of its parameters.
         """
         require_ours(weight_recv_schemes)
-        if self.cudagraphed_policy:
-            _keep_addresses(real(weight_recv_schemes))
+        if self.cudagraphed_policy or captures(self.compiled_policy_kwargs):
+            self._keep_addresses(real(weight_recv_schemes))
         super().register_scheme_receiver(weight_recv_schemes, synchronize_weights=synchronize_weights)
         self._add_receivers(weight_recv_schemes)
+
+    def _keep_addresses(self, schemes: Mapping[str, WeightSyncScheme]) -> None:
+        """Have schemes keep the addresses of parameters; ``torch.compile`` itself notices that they moved."""
+        for model_id, scheme in schemes.items():
+            if not scheme.synchronized_on_receiver:
+                scheme.stable_addresses = True
+            elif self.cudagraphed_policy and not scheme.stable_addresses:
+                raise LifecycleError(
+                    f"the scheme of {model_id!r} moves parameters that a CUDA graph has captured; make it "
+                    "with stable_addresses=True"
+                )
 
     def _add_receivers(self, receivers: Mapping[str, WeightSyncScheme]) -> None:
         self._updates.receivers.update(receivers)
@@ -278,7 +289,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         own(self._here.values())
         self._updates.schemes = dict(self._here)  # they end with this collector, also if it cannot be made
         for model_id, scheme in self._here.items():
-            if self.cudagraphed_policy:
+            if self.cudagraphed_policy or captures(self.compiled_policy_kwargs):
                 scheme.stable_addresses = True
             model = self.get_model(model_id)
             if model_id == "policy" and real({model_id: scheme}) and not isinstance(model, nn.Module):
@@ -384,11 +395,9 @@ def _known(model_id: str, policy: Any) -> Any:
     return policy
 
 
-def _keep_addresses(schemes: Mapping[str, WeightSyncScheme]) -> None:
-    for model_id, scheme in schemes.items():
-        if scheme.synchronized_on_receiver and not scheme.stable_addresses:
-            raise LifecycleError(
-                f"the scheme of {model_id!r} moves parameters that a CUDA graph has captured; make it with "
-                "stable_addresses=True"
-            )
-        scheme.stable_addresses = True
+def captures(compile_policy: Any) -> bool:
+    """Return whether these options of ``torch.compile`` record CUDA graphs, which fix the addresses."""
+    return isinstance(compile_policy, Mapping) and (
+        compile_policy.get("mode") in ("reduce-overhead", "max-autotune")
+        or (compile_policy.get("options") or {}).get("triton.cudagraphs", False)
+    )

@@ -19,7 +19,7 @@ _SCHEMES = [
     (
         "SharedMemWeightSyncScheme",
         "in shared memory that workers map",
-        "processes of one machine",
+        "processes of one user on one machine",
         "restart, and join late",
     ),
     (

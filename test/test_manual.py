@@ -92,6 +92,13 @@ def test_the_readme_has_the_speeds_of_the_manual() -> None:
     assert f"\n\n{speeds}\n" in (ROOT / "README.rst").read_text(), "run python docs/make_tables.py"
 
 
+def test_the_readme_lists_all_extras() -> None:
+    extras = (ROOT / "setup.py").read_text().partition("extras_require={")[2].partition("\n    }")[0]
+    table = (ROOT / "README.rst").read_text().partition("\nextra  ")[2].partition("\n\n")[0]
+    listed = re.findall(r"``(\w+)``", " ".join(row[:45] for row in table.splitlines()))
+    assert sorted(listed) == sorted(re.findall(r'^        "(\w+)":', extras, re.MULTILINE))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_manual_builds_without_warnings(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from collector_parts import Env, make_policy
 
 from collectors import (
+    Collector,
     DistributedCollector,
     DistributedSyncCollector,
     MultiAsyncCollector,
@@ -18,6 +19,8 @@ from collectors import (
 )
 from collectors.llm import RayLLMCollector
 from weight_update import WorkerError
+
+INTERVALS = "update_interval", "max_weight_update_interval"
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,27 @@ def test_workers_elsewhere_need_an_address_of_this_machine(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     with pytest.raises(OSError, match=r"'no-such-host\.invalid', .* own address into /etc/hosts"):
         DistributedCollector([Env], make_policy(), frames_per_batch=8)
+
+
+@pytest.mark.parametrize(
+    ("make", "takes"),
+    [
+        (partial(Collector, Env), set()),
+        (partial(MultiSyncCollector, [Env]), {"update_at_each_batch"}),
+        (partial(MultiAsyncCollector, [Env]), {"update_at_each_batch"}),
+        (partial(DistributedCollector, [Env]), {"update_after_each_batch", *INTERVALS}),
+        (partial(DistributedSyncCollector, [Env]), {*INTERVALS}),
+        (partial(RPCCollector, [Env]), {"update_after_each_batch", "max_weight_update_interval"}),
+        (partial(RayCollector, [Env]), {"update_after_each_batch", "max_weight_update_interval"}),
+    ],
+)
+def test_arguments_for_automatic_updates_that_a_collector_does_not_have(make, takes):
+    given = {"policy": make_policy(), "frames_per_batch": 8}
+    if make.func in (DistributedCollector, DistributedSyncCollector, RPCCollector):
+        given["launcher"] = "mp"
+    for name in {"update_at_each_batch", "update_after_each_batch", *INTERVALS} - takes:
+        with pytest.raises(TypeError, match=name):
+            make(**given, **{name: 1})
 
 
 @pytest.mark.parametrize("interval", [0, -1, None])

@@ -88,19 +88,35 @@ def test_captured_policies_keep_their_addresses(options, made):
     assert collector.map_fn(path) == before
 
 
-def test_captured_policy_of_one_process(made):
+@pytest.mark.parametrize(
+    "options",
+    [{"cudagraph_policy": True}, slow({"compile_policy": {"mode": "reduce-overhead"}})],
+    ids=["cudagraph_policy", "reduce-overhead"],
+)
+def test_captured_policy_of_one_process(options, made):
     policy = make_policy()
     collector = made(
         Collector,
         Env,
         policy,
         frames_per_batch=6,
-        cudagraph_policy=True,
         weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
+        **options,
     )
     address = collector.policy.module.layers[0].data_ptr()
     require_current(collector, policy)
     assert collector.policy.module.layers[0].data_ptr() == address
+
+
+def test_schemes_of_policies_that_torch_compile_captures(made):
+    """Its own, and one that it is given by the collector whose worker it is."""
+    options = {"frames_per_batch": 6, "compile_policy": {"mode": "reduce-overhead"}}
+    own, given = MemoryWeightSyncScheme(), SharedMemWeightSyncScheme()
+    made(Collector, Env, make_policy(), weight_sync_schemes={"policy": own}, **options)
+    worker = made(Collector, Env, make_policy(), **options)
+    worker.register_scheme_receiver({"policy": given}, synchronize_weights=False)
+    assert own.stable_addresses
+    assert given.stable_addresses
 
 
 def test_a_policy_that_cannot_be_sent_to_workers_is_reported():

@@ -170,7 +170,7 @@ def test_an_actor_that_ray_restarts_has_the_newest_weights(collect: Any) -> None
 
 @pytest.mark.slow
 def test_a_policy_that_the_actor_makes(collect: Any) -> None:
-    collector = collect(None, policy_factory=policy_of_nine)
+    collector = collect(None, policy_factory=policy_of_nine, num_cpus=None)  # nor other options of the actor
     assert seen(collector.next()) == ([0, 0], {9.0})
     assert collector.update_policy_weights_(make_policy(3.0)).version == 1
     assert seen(collector.next()) == ([1, 1], {3.0})

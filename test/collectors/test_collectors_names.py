@@ -192,7 +192,15 @@ def test_the_signature_lists_the_options_of_torchrl():
 
 
 @pytest.mark.parametrize(
-    "cls", [MultiCollector, MultiSyncCollector, DistributedCollector, RPCCollector, RayCollector]
+    "cls",
+    [
+        MultiCollector,
+        MultiSyncCollector,
+        MultiAsyncCollector,
+        DistributedCollector,
+        RPCCollector,
+        RayCollector,
+    ],
 )
 def test_signatures_of_collectors_with_workers_list_the_options_of_torchrl(cls):
     class Derived(cls):

@@ -78,6 +78,16 @@ def test_workers_start_with_the_weights_that_updates_do_not_carry(strategy, afte
     assert used(frames) == [after, after]
 
 
+@pytest.mark.parametrize(
+    ("cls", "lag"), [(MultiSyncCollector, 0), pytest.param(MultiAsyncCollector, 1, marks=pytest.mark.slow)]
+)
+def test_update_at_each_batch(cls, lag, made):
+    """Before a batch is collected in rounds; else before it is returned, when others are being collected."""
+    collector = made(cls, [Env], make_policy(), frames_per_batch=6, update_at_each_batch=True)
+    for batch, data in zip(range(1, 4), collector, strict=False):
+        assert (data["policy_version"].unique().tolist(), collector.policy_version) == ([batch], batch + lag)
+
+
 class Agents(nn.Module):
     """Two agents, each with weights of its own; the action is the sum of what they compute."""
 
