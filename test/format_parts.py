@@ -5,6 +5,7 @@ They are written from the pages ``wire_format`` and ``patch_format`` of the manu
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import struct
@@ -19,8 +20,8 @@ import torch
 Bytes = np.ndarray[Any, Any]
 WIDTH = {"bool": 1, "int64": 8, "float32": 4, "float64": 8, "bfloat16": 2, "complex128": 16}
 DTYPES = {name: getattr(torch, name) for name in WIDTH}
-KINDS = (
-    "- HELLO WELCOME REFUSED UPDATE STAGED COMMIT ABORT APPLIED FAILED GOODBYE BEHIND TAKEN".split()
+Kind = enum.IntEnum(
+    "Kind", "HELLO WELCOME REFUSED UPDATE STAGED COMMIT ABORT APPLIED FAILED GOODBYE BEHIND TAKEN"
 )
 PRELUDE = struct.Struct("<4sBBHIQII")
 
@@ -37,7 +38,7 @@ def read_head(raw: bytes) -> tuple[str, dict[str, Any], int, int]:
     assert (magic, form, flags & ~1) == (b"WUPD", 1, 0)
     assert zlib.crc32(raw[:20] + raw[28 : 28 + size]) == crc
     assert flags or not payload_crc
-    return KINDS[kind], json.loads(raw[28 : 28 + size]), payload, payload_crc if flags else 0
+    return Kind(kind).name, json.loads(raw[28 : 28 + size]), payload, payload_crc if flags else 0
 
 
 def read_frame(raw: bytes) -> Frame:
@@ -49,7 +50,7 @@ def read_frame(raw: bytes) -> Frame:
 
 def make_frame(kind: str, **header: Any) -> bytes:
     body = json.dumps(header).encode()
-    start = struct.pack("<4sBBHIQ", b"WUPD", 1, KINDS.index(kind), 0, len(body), 0)
+    start = struct.pack("<4sBBHIQ", b"WUPD", 1, Kind[kind], 0, len(body), 0)
     return start + struct.pack("<II", zlib.crc32(start + body), 0) + body
 
 
