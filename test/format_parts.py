@@ -1,6 +1,6 @@
 """Readers of frames, updates and patches that use nothing of the library.
 
-They are written from the pages ``wire_format`` and ``patch_format`` of the manual.
+They are written from the pages ``wire_format``, ``patch_format`` and ``compression`` of the manual.
 """
 
 from __future__ import annotations
@@ -96,18 +96,58 @@ def from_buckets(schema: dict[str, Any], buckets: list[Bytes]) -> dict[str, torc
 # -- patches ---------------------------------------------------------------------------------------
 
 
-def decompressed(name: str, data: Bytes, nbytes: int) -> bytes:
-    if name == "none/1":
-        return data.tobytes()
-    assert name == "zstd/1"
-    zstandard = pytest.importorskip("zstandard")
-    count = -(-nbytes // (1 << 20))
-    sizes, start, found = np.frombuffer(data[: 4 * count].tobytes(), "<u4"), 4 * count, b""
-    for size in sizes.tolist():
-        block, start = data[start : start + size].tobytes(), start + size
-        room = min(nbytes - len(found), 1 << 20)
-        found += block if size == room else zstandard.ZstdDecompressor().decompress(block)
+def parts_of(data: bytes, count: int) -> list[bytes]:
+    """The parts behind a table of their lengths."""
+    sizes, start, found = struct.unpack(f"<{count}I", data[: 4 * count]), 4 * count, []
+    for size in sizes:
+        found.append(data[start : start + size])
+        start += size
+    assert start == len(data)
     return found
+
+
+def from_ans(segment: bytes, nbytes: int) -> bytes:
+    last, frequencies, at = segment[0], [], 1
+    while len(frequencies) <= last:
+        value, at = segment[at], at + 1
+        if value >= 128:
+            value, at = value - 128 + 128 * segment[at], at + 1
+        frequencies.append(value)
+    assert sum(frequencies) == 4096
+    symbols = [symbol for symbol, count in enumerate(frequencies) for _ in range(count)]
+    states = list(struct.unpack("<32I", segment[at : at + 128]))
+    words = struct.iter_unpack("<H", segment[at + 128 :])
+    found = bytearray()
+    for i in range(nbytes):
+        x = states[i % 32]
+        symbol = symbols[x % 4096]
+        x = frequencies[symbol] * (x // 4096) + x % 4096 - sum(frequencies[:symbol])
+        states[i % 32] = x if x >= 65536 else 65536 * x + next(words)[0]
+        found.append(symbol)
+    assert next(words, None) is None
+    assert set(states) == {65536}
+    return bytes(found)
+
+
+def from_block(name: str, block: bytes, nbytes: int) -> bytes:
+    if len(block) == nbytes:
+        return block
+    if name == "zstd/1":
+        return bytes(pytest.importorskip("zstandard").ZstdDecompressor().decompress(block))
+    if name == "lz4/1":
+        return bytes(pytest.importorskip("lz4.block").decompress(block, uncompressed_size=nbytes))
+    assert name == "ans/1"
+    segments = parts_of(block, -(-nbytes // (1 << 16)))
+    sizes = (min(nbytes - start, 1 << 16) for start in range(0, nbytes, 1 << 16))
+    return b"".join(map(from_ans, segments, sizes))
+
+
+def decompressed(name: str, data: bytes, nbytes: int) -> bytes:
+    if name == "none/1":
+        return data
+    blocks = parts_of(data, -(-nbytes // (1 << 20)))
+    sizes = (min(nbytes - start, 1 << 20) for start in range(0, nbytes, 1 << 20))
+    return b"".join(from_block(name, block, size) for block, size in zip(blocks, sizes, strict=True))
 
 
 def read_gaps(units: Bytes, count: int) -> Bytes:
@@ -170,7 +210,7 @@ def apply_patch(schema: dict[str, Any], flat: Bytes, patch: Bytes, base: int) ->
         start = -(-end // 8) * 8
         assert not any(raw[end:start])
         end = start + stored
-        plain = decompressed(name.rstrip(b"\0").decode(), patch[start:end], item * items)
+        plain = decompressed(name.rstrip(b"\0").decode(), raw[start:end], item * items)
         found.append(np.frombuffer(plain, f"<u{item}"))
         assert len(found[-1]) == items
     assert end == len(raw)
