@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
 import os
 import socket
 import struct
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -29,7 +32,9 @@ from weight_update import (
     Encoding,
     ObjectStoreWeightSyncScheme,
     PatchEncoding,
+    SharedMemWeightSyncScheme,
     WeightStrategy,
+    WeightSyncScheme,
 )
 
 TOKEN = "secret"
@@ -113,7 +118,7 @@ def test_the_frames_of_an_object_store_are_read(encoding: str, tmp_path: Path) -
     assert reader.encodings[1:] == [wire.get(encoding.partition("-")[0], "patch/1")] * 2
 
 
-# -- a worker on another host ----------------------------------------------------------------------
+# -- workers ---------------------------------------------------------------------------------------
 
 
 def proof(role: bytes, context: bytes) -> bytes:
@@ -123,29 +128,36 @@ def proof(role: bytes, context: bytes) -> bytes:
 class Connection:
     """A connection to the sender, from the handshake on."""
 
-    def __init__(self, port: int, context: str) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=20)
+    def __init__(self, connected: socket.socket, context: str) -> None:
+        self._socket = connected
+        connected.settimeout(20.0)
+        self.descriptors: list[int] = []
         magic, status, theirs = struct.unpack("<4sB32s", self.read(37))
         assert (magic, status) == (b"WUH1", 0)
         mine = os.urandom(32)
         said = theirs + mine + context.encode()
-        self._socket.sendall(b"WUH1" + mine + proof(b"C", said))
+        self.write(b"WUH1" + mine + proof(b"C", said))
         assert self.read(37) == b"WUH1\0" + proof(b"L", said)
         self._key, self._sent, self._received = proof(b"K", said), 0, 0
 
     def read(self, size: int) -> bytes:
         data = b""
         while len(data) < size:
-            more = self._socket.recv(size - len(data))
-            assert more, "the sender closed the connection"
+            more, descriptors, _, _ = socket.recv_fds(self._socket, size - len(data), 1)
+            if not more:
+                raise ConnectionError("the other end closed the connection")
             data += more
+            self.descriptors += descriptors
         return data
+
+    def write(self, data: bytes) -> None:
+        self._socket.sendall(data)
 
     def _sign(self, role: bytes, number: int, body: bytes) -> bytes:
         return hmac.new(self._key, role + struct.pack("<Q", number) + body, hashlib.sha256).digest()
 
     def send(self, body: bytes) -> None:
-        self._socket.sendall(struct.pack("<I", len(body)) + self._sign(b"C", self._sent, body) + body)
+        self.write(struct.pack("<I", len(body)) + self._sign(b"C", self._sent, body) + body)
         self._sent += 1
 
     def receive(self) -> bytes:
@@ -165,10 +177,71 @@ class Connection:
         return payload, hashlib.blake2b(sums, digest_size=16).hexdigest()
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
-class PlainWorker:
+class Worker(ABC):
+    """A worker of the sender that listens at ``connection``."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.frames = connection
+        hello = {"token": "", "worker": 0, "pid": os.getpid(), "version": None, "schema": None, "error": None}
+        self.answer("HELLO", **hello)
+        welcome = self.next_frame()
+        assert welcome.kind == "WELCOME"
+        self.reader = Reader(welcome)
+
+    @abstractmethod
+    def answer(self, kind: str, **header: Any) -> None: ...
+
+    @abstractmethod
+    def next_frame(self) -> Frame: ...
+
+    def take_update(self) -> None:
+        while not self.reader.take(update := self.next_frame()):
+            self.answer("TAKEN", version=update.header["version"], index=update.header["index"])
+        version = update.header["version"]
+        self.answer("APPLIED", version=version, apply_seconds=0.1, stall_seconds=0.0)
+
+
+class LocalWorker(Worker):
+    """A worker on the host of the sender."""
+
+    def __init__(self, scheme: SharedMemWeightSyncScheme) -> None:
+        assert scheme.address is not None
+        connected = socket.socket(socket.AF_UNIX)
+        connected.connect(scheme.address)
+        self._slots: dict[bytes, int] = {}
+        super().__init__(Connection(connected, f"shared memory {scheme.address}"))
+
+    def answer(self, kind: str, **header: Any) -> None:
+        self.frames.write(make_frame(kind, **header))
+
+    def next_frame(self) -> Frame:
+        head = self.frames.read(28)
+        head += self.frames.read(struct.unpack("<I", head[8:12])[0])
+        kind, header, nbytes, crc = read_head(head)
+        assert not crc
+        payload = self._payload(nbytes) if nbytes else b""
+        return Frame(kind, header, np.frombuffer(payload, np.uint8))
+
+    def _payload(self, nbytes: int) -> bytes:
+        key, what = struct.unpack("<32sB", self.frames.read(33))
+        if what == 1:
+            self._slots[key] = self.frames.descriptors.pop()
+        slot = self._slots[key]
+        assert os.pread(slot, 33, os.fstat(slot).st_size - 33) == key + b"\0"
+        return os.pread(slot, nbytes, 0)
+
+    def close(self) -> None:
+        self.frames.close()
+        for slot in self._slots.values():
+            os.close(slot)
+
+
+class RemoteWorker(Worker):
     """A worker on another host, and its host relay, which keeps the payload in this object."""
 
     def __init__(self, port: int) -> None:
@@ -176,21 +249,20 @@ class PlainWorker:
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
         found = store.get(key)
         assert found[:32] == proof(b"A", b"rendezvous " + found[32:])
-        self.where = json.loads(found[32:])
-        assert "/files of " in self.where["host"]
-        context = f"sender {self.where['name']}"
-        self.frames = Connection(self.where["port"], context)
-        self.frames.send(json.dumps({"do": "join", "name": "n", "host": "another host"}).encode())
-        hello = {"token": "", "worker": 0, "pid": 1, "version": None, "schema": None, "error": None}
-        self.answer("HELLO", **hello)
-        welcome = self.next_frame()
-        assert welcome.kind == "WELCOME"
-        self.reader = Reader(welcome)
-        self.payloads = Connection(self.where["port"], context)
+        where = json.loads(found[32:])
+        assert "/files of " in where["host"]
+        self.ways: list[str] = []
+        first, self.payloads = (
+            Connection(socket.create_connection(("127.0.0.1", where["port"])), f"sender {where['name']}")
+            for _ in range(2)
+        )
+        first.send(json.dumps({"do": "join", "name": "n", "host": "another host"}).encode())
+        super().__init__(first)
         request = {"do": "take payloads", "name": "n", "connection": 0}
         self.payloads.send(json.dumps(request).encode())
         assert json.loads(self.payloads.receive()) == {"backend": "gloo", "connections": 1}
-        self.ways: list[str] = []
+        self._thread = threading.Thread(target=self._relay)
+        self._thread.start()
 
     def answer(self, kind: str, **header: Any) -> None:
         frame = make_frame(kind, **header)
@@ -208,32 +280,56 @@ class PlainWorker:
             assert self.frames.receive().decode() == total
             self.ways.append("follows")
         else:
-            assert location == [1, 5, "k"]
+            assert location == [os.getpid(), 5, "k"]
             payload = self._payload
             self.ways.append("relay")
         assert (len(payload), crc) == (nbytes, 0)
         return Frame(kind, header, np.frombuffer(payload, np.uint8))
 
-    def take_payload(self) -> None:
-        """Do the part of a host relay for one payload."""
-        command = json.loads(self.payloads.receive())
-        assert (command["do"], command["link"], command["onward"]) == ("take", None, False)
-        assert command["checksum"] == "lanes256/1"
-        self._payload, total = self.payloads.receive_payload(command["nbytes"])
-        message = json.loads(self.payloads.receive())
-        assert message == {"do": "sum", "number": command["number"], "sum": total}
-        self.payloads.send(json.dumps({"fd": 5, "key": "k"}).encode())
+    def _relay(self) -> None:
+        """Do the work of a host relay, as a thread, until the connection ends."""
+        with contextlib.suppress(OSError):
+            while command := json.loads(self.payloads.receive()):
+                assert (command["do"], command["link"], command["onward"]) == ("take", None, False)
+                assert command["checksum"] == "lanes256/1"
+                self._payload, total = self.payloads.receive_payload(command["nbytes"])
+                message = json.loads(self.payloads.receive())
+                assert message == {"do": "sum", "number": command["number"], "sum": total}
+                self.payloads.send(json.dumps({"fd": 5, "key": "k"}).encode())
 
-    def take_update(self, *, relayed: bool) -> None:
-        while True:
-            if relayed:
-                self.take_payload()
-            update = self.next_frame()
-            version, index = update.header["version"], update.header["index"]
-            if self.reader.take(update):
-                break
-            self.answer("TAKEN", version=version, index=index)
-        self.answer("APPLIED", version=version, apply_seconds=0.1, stall_seconds=0.0)
+    def close(self) -> None:
+        self.frames.close()
+        self.payloads.close()
+        self._thread.join(20.0)
+
+
+@pytest.mark.parametrize("encoding", ["dense", slow("bucket"), "patch"])
+def test_a_worker_on_the_host_of_the_sender_is_written_from_the_manual(encoding: str) -> None:
+    model = Mixed()
+    strategy = WeightStrategy("state_dict", encoding=encoding)
+    with SharedMemWeightSyncScheme(strategy, token=TOKEN, timeout=20.0) as scheme:
+        scheme.init_on_sender(model=model, num_workers=1)
+        exchange_updates(scheme, model, lambda: LocalWorker(scheme))
+
+
+def exchange_updates(scheme: WeightSyncScheme, model: nn.Module, join: Callable[[], Any]) -> Any:
+    """Connect a worker, and send it changes three times, so that slots are used again; return the worker."""
+    with ThreadPoolExecutor(1) as threads:
+        connecting = threads.submit(scheme.connect)
+        worker = join()
+        worker.take_update()
+        connecting.result()
+    assert_equal(worker.reader.weights(), model)
+    for version in (1, 2, 3):
+        change(model)
+        handle = scheme.send_async()
+        worker.take_update()
+        assert handle.wait().apply_seconds == {0: 0.1}
+        assert_equal(worker.reader.weights(), model)
+        assert scheme.worker_versions == {0: version}
+    worker.answer("GOODBYE")
+    worker.close()
+    return worker
 
 
 @pytest.mark.parametrize(
@@ -251,23 +347,7 @@ class PlainWorker:
 def test_a_worker_on_another_host_is_written_from_the_manual(encoding: str, size: int, way: str) -> None:
     model = Mixed(size)
     strategy = WeightStrategy("state_dict", encoding=encoding)
-    with (
-        ThreadPoolExecutor(1) as threads,
-        DistributedWeightSyncScheme(strategy=strategy, token=TOKEN, timeout=20.0) as scheme,
-    ):
+    with DistributedWeightSyncScheme(strategy=strategy, token=TOKEN, timeout=20.0) as scheme:
         scheme.init_on_sender(model=model, num_workers=1)
-        connecting = threads.submit(scheme.connect)
-        worker = PlainWorker(scheme.port)
-        worker.take_update(relayed=way == "relay")
-        connecting.result()
-        assert_equal(worker.reader.weights(), model)
-        change(model)
-        handle = scheme.send_async()
-        worker.take_update(relayed=way == "relay" and encoding != "patch")
-        assert handle.wait().apply_seconds == {0: 0.1}
-        assert_equal(worker.reader.weights(), model)
-        assert scheme.worker_versions == {0: 1}
-        assert worker.ways[:1] == [way] * (way != "inline")
-        worker.answer("GOODBYE")
-        worker.frames.close()
-        worker.payloads.close()
+        worker = exchange_updates(scheme, model, lambda: RemoteWorker(scheme.port))
+    assert worker.ways[:1] == [way] * (way != "inline")
