@@ -404,6 +404,11 @@ def test_a_difference_counts_if_it_is_wider_than_the_noise(theirs, ours, more_is
     assert comparison.is_worse == (verdict in ("worse", "fails here"))
 
 
+@pytest.mark.parametrize(("ours", "shown"), [([3.0], "2.000"), ([], "-")])
+def test_a_comparison_shows_the_ratio_of_the_medians(ours, shown):
+    assert Comparison(1.0, 1, False, ([1.0, 2.0], ours)).cells()[2] == shown
+
+
 def test_runs_on_two_commits_take_turns():
     assert "".join("AB"[which] for which in order_of(4)) == "ABBAABBA"
 

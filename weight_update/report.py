@@ -114,7 +114,7 @@ class WorkerEvent:
         worker: index of the worker.
         version: number of the weights that it has, or of the update that it is late with or was sent; None if
             unknown.
-        reason: error, as text; empty for ``"joined"`` and ``"left"``.
+        reason: error, as text; empty for ``"joined"``, ``"left"`` and ``"applied"``.
         time: time of the event, in seconds since the epoch.
         late_joiner: whether the worker is a late joiner, which the sender forgets once it has left or was
             lost.

@@ -54,8 +54,9 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
 
     Args:
         backend: carrier of weights to other hosts: ``"gloo"`` (TCP, from host memory) or ``"nccl"``. NCCL
-            uses the current CUDA device of each process, which must differ between the processes, and adds a
-            copy to the device and a copy from it. A worker that uses CUDA cannot be started by ``fork``.
+            uses the first CUDA device that each process uses already, which must differ between the
+            processes, and adds a copy to the device and a copy from it. A worker that uses CUDA cannot be
+            started by ``fork``.
         address: address of the network interface on which the sender listens, the same on both sides. The
             default, loopback, can only be reached from this machine.
         port: port at which workers learn where the sender listens; 0 takes a free one.
