@@ -2,9 +2,10 @@
 
 import copy
 import pickle
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -366,3 +367,61 @@ def test_a_worker_that_is_sent_a_newer_version_meanwhile_has_no_more_time() -> N
         with pytest.raises(SyncFailedError, match=r"worker 0: .* within 2 s"):
             sender.send()  # it is written when the worker has refused the version before
         assert time.monotonic() - start < 3.0
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_converter_that_sends_would_wait_for_itself(sync: bool) -> None:
+    calls: list[Callable[[], Any]] = []
+
+    def convert(weights: Iterator[Any]) -> Iterator[Any]:
+        for call in calls:
+            call()
+        yield from weights
+
+    sender, source = (
+        SharedMemWeightSyncScheme(WeightStrategy("state_dict", convert=convert), sync=sync),
+        mlp(1),
+    )
+    with sender, connect_pair(sender, source, mlp(2)):
+        for call in (sender.send, sender.send_async):
+            calls[:] = [call]
+            with pytest.raises(
+                LifecycleError, match=r"inside send\(\) of this scheme: a converter, a source or"
+            ):
+                sender.send()
+        calls.clear()
+        sender.send()
+
+
+class Alarming(nn.Linear):
+    """A layer whose worker signals the trainer, a thread of this process, while it applies an update."""
+
+    number = 0
+
+    def get_extra_state(self) -> int:
+        return self.number
+
+    def set_extra_state(self, number: int) -> None:
+        if number:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            time.sleep(0.2)
+
+
+def test_a_signal_handler_that_sends_while_the_trainer_waits() -> None:
+    errors: list[str] = []
+    sender, source = SharedMemWeightSyncScheme("state_dict", timeout=30.0), Alarming(2, 2)
+
+    def handle(*_: Any) -> None:
+        with pytest.raises(LifecycleError) as error:
+            sender.send()
+        errors.append(str(error.value))
+
+    with sender, connect_pair(sender, source, Alarming(2, 2)):
+        before = signal.signal(signal.SIGUSR1, handle)
+        try:
+            source.number = 1
+            assert sender.send().version == 1
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert len(errors) == 1
+        assert "a signal handler cannot send" in errors[0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import threading
 import weakref
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from weight_update.arguments import require_seconds, whole_number
@@ -96,7 +98,7 @@ class SchemeUpdates(ABC):
             the report of this update. With ``sync=False``, its figures for workers are still empty.
 
         Raises:
-            LifecycleError: this is not a connected sender.
+            LifecycleError: this is not a connected sender, or this thread is inside :meth:`send` already.
             NothingToSendError: no weights were given and the sender has no source.
             UnknownWorkerError: ``worker_ids`` names a worker that does not exist.
             SchemaMismatchError: the weights are not those of ``init_on_sender()``; nothing was sent.
@@ -104,8 +106,9 @@ class SchemeUpdates(ABC):
                 the update.
         """
         if self.sync:
-            sender = self._require_sender().sender
-            return sender.attend(lambda: self.send_async(weights, worker_ids).wait())
+            side = self._require_sender()
+            with self._not_inside("send"):
+                return side.sender.attend(lambda: self.send_async(weights, worker_ids).wait())
         handle = self.send_async(weights, worker_ids)
         self._require_sender().raise_earlier_error(handle)
         return handle.report
@@ -138,9 +141,25 @@ class SchemeUpdates(ABC):
 
     def _publish(self, weights: Any, worker_ids: Any, group_commit: str | None = None) -> SendHandle:
         side = self._require_sender()
-        handle = side.publish(weights, worker_ids, self._process.context, group_commit)
+        with self._not_inside("publish"):
+            handle = side.publish(weights, worker_ids, self._process.context, group_commit)
         self.last_report = handle.report
         return handle
+
+    @contextlib.contextmanager
+    def _not_inside(self, call: str) -> Iterator[None]:
+        """Enter ``call``; raise LifecycleError if this thread is inside it and would wait for itself."""
+        entry, inside = (call, threading.get_ident()), self._process.inside
+        if entry in inside:
+            raise LifecycleError(
+                "this thread is inside send() of this scheme: a converter, a source or a signal handler "
+                "cannot send; let it set a flag, and send afterwards"
+            )
+        try:
+            inside.add(entry)  # a signal handler may raise right after it
+            yield
+        finally:
+            inside.discard(entry)
 
     def tell_observers(self, handle: SendHandle) -> None:
         """Tell the observers of an update once it is settled, on the rank that serves workers."""
