@@ -44,7 +44,7 @@ class Figure:
     @property
     def reached(self) -> float | None:
         """The median for a target: infinite after a failure, so that the target is missed."""
-        return math.inf if self.failure and not self.values else self.median
+        return math.inf if self.failure else self.median
 
     def show(self, scale: float = 1.0, digits: int = 2) -> str:
         """Return ``median (min .. max)`` times ``scale``, or the reason why there is none."""
