@@ -253,6 +253,34 @@ def works_in_a_child(call: Callable[[], object]) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
+@pytest.mark.parametrize("runs", [False, True], ids=["waits", "runs"])
+def test_a_signal_handler_may_hold_where_it_interrupts_the_gate(runs: bool) -> None:
+    gate, started, applied, seen = Gate(), threading.Event(), list[int](), list[int]()
+
+    def apply() -> None:
+        started.set()
+        time.sleep(0.2)
+        applied.append(1)
+
+    def interrupted() -> None:  # in enter() or leave(), whose lock the update needs
+        with gate._lock, gate.hold():
+            seen.append(len(applied))
+
+    inside = None if runs else Inside(gate)
+    update = threading.Thread(target=gate.run, args=(apply,), daemon=True)
+    update.start()
+    while not (started.is_set() if runs else gate._updates):
+        time.sleep(0.001)
+    thread = threading.Thread(target=interrupted, daemon=True)
+    thread.start()
+    thread.join(WAIT)
+    assert seen == [int(runs)]
+    if inside is not None:
+        inside.end()
+    update.join(WAIT)
+    assert applied == [1]
+
+
 def test_an_exception_reaches_the_updater_not_the_forward_pass() -> None:
     gate = Gate()
 

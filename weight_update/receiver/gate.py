@@ -23,6 +23,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _LOOK_SECONDS = 0.05
 """Interval at which a waiting update looks for forward passes that ended without leaving."""
 
+_APPLYING_SECONDS = 0.001
+"""Interval at which a signal handler looks for the end of the update that it waits for."""
+
 
 class _Section:
     """A critical section of a gate: a forward pass, a ``hold()``, or an update.
@@ -92,6 +95,7 @@ class Gate(CallGuard):
         self._changed = threading.Condition(self._lock)  # updates wait for it
         self._inside = set()
         self._waiting: list[_Section] = []  # sections that begin after the update
+        self._is_applying = False
         self._updates = deque()
 
     # -- forward passes ----------------------------------------------------------------------------
@@ -168,8 +172,16 @@ class Gate(CallGuard):
                 "two versions; fork inside hold(), or connect a receiver here"
             )
         _current.set(section)
+        interrupted = self._changed._is_owned()  # type: ignore[attr-defined]  # by a signal handler
         with self._lock:
-            if not self._updates or section.within(self) or (blocks and self._has_thread(section.thread)):
+            while interrupted and self._is_applying:  # the update needs the lock afterwards, not before
+                time.sleep(_APPLYING_SECONDS)
+            if (
+                not self._updates
+                or interrupted
+                or section.within(self)
+                or (blocks and self._has_thread(section.thread))
+            ):
                 self._inside.add(section)
                 return True
             section.wake = wake
@@ -244,12 +256,14 @@ class Gate(CallGuard):
                 self._changed.notify_all()
                 raise
             self._inside.add(update)
+            self._is_applying = True
         _current.set(update)
         start = time.perf_counter()
         try:
             action()
             self._is_torn = False
         finally:
+            self._is_applying = False
             seconds = time.perf_counter() - start
             _current.set(update.outer)
             with self._lock:
