@@ -37,6 +37,7 @@ from weight_update import (
 )
 from weight_update.testing import Apart, ApartInTwos, SchemeContract, mlp, scramble
 from weight_update.testing.cases import assert_equal
+from weight_update.testing.processes import eventually
 from weight_update.testing.worker_processes import start_workers
 from weight_update.transports.distributed.relay import router
 
@@ -367,6 +368,19 @@ def test_a_worker_that_is_sent_a_newer_version_meanwhile_has_no_more_time() -> N
         with pytest.raises(SyncFailedError, match=r"worker 0: .* within 2 s"):
             sender.send()  # it is written when the worker has refused the version before
         assert time.monotonic() - start < 3.0
+
+
+@pytest.mark.parametrize(
+    "kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, DistributedWeightSyncScheme]
+)
+def test_a_sender_that_is_shut_down_during_send_says_so(kind: type[WeightSyncScheme]) -> None:
+    sender, source = kind(strategy="state_dict"), mlp(1)
+    with connect_pair(sender, source, mlp(2)) as receiver, receiver.hold(), ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(sender.send)
+        assert eventually(lambda: sender.last_report is not None and sender.last_report.version == 1)
+        sender.shutdown()
+        with pytest.raises(SyncFailedError, match="worker 0: the sender was shut down"):
+            sent.result()
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -34,6 +34,7 @@ _GOODBYE_SECONDS = 1.0
 _ABSENT_SECONDS = 60.0
 """Seconds that a late joiner which was refused, or lost, has to come back on its connection."""
 _END_SECONDS = 5.0
+_SHUT_DOWN = "the sender was shut down"
 _PAUSE_SECONDS = 1.0  # after an error that is none of a link
 
 
@@ -103,7 +104,7 @@ class Delivery:
                 if self._closed:  # the sender's close() may not have seen the outbox
                     outbox.close()
                     worker.outbox = None
-                    raise RuntimeError("the sender was shut down")
+                    raise RuntimeError(_SHUT_DOWN)
                 outbox.put(partial(self._run, worker, write))
         except RuntimeError as error:
             self.lose(worker, LinkClosedError(f"no thread writes to it: {error}"))
@@ -156,7 +157,8 @@ class Delivery:
             if worker.leaving:  # an earlier connect() has raised the error; this one waits for the worker
                 worker.lost = None
             elif worker.joined or worker.lost is None:
-                worker.lost = without_frames(error)
+                shut_down = self._table.closed  # the worker is not to blame
+                worker.lost = LinkClosedError(_SHUT_DOWN) if shut_down else without_frames(error)
             worker.mark_disconnected()
             self.changed.notify_all()
         if departed:
