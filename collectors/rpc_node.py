@@ -64,7 +64,8 @@ def run_node(
     )
     join_world(name_of(idx), idx + 1, world_size, transport)
     orphaned = threading.Event()
-    threading.Thread(target=_await_end, args=(address, port, orphaned), daemon=True).start()
+    watched = address, port, orphaned
+    threading.Thread(target=_await_end, args=watched, name="weight_update-trainer", daemon=True).start()
     _leave.wait()
     rpc.shutdown(graceful=not orphaned.is_set(), timeout=int(end_seconds))
 
