@@ -114,6 +114,11 @@ def test_a_way_of_gathering_without_its_options() -> None:
         WeightStrategy(gather=gather_tensor_parallel())  # type: ignore[arg-type]
 
 
+def test_the_name_of_a_start_method_instead_of_a_context() -> None:
+    with pytest.raises(TypeError, match=r"give ctx= a context, .*get_context\(\) returns, not .* type str"):
+        MultiProcessWeightSyncScheme().init_on_sender(model=nn.Linear(2, 2), num_workers=1, ctx="spawn")
+
+
 def test_no_workers() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="of MultiProcessWeightSyncScheme cannot join later; give their num"):

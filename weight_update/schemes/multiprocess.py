@@ -11,6 +11,7 @@ from typing import Any
 import torch.multiprocessing as mp
 from typing_extensions import Unpack
 
+from weight_update.arguments import require_method
 from weight_update.errors import LifecycleError
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.options import SchemeOptions, takes_options_of
@@ -48,6 +49,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         ctx = ctx or mp.get_context("spawn")  # its queues suit processes started in any way
+        require_method(ctx, "get_start_method", "ctx= a context, as multiprocessing.get_context() returns")
         self._sender_pid = os.getpid()
         self._start_method = ctx.get_start_method()
         self._queues = _new_queues(ctx, workers)
