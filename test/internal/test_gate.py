@@ -9,6 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -279,6 +280,22 @@ def test_a_signal_handler_may_hold_where_it_interrupts_the_gate(runs: bool) -> N
         inside.end()
     update.join(WAIT)
     assert applied == [1]
+
+
+def test_a_hold_may_wait_for_a_forward_pass_of_another_thread() -> None:
+    gate, applied = Gate(), list[int]()
+    update = threading.Thread(target=gate.run, args=(lambda: applied.append(1),), daemon=True)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()  # a thread that ran before the hold
+        with gate.hold():
+            update.start()
+            while not gate._updates:
+                time.sleep(0.001)
+            pool.submit(lambda: gate.leave(gate.enter())).result(WAIT)
+            later = pool.submit(lambda: Inside(gate).end() or list(applied))
+            assert not applied
+        assert later.result(WAIT) == [1], "holds would starve updates"
+        update.join(WAIT)
 
 
 def test_an_exception_reaches_the_updater_not_the_forward_pass() -> None:

@@ -76,7 +76,8 @@ class Gate(CallGuard):
     Threads that compute call :meth:`enter` and :meth:`leave`; nested calls are fine. An update goes through
     :meth:`run`. A forward pass that begins while an update waits is admitted after it, so a worker that
     computes without pause does not starve updates. A forward pass that waited for one update is admitted
-    before the next.
+    before the next. While an update waits for a hold, forward passes begin at once, because the hold may wait
+    for them.
 
     Signal handlers run in the main thread, between any two instructions, and may raise. An update
     therefore never runs in the main thread. An update that waits also checks whether the forward passes
@@ -181,6 +182,7 @@ class Gate(CallGuard):
                 or interrupted
                 or section.within(self)
                 or (blocks and self._has_thread(section.thread))
+                or (section.hold is None and any(one.hold is not None for one in self._inside))
             ):
                 self._inside.add(section)
                 return True
