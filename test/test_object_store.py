@@ -1165,6 +1165,7 @@ def test_a_pickled_scheme_is_the_same(url: str) -> None:
             "keeps copies of objects.* leave 'simplecache::' out",
         ),
         ({"url": "filecache::memory://run"}, ValueError, "keeps copies of objects"),
+        ({"url": "blockcache::memory://run"}, ValueError, "keeps copies of objects"),
         ({"url": 5}, TypeError, "url is a string, such as 's3://bucket/run'"),
         ({"most_changes": -1}, ValueError, "most_changes is an integer of at least 0"),
         ({"poll_seconds": 0}, ValueError, "poll_seconds is a positive number"),

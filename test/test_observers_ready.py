@@ -313,6 +313,11 @@ def test_trace_is_complete_again_after_the_disk_was_full(tmp_path: Path) -> None
         assert len(Trace(tmp_path / "trace.json").of("s")) == 2
 
 
+def test_trace_into_a_device() -> None:
+    with ChromeTraceObserver("/dev/null") as observer:
+        observer(report_of(1))  # it cannot be truncated
+
+
 @pytest.mark.parametrize("make", [ChromeTraceObserver, CsvObserver])
 def test_closed_files_stay_as_they_are(
     tmp_path: Path, make: Callable[[Path], ChromeTraceObserver | CsvObserver]

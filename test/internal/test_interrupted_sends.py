@@ -28,6 +28,7 @@ from weight_update import (
 from weight_update.encodings.patch import encoding as patch_encoding
 from weight_update.encodings.patch.changes import Changes
 from weight_update.encodings.patch.encoding import PatchTracker
+from weight_update.schemes import updates
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.sender.buffers import BufferPool
 from weight_update.sender.delivery import Delivery
@@ -69,6 +70,38 @@ def sender_of(scheme: WeightSyncScheme) -> Sender:
     sender = scheme._require_sender().sender
     assert isinstance(sender, Sender)
     return sender
+
+
+def interrupted_after(scheme: WeightSyncScheme, number: int) -> bool:
+    """Send, interrupted after one of the calls in SchemeUpdates, and again before the error is handled."""
+    left = number
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        caller = frame.f_back
+        if event == "return" and caller is not None and caller.f_code.co_filename == updates.__file__:
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt  # which also ends the profiling
+
+    try:
+        sys.setprofile(interrupt)
+        scheme.send()
+        sys.setprofile(None)
+    except KeyboardInterrupt:  # its traceback keeps frames
+        send_again(scheme)
+        return True
+    return False
+
+
+def test_between_the_calls_of_send(pair: Pair) -> None:
+    scheme = SharedMemWeightSyncScheme(timeout=SECONDS)
+    model, target = pair(scheme)
+    number = 0
+    while interrupted_after(scheme, number):
+        number += 1
+    assert number > 5
+    assert torch.equal(model.weight, target.weight)
 
 
 def send_again(scheme: WeightSyncScheme) -> None:

@@ -31,7 +31,7 @@ class Sharded:
             than key and value rows.
 
     Raises:
-        ValueError: ``dim`` or one of ``parts`` is no integer, or there are no positive parts.
+        ValueError: ``dim`` is not an integer, or ``parts`` are not positive integers.
     """
 
     dim: int

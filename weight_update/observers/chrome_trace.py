@@ -47,7 +47,7 @@ class ChromeTraceObserver(AbstractContextManager["ChromeTraceObserver"]):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = open_file(path, "wb")
         self._end = 0  # where the next events go: over the closing bracket
-        self._most_bytes = 0  # that the file may have
+        self._is_torn = False  # whether a full disk may have left a part of events in the file
         self._events: list[dict[str, Any]] = []
         self._tracks: dict[int | None, dict[int, int]] = {}  # ends of the last spans, by worker and track
         self._joined: dict[int, int] = {}  # times, by worker
@@ -77,13 +77,14 @@ class ChromeTraceObserver(AbstractContextManager["ChromeTraceObserver"]):
         self._events.clear()
         if lines:
             body = (b",\n" if self._end else b"[\n") + lines.encode()
-            self._most_bytes = max(self._most_bytes, self._end + len(body) + 3)
+            was_torn, self._is_torn = self._is_torn, True
             self._file.seek(self._end)
             self._file.write(body + b"\n]\n")
-            if self._file.tell() < self._most_bytes:  # a full disk may have left a part of longer events
+            if was_torn:
                 self._file.truncate()
             self._end += len(body)
-        self._file.flush()
+            self._file.flush()
+            self._is_torn = False
 
     def close(self) -> None:
         """Write all events and close the file. Updates and events that come later are ignored."""

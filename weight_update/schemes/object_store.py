@@ -70,7 +70,7 @@ class ObjectStoreWeightSyncScheme(WeightSyncScheme):
 
     Raises:
         ImportError: the package for the protocol of the URL is not installed; the message names it.
-        ValueError: the URL is empty, fsspec does not know its protocol, or it chains a cache of whole files;
+        ValueError: the URL is empty, fsspec does not know its protocol, or it chains a cache;
             or the encoding does not send all weights at first.
     """
 
@@ -165,7 +165,7 @@ def _absolute(url: str) -> str:
     ends = not chain or "://" in chain[-1] or chain[-1].startswith("/")
     if chain and not (begins and ends):  # fsspec would leave a part of the name out
         raise ValueError(
-            f"url={url!r} has '::', by which fsspec chains file systems, as in 'blockcache::s3://bucket/run'"
+            f"url={url!r} has '::', by which fsspec chains file systems, as in 'zip://run::s3://bucket/run.zip'"
             "; give such a chain, or a name without '::'"
         )
     return url if "://" in url or chain else os.path.abspath(os.path.expanduser(url))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
 import weakref
 from abc import ABC
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from weight_update.arguments import require_seconds, whole_number
@@ -26,6 +25,7 @@ from weight_update.strategy.strategy import WeightStrategy
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _S = TypeVar("_S", bound="SchemeUpdates")
+_T = TypeVar("_T")
 
 
 class SchemeUpdates(ABC):
@@ -106,9 +106,9 @@ class SchemeUpdates(ABC):
                 the update.
         """
         if self.sync:
-            side = self._require_sender()
-            with self._not_inside("send"):
-                return side.sender.attend(lambda: self.send_async(weights, worker_ids).wait())
+            sender = self._require_sender().sender
+            call = functools.partial(sender.attend, lambda: self.send_async(weights, worker_ids).wait())
+            return self._not_inside("send", call)
         handle = self.send_async(weights, worker_ids)
         self._require_sender().raise_earlier_error(handle)
         return handle.report
@@ -141,15 +141,14 @@ class SchemeUpdates(ABC):
 
     def _publish(self, weights: Any, worker_ids: Any, group_commit: str | None = None) -> SendHandle:
         side = self._require_sender()
-        with self._not_inside("publish"):
-            handle = side.publish(weights, worker_ids, self._process.context, group_commit)
+        call = functools.partial(side.publish, weights, worker_ids, self._process.context, group_commit)
+        handle = self._not_inside("publish", call)
         self.last_report = handle.report
         return handle
 
-    @contextlib.contextmanager
-    def _not_inside(self, call: str) -> Iterator[None]:
-        """Enter ``call``; raise LifecycleError if this thread is inside it and would wait for itself."""
-        entry, inside = (call, threading.get_ident()), self._process.inside
+    def _not_inside(self, name: str, call: Callable[[], _T]) -> _T:
+        """Return ``call()``; raise LifecycleError if this thread is inside it and would wait for itself."""
+        entry, inside = (name, threading.get_ident()), self._process.inside
         if entry in inside:
             raise LifecycleError(
                 "this thread is inside send() of this scheme: a converter, a source or a signal handler "
@@ -157,7 +156,7 @@ class SchemeUpdates(ABC):
             )
         try:
             inside.add(entry)  # a signal handler may raise right after it
-            yield
+            return call()
         finally:
             inside.discard(entry)
 

@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from weight_update.arguments import require_seconds
-from weight_update.errors import FormatError, LinkClosedError, SyncFailedError, SyncTimeoutError
+from weight_update.errors import (
+    FormatError,
+    LifecycleError,
+    LinkClosedError,
+    SyncFailedError,
+    SyncTimeoutError,
+)
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import ChunkedUpdate
 from weight_update.sender.workers import WorkerState, WorkerTable
@@ -23,6 +29,10 @@ _Paused = dict[Arrivals, WorkerState]
 _T = TypeVar("_T")
 _WorkerTest = Callable[[WorkerState], bool]
 _ABSENT = "it is not connected; has it called connect()?"
+_NESTED = (
+    "this thread waits for workers already: a signal handler cannot send or wait meanwhile; let it set a "
+    "flag, and do it afterwards"
+)
 
 
 class UpdateOwner(Protocol):
@@ -86,6 +96,7 @@ class SendHandle:
 
         Raises:
             SyncFailedError: some workers failed, died or were late. All others have the update.
+            LifecycleError: a signal handler calls this while its thread waits for workers.
         """
         if timeout is not None:
             timeout = require_seconds("timeout", timeout, zero=True)
@@ -249,14 +260,18 @@ class AnswerReader:
     def __init__(self, table: WorkerTable, record: Callable[[WorkerState, WeightChunk], None]) -> None:
         self._table, self._record = table, record
         self._attending: set[int] = set()  # identifiers of the threads in attend()
+        self._reading: set[int] = set()  # and of those in read()
         self._paused: dict[int, _Paused] = {}  # by the identifier of the thread
 
     def attend(self, call: Callable[[], _T]) -> _T:
         """Return the result of ``call()``, in which :meth:`pause` works for the calling thread.
 
-        Calls are not nested.
+        Raises:
+            LifecycleError: a call is inside another one, in a signal handler.
         """
         me = threading.get_ident()
+        if me in self._attending:
+            raise LifecycleError(_NESTED)
         try:
             self._attending.add(me)  # a signal handler may raise right after it
             return call()
@@ -285,12 +300,26 @@ class AnswerReader:
         """Read what workers answer until they are ``done`` or the deadline has passed.
 
         Any answer but APPLIED is left to the threads of the workers.
+
+        Raises:
+            LifecycleError: a call that has to wait is inside another one, in a signal handler.
         """
         me = threading.get_ident()
-        if me not in self._attending:
+        if me in self._reading:
+            if any(not self._is(worker, done) for worker in states):
+                raise LifecycleError(_NESTED)
+        elif me not in self._attending:
             self.attend(functools.partial(self.read, states, done, deadline))
-            return
-        paused = self._paused.setdefault(me, {})
+        else:
+            try:
+                self._reading.add(me)  # a signal handler may raise right after it
+                self._read(self._paused.setdefault(me, {}), states, done, deadline)
+            finally:
+                self._reading.discard(me)
+
+    def _read(
+        self, paused: _Paused, states: Iterable[WorkerState], done: _WorkerTest, deadline: float
+    ) -> None:
         with self._table.lock:
             states = [worker for worker in states if not done(worker)]
         poller, waited_for = select.poll(), dict[int, tuple[WorkerState, Arrivals]]()

@@ -38,12 +38,12 @@ class ObjectStore:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any], timeout: float) -> None:
         import fsspec  # it imports compressions where they are installed
-        from fsspec.implementations.cached import WholeFileCacheFileSystem
+        from fsspec.implementations.cached import CachingFileSystem
         from fsspec.implementations.local import LocalFileSystem
 
         self.url = url.rstrip("/")
         self._fs, self._root = fsspec.core.url_to_fs(url, **storage_options)
-        if isinstance(self._fs, WholeFileCacheFileSystem):
+        if isinstance(self._fs, CachingFileSystem):
             raise ValueError(
                 f"url={url!r} keeps copies of objects, so that a worker would never see a new version; leave "
                 f"{url.partition('::')[0] + '::'!r} out"
