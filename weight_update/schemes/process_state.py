@@ -32,7 +32,6 @@ class ProcessState:
     context: weakref.ref[Any] | None = None
     worker_alive: WorkerAlive | None = None
     observers: Observers = field(default_factory=Observers)
-    inside: set[tuple[str, int]] = field(default_factory=set)  # threads that send, by name of the call
     announced: ExitStack = field(default_factory=ExitStack)  # withdrawn first: workers ask for a new sender
     undo: ExitStack = field(default_factory=ExitStack)  # of what open_sender() made besides links, listener
     finalizer: weakref.finalize[Any, Any] | None = None  # once there is something to end

@@ -53,7 +53,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     All other arguments are those of :class:`WeightSyncScheme`.
 
     Args:
-        backend: carrier of weights to other hosts: ``"gloo"`` (TCP, from host memory) or ``"nccl"``. NCCL
+        backend: how weights reach other hosts: ``"gloo"`` (TCP, from host memory) or ``"nccl"``. NCCL
             uses the first CUDA device that each process uses already, which must differ between the
             processes, and adds a copy to the device and a copy from it. A worker that uses CUDA cannot be
             started by ``fork``.

@@ -29,7 +29,7 @@ from weight_update.errors import (
 from weight_update.report import SyncReport
 from weight_update.schemes.collector import model_named
 from weight_update.schemes.sources import Sources
-from weight_update.sender.handle import SendHandle, failed
+from weight_update.sender.handle import NESTED, SendHandle, failed
 from weight_update.sender.joining import WorkerAlive, liveness
 from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
@@ -242,7 +242,7 @@ class SenderSide:
         self.listener: SenderListener | None = None
         self.failure = ""
         self._patience = 4 * timeout  # for messages of the leader, which waits for workers in between
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
         self._unchecked: list[_Unchecked] = []  # updates that nobody waits for
         self.ranks: Ranks | None = None
         if strategy.gather is not None or sources.sharded(strategy):
@@ -337,6 +337,8 @@ class SenderSide:
         ``context`` refers to the object that ``weights`` is looked up in, if it is a name. LifecycleError if
         the sender was closed meanwhile.
         """
+        if self._sending._is_owned():  # type: ignore[attr-defined]
+            raise LifecycleError(NESTED)
         report: SyncReport | None = None
         to_all = worker_ids is None and not _is_per_worker(weights)
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import weakref
 from abc import ABC
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from weight_update.strategy.strategy import WeightStrategy
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _S = TypeVar("_S", bound="SchemeUpdates")
-_T = TypeVar("_T")
 
 
 class SchemeUpdates(ABC):
@@ -107,8 +105,7 @@ class SchemeUpdates(ABC):
         """
         if self.sync:
             sender = self._require_sender().sender
-            call = functools.partial(sender.attend, lambda: self.send_async(weights, worker_ids).wait())
-            return self._not_inside("send", call)
+            return sender.attend(lambda: self.send_async(weights, worker_ids).wait())
         handle = self.send_async(weights, worker_ids)
         self._require_sender().raise_earlier_error(handle)
         return handle.report
@@ -141,24 +138,9 @@ class SchemeUpdates(ABC):
 
     def _publish(self, weights: Any, worker_ids: Any, group_commit: str | None = None) -> SendHandle:
         side = self._require_sender()
-        call = functools.partial(side.publish, weights, worker_ids, self._process.context, group_commit)
-        handle = self._not_inside("publish", call)
+        handle = side.publish(weights, worker_ids, self._process.context, group_commit)
         self.last_report = handle.report
         return handle
-
-    def _not_inside(self, name: str, call: Callable[[], _T]) -> _T:
-        """Return ``call()``; raise LifecycleError if this thread is inside it and would wait for itself."""
-        entry, inside = (name, threading.get_ident()), self._process.inside
-        if entry in inside:
-            raise LifecycleError(
-                "this thread is inside send() of this scheme: a converter, a source or a signal handler "
-                "cannot send; let it set a flag, and send afterwards"
-            )
-        try:
-            inside.add(entry)  # a signal handler may raise right after it
-            return call()
-        finally:
-            inside.discard(entry)
 
     def tell_observers(self, handle: SendHandle) -> None:
         """Tell the observers of an update once it is settled, on the rank that serves workers."""

@@ -16,6 +16,7 @@ from weight_update.errors import (
     FormatError,
     LinkClosedError,
     NotEnoughMemoryError,
+    SyncTimeoutError,
     TransportError,
     WorkerError,
     without_frames,
@@ -24,6 +25,7 @@ from weight_update.progress import Progress
 from weight_update.report import SyncReport, WorkerEvent
 from weight_update.sender.buffers import MIXED, ChunkedUpdate, EncodedUpdate, are_short
 from weight_update.sender.workers import NOBODY, GroupAssignment, Outbox, WorkerState, WorkerTable
+from weight_update.text import format_seconds
 from weight_update.threads import start_thread
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.rate_limit import RateLimitedLog
@@ -395,3 +397,37 @@ class AnswerThreads:
                 worker.fail(version, WorkerError(text))
             worker.inflight = update = None  # before the lock is released
             self._table.changed.notify_all()
+
+
+def reason_of(worker: WorkerState, version: int, timeout: float) -> Exception:
+    """Return the reason why a worker does not have ``version`` after so many seconds."""
+    if (error := worker.failure(version)) is not None:
+        return error
+    if not (worker.joined or worker.joining):
+        return absence_of(worker)
+    if not worker.awaited:
+        return worker.joining_error or LinkClosedError(
+            "it joined while this version was being sent; it gets weights with the next send()"
+        )
+    if timeout == 0:
+        return SyncTimeoutError("has not applied it yet; wait() longer, or ask done(), which raises no error")
+    if worker.has_ended:
+        reason = (
+            "its process has ended (scheme.worker_alive), and the transport did not report it; start it again"
+        )
+    else:
+        reason = f"{delay_of(worker)}; the worker gets the newest version when it goes on (or raise timeout=)"
+    return SyncTimeoutError(f"did not apply it within {format_seconds(timeout)}: {reason}")
+
+
+def absence_of(worker: WorkerState) -> Exception:
+    """Return why a worker is not connected."""
+    return worker.lost or LinkClosedError("it is not connected; has it called connect()?")
+
+
+def delay_of(worker: WorkerState) -> str:
+    """Return why a worker has not applied the version that it is being sent, or was sent."""
+    if worker.writing:
+        return "it is still being sent, because the worker or the link is slow or stopped"
+    stopped = "stopped" if worker.link.capabilities.pid_is_visible else "stopped or cannot be reached"
+    return f"it is {stopped}, or in hold() or a long forward pass, or takes long to apply it"

@@ -11,27 +11,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from weight_update.arguments import require_seconds
-from weight_update.errors import (
-    FormatError,
-    LifecycleError,
-    LinkClosedError,
-    SyncFailedError,
-    SyncTimeoutError,
-)
+from weight_update.errors import FormatError, LifecycleError, SyncFailedError
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import ChunkedUpdate
+from weight_update.sender.delivery import absence_of, reason_of
 from weight_update.sender.workers import WorkerState, WorkerTable
-from weight_update.text import format_seconds
 from weight_update.transports.base import Arrivals
 from weight_update.wire.frames import Kind, WeightChunk
 
 _Paused = dict[Arrivals, WorkerState]
 _T = TypeVar("_T")
 _WorkerTest = Callable[[WorkerState], bool]
-_ABSENT = "it is not connected; has it called connect()?"
-_NESTED = (
-    "this thread waits for workers already: a signal handler cannot send or wait meanwhile; let it set a "
-    "flag, and do it afterwards"
+NESTED = (
+    "this thread is inside send() or wait() of this scheme: a signal handler cannot send or wait meanwhile, "
+    "and a converter or a source cannot send; let it set a flag, and do it afterwards"
 )
 
 
@@ -224,7 +217,7 @@ class Outcomes:
                 if version in worker.failures:
                     found[worker.idx] = worker.failures[version]
                 elif not (worker.joined or worker.joining) and worker.reached < version and worker.required:
-                    found[worker.idx] = worker.lost or LinkClosedError(_ABSENT)
+                    found[worker.idx] = absence_of(worker)
             return found
 
     def settled(self, version: int, workers: Sequence[int]) -> bool:
@@ -260,18 +253,17 @@ class AnswerReader:
     def __init__(self, table: WorkerTable, record: Callable[[WorkerState, WeightChunk], None]) -> None:
         self._table, self._record = table, record
         self._attending: set[int] = set()  # identifiers of the threads in attend()
-        self._reading: set[int] = set()  # and of those in read()
         self._paused: dict[int, _Paused] = {}  # by the identifier of the thread
 
     def attend(self, call: Callable[[], _T]) -> _T:
         """Return the result of ``call()``, in which :meth:`pause` works for the calling thread.
 
         Raises:
-            LifecycleError: a call is inside another one, in a signal handler.
+            LifecycleError: a call is inside another one.
         """
         me = threading.get_ident()
         if me in self._attending:
-            raise LifecycleError(_NESTED)
+            raise LifecycleError(NESTED)
         try:
             self._attending.add(me)  # a signal handler may raise right after it
             return call()
@@ -302,26 +294,17 @@ class AnswerReader:
         Any answer but APPLIED is left to the threads of the workers.
 
         Raises:
-            LifecycleError: a call that has to wait is inside another one, in a signal handler.
+            LifecycleError: a signal handler calls this while its thread reads these answers.
         """
         me = threading.get_ident()
-        if me in self._reading:
-            if any(not self._is(worker, done) for worker in states):
-                raise LifecycleError(_NESTED)
-        elif me not in self._attending:
+        if me not in self._attending:
             self.attend(functools.partial(self.read, states, done, deadline))
-        else:
-            try:
-                self._reading.add(me)  # a signal handler may raise right after it
-                self._read(self._paused.setdefault(me, {}), states, done, deadline)
-            finally:
-                self._reading.discard(me)
-
-    def _read(
-        self, paused: _Paused, states: Iterable[WorkerState], done: _WorkerTest, deadline: float
-    ) -> None:
+            return
+        paused = self._paused.setdefault(me, {})
         with self._table.lock:
             states = [worker for worker in states if not done(worker)]
+        if any(worker.reading._is_owned() for worker in states):  # else a signal handler would wait in vain
+            raise LifecycleError(NESTED)
         poller, waited_for = select.poll(), dict[int, tuple[WorkerState, Arrivals]]()
         for worker in states:
             arrivals = worker.link.arrivals
@@ -448,32 +431,3 @@ def is_settled(worker: WorkerState, version: int) -> bool:
     if worker.reached >= version or not worker.awaited:
         return True
     return bool(worker.failures) and worker.failure(version) is not None
-
-
-def reason_of(worker: WorkerState, version: int, timeout: float) -> Exception:
-    """Return the reason why a worker does not have ``version`` after so many seconds."""
-    if (error := worker.failure(version)) is not None:
-        return error
-    if not (worker.joined or worker.joining):
-        return worker.lost or LinkClosedError(_ABSENT)
-    if not worker.awaited:
-        return worker.joining_error or LinkClosedError(
-            "it joined while this version was being sent; it gets weights with the next send()"
-        )
-    if timeout == 0:
-        return SyncTimeoutError("has not applied it yet; wait() longer, or ask done(), which raises no error")
-    if worker.has_ended:
-        reason = (
-            "its process has ended (scheme.worker_alive), and the transport did not report it; start it again"
-        )
-    else:
-        reason = f"{delay_of(worker)}; the worker gets the newest version when it goes on (or raise timeout=)"
-    return SyncTimeoutError(f"did not apply it within {format_seconds(timeout)}: {reason}")
-
-
-def delay_of(worker: WorkerState) -> str:
-    """Return why a worker has not applied the version that it is being sent, or was sent."""
-    if worker.writing:
-        return "it is still being sent, because the worker or the link is slow or stopped"
-    stopped = "stopped" if worker.link.capabilities.pid_is_visible else "stopped or cannot be reached"
-    return f"it is {stopped}, or in hold() or a long forward pass, or takes long to apply it"

@@ -10,7 +10,8 @@ from functools import partial
 
 from weight_update.errors import SyncTimeoutError
 from weight_update.report import Event, SyncReport, WorkerEvent
-from weight_update.sender.handle import Outcomes, Patience, is_settled, reason_of
+from weight_update.sender.delivery import reason_of
+from weight_update.sender.handle import Outcomes, Patience, is_settled
 from weight_update.sender.workers import WorkerState
 
 _BUSY_SECONDS = 1.0

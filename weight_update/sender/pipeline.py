@@ -16,9 +16,8 @@ from weight_update.errors import SchemaMismatchError, SyncTimeoutError
 from weight_update.progress import Progress
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import BufferPool, ChunkedUpdate, EncodedUpdate, SlotUse, VersionId
-from weight_update.sender.delivery import Delivery
+from weight_update.sender.delivery import Delivery, delay_of
 from weight_update.sender.groups.base import FullGroup
-from weight_update.sender.handle import delay_of
 from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerWeights
 from weight_update.strategy.conversion import Results
 from weight_update.strategy.named_weights import NamedWeights
