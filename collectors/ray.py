@@ -70,7 +70,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         self._remote_collectors: list[Any] = []
         self._runtime_lease: Any = None
         self._learner: LearnerSender | None = None
-        self._ended: set[int] = set()  # workers whose receivers have ended; they join before their next batch
+        self._ended: set[int] = set()  # workers that missed an update because their link was gone
         if find_spec("ray") is None:
             raise ImportError('RayCollector needs Ray: pip install "weight-update[ray]"', name="ray")
         require_workers(create_env_fn, options.get("num_collectors"), "num_collectors")
@@ -232,8 +232,9 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
 
     def _ask(self, idx: int, **options: Any) -> Any:
         """Ask an actor for its next batch, with options of :meth:`_collect`. Ray repeats it if need be."""
-        if idx in self._ended:
+        if idx in self._ended and not options and self._is_unlinked(idx):
             options = self._joining(idx)
+        self._ended.discard(idx)
         call = self.remote_collectors[idx].__ray_call__.options(max_task_retries=-1)
         return call.remote(self._collect, bool(self._updates.schemes), **options)
 
@@ -265,9 +266,12 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
                 return idx, batch
             pending[self._ask(idx, **self._joining(idx))] = idx
 
+    def _is_unlinked(self, idx: int) -> bool:
+        """Return whether a worker has no link, and has not joined again."""
+        return any(one.worker_versions.get(idx, 0) is None for one in self._updates.schemes.values())
+
     def _joining(self, idx: int) -> dict[str, Any]:
         """Return the options with which an actor joins again, usually because Ray has restarted it."""
-        self._ended.discard(idx)
         if self._learner is not None:
             raise WorkerError(
                 f"Ray restarted the actor of worker {idx}, which has lost its weights, and the trainer's "

@@ -234,6 +234,34 @@ def test_a_receiver_that_ended_in_a_living_actor(caplog: pytest.LogCaptureFixtur
     assert "worker 1 has lost its link" in caplog.text
 
 
+@pytest.mark.slow
+def test_updates_that_fail_while_an_actor_joins_again(caplog: pytest.LogCaptureFixture, made: Any) -> None:
+    """The actor joins once: it is not disconnected after its next batch because of those updates."""
+    policy = make_policy(1.0)
+    collector = made(make, policy, sync=False, total_frames=1_000_000)
+    scheme = collector._weight_sync_schemes["policy"]
+    collector.update_policy_weights_()
+    frames = iter(collector)
+    next(frames)
+    actor = collector.remote_collectors[1]
+    ray.get(actor.__ray_call__.remote(end_receivers), timeout=30.0)
+    failed, deadline = 0, time.monotonic() + 60.0
+    while scheme.worker_versions[1] is None or not failed:
+        assert time.monotonic() < deadline
+        try:
+            collector.update_policy_weights_()
+        except SyncFailedError:
+            failed += 1
+            if failed == 1:
+                actor.__ray_call__.remote(lambda _: time.sleep(1.0))  # it joins after that
+        next(frames)
+    for _ in range(40):
+        collector.update_policy_weights_()
+        next(frames)
+    assert failed > 1
+    assert caplog.text.count("worker 1 has lost its link") == 1
+
+
 def end_receivers(collector: Any) -> None:
     for scheme in collector._receiver_schemes.values():
         scheme.shutdown()

@@ -25,7 +25,13 @@ from faults_tools import (
 from hosts_processes import HostsProcesses
 from marks import slow
 
-from weight_update import DistributedWeightSyncScheme, SyncFailedError, TransportError
+from weight_update import (
+    BucketEncoding,
+    DistributedWeightSyncScheme,
+    SyncFailedError,
+    TransportError,
+    WeightStrategy,
+)
 from weight_update.transports import signed_stream
 
 LIMIT = 1.0
@@ -98,6 +104,19 @@ def test_weights_that_take_longer_than_an_attempt_to_join_again(procs: HostsProc
     with contextlib.suppress(SyncFailedError):  # the worker may be away at this moment
         scheme.send(fill(model, 2))
     assert eventually(lambda: worker.call(version_of) == 2, 60.0)
+
+
+@pytest.mark.slow
+def test_each_bucket_is_sent_once_over_slow_links(procs: HostsProcesses) -> None:
+    """The second host has the end of a bucket half a second after the first, which waits for it."""
+    size, strategy = (4, 1 << 19), WeightStrategy(encoding=BucketEncoding(2 << 20))
+    scheme, model = procs.trainer(timeout=30.0, strategy=strategy), Stripes(*size)
+    procs.launch_on(["one", "two"], scheme, model, lambda: Stripes(*size))
+    for host in ("trainer", "one", "two"):
+        procs.network.shape(host, "16mbit")
+    before = scheme.network_bytes
+    scheme.send(fill(model, 1))
+    assert scheme.network_bytes - before == pytest.approx(4 * (4 << 19), rel=0.01)  # with padding
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ The relay of that host would only pass it on, in two more messages. Larger paylo
 host in pieces, so that all hosts send at the same time.
 """
 
-_LEAST_SHARE = 0.25  # seconds; also how long a payload waits for the usual chain of hosts
+_LEAST_SHARE = 0.25  # seconds; also the least that a payload waits for the usual chain of hosts
 _GOODBYE_SECONDS = 1.0
 _SHARE = 4  # a worker that does not answer is given up after this share of the timeout
 
@@ -57,6 +57,7 @@ class Router:
     def __init__(self) -> None:
         self.sent: int = 0
         self._changed = threading.Condition()
+        self._piece_seconds: float = 0.0  # of a piece of the last payload, to the first host of its chain
         self._remotes: list[RemoteConnection] = []
         self._busy: dict[RemoteConnection, _Payload] = {}  # payload on its way
         self._payloads: WeakKeyDictionary[SharedSlot, _Payload] = WeakKeyDictionary()  # the last of each slot
@@ -125,7 +126,8 @@ class Router:
         self, payload: _Payload, remote: RemoteConnection, deadline: float
     ) -> bytes | list[RemoteConnection]:
         """Return where the payload is as soon as its host has it, or the connections to send it through."""
-        gather_until = min(time.monotonic() + _LEAST_SHARE, deadline)
+        lag = 2 * len(payload.expecting) * self._piece_seconds  # of the last host of a chain, with a margin
+        gather_until = min(time.monotonic() + max(lag, _LEAST_SHARE), deadline)
         while True:
             if remote.lost is not None:
                 raise kept_error(remote.lost)
@@ -190,10 +192,13 @@ class Router:
             patience, limit = self._patience(chosen, timeout, deadline)
             clients = [one.relay_client for one in chosen]
             ended: dict[int, Exception] = {}
+            began = time.monotonic()
             for place, result in send_along_chain(clients, payload, patience, limit):
                 if isinstance(result, LinkClosedError):
                     ended[place] = result
                 else:
+                    if place == 0:
+                        self._piece_seconds = (time.monotonic() - began) / max(payload.numel() / PIECE, 1)
                     self._note(pending.pop(place), present, result, first=place == 0)
             self._await_ends([pending[place] for place in ended], min(patience, _GOODBYE_SECONDS))
             for place, error in ended.items():
