@@ -78,7 +78,6 @@ def add_options(known: Options) -> None:
     known.add("--turns", 5, "how often each thing is timed", quick=2)
     known.add("--rate", "1gbit", "of the sender's link", kind=_rate)
     known.add("--rates", RATES, kind=_rate)
-    known.add("--hosts", len(HOSTS), "largest number of hosts behind the link", quick=2)
 
 
 def facts(options: argparse.Namespace) -> list[str]:
@@ -96,7 +95,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     sent = {label: measure(label, megabytes, 1, rate=rate, turns=turns) for label in ENCODINGS}
     yield _encodings_table(sent, megabytes, rate, turns)
     yield _rates_table(fewer, options.rates, min(turns, _MOST_TURNS), beside=options.beside)
-    yield _hosts_table(fewer, options.hosts, rate, turns)
+    yield _hosts_table(fewer, 2 if options.quick else len(HOSTS), rate, turns)
     yield _connections_table(fewer, rate, turns)
     reached = ratio(sent[_BEST].seconds, sent["dense"].seconds) if (megabytes, rate) == _TARGET else None
     yield targets_table([target("500 MB over 1gbit/s, {encoding}, of dense's time", reached, encoding=_BEST)])

@@ -70,7 +70,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         self._remote_collectors: list[Any] = []
         self._runtime_lease: Any = None
         self._learner: LearnerSender | None = None
-        self._ended: set[int] = set()  # workers that missed an update because their link was gone
+        self._missed: set[int] = set()  # workers that missed an update because their link was gone
         if find_spec("ray") is None:
             raise ImportError('RayCollector needs Ray: pip install "weight-update[ray]"', name="ray")
         require_workers(create_env_fn, options.get("num_collectors"), "num_collectors")
@@ -137,7 +137,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             return super()._update(request)
         except SyncFailedError as error:
             found = error.failures.items()
-            self._ended.update(idx for idx, why in found if isinstance(why, LinkClosedError))
+            self._missed.update(idx for idx, why in found if isinstance(why, LinkClosedError))
             raise
 
     def _lazy_initialize_weight_sync(self) -> None:
@@ -226,15 +226,15 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         try:
             self.update_policy_weights_(worker_ids=worker_ids)
         except SyncFailedError as error:
-            if not error.failures or not self._ended.issuperset(error.failures):
+            if not error.failures or not self._missed.issuperset(error.failures):
                 raise
             _log.warning("an update did not reach workers %s", sorted(error.failures))
 
     def _ask(self, idx: int, **options: Any) -> Any:
         """Ask an actor for its next batch, with options of :meth:`_collect`. Ray repeats it if need be."""
-        if idx in self._ended and not options and self._is_unlinked(idx):
+        if idx in self._missed and not options and self._is_unlinked(idx):
             options = self._joining(idx)
-        self._ended.discard(idx)
+        self._missed.discard(idx)
         call = self.remote_collectors[idx].__ray_call__.options(max_task_retries=-1)
         return call.remote(self._collect, bool(self._updates.schemes), **options)
 

@@ -1,4 +1,4 @@
-"""Up to a thousand random updates as patches, with random faults; SOAK_SEED=... repeats the printed seed."""
+"""A thousand random updates as patches, with random faults; SOAK_SEED=... repeats the printed seed."""
 
 from __future__ import annotations
 
@@ -318,10 +318,10 @@ def run(kind: type[WeightSyncScheme], procs: Processes, updates: int, seconds: f
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_many_updates(kind: type[WeightSyncScheme], procs: Processes) -> None:
-    soak = run(kind, procs, 1000, 170.0)
-    assert soak.updates >= 300  # where other programs use the machine too
+@pytest.mark.timeout(900)
+def test_a_thousand_updates(kind: type[WeightSyncScheme], procs: Processes) -> None:
+    soak = run(kind, procs, 1000, 800.0)  # a busy machine may need five minutes
+    assert soak.updates >= 1000
     assert soak.checks > 10
 
 

@@ -285,6 +285,11 @@ def test_a_signal_handler_may_hold_where_it_interrupts_the_gate(runs: bool) -> N
 def test_a_hold_may_wait_for_a_forward_pass_of_another_thread() -> None:
     gate, applied = Gate(), list[int]()
     update = threading.Thread(target=gate.run, args=(lambda: applied.append(1),), daemon=True)
+
+    def found_in_hold() -> list[int]:
+        with gate.hold():
+            return list(applied)
+
     with ThreadPoolExecutor(1) as pool:
         pool.submit(int).result()  # a thread that ran before the hold
         with gate.hold():
@@ -292,7 +297,7 @@ def test_a_hold_may_wait_for_a_forward_pass_of_another_thread() -> None:
             while not gate._updates:
                 time.sleep(0.001)
             pool.submit(lambda: gate.leave(gate.enter())).result(WAIT)
-            later = pool.submit(lambda: Inside(gate).end() or list(applied))
+            later = pool.submit(found_in_hold)
             assert not applied
         assert later.result(WAIT) == [1], "holds would starve updates"
         update.join(WAIT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ SHORT = 0.6  # seconds after which a lease counts as dead in these tests
 
 
 def test_a_version_stays_while_it_is_read(tmp_path: Path) -> None:
+    gc.collect()  # errors of other tests may hold weights, and so leases
     writer, reader = CheckpointStore(tmp_path, keep=1, lease_seconds=SHORT), CheckpointStore(tmp_path)
     writer.publish(0, weights(0), step=0)
     with reader.reading(0) as tensors:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from weight_update.checkpoints.io import read_regular
+from weight_update.checkpoints.lease import LEASE
 from weight_update.errors import CorruptCheckpointError
 from weight_update.wire.schema import WeightSchema, dtype_name
 
@@ -32,7 +33,7 @@ _VERSION = rf"(?P<version>\d{{{_DIGITS}}})"
 _MANIFEST = re.compile(rf"{_VERSION}\.json")
 _STEM = rf"(?P<stem>{_VERSION}-[0-9a-f]{{32}})"
 _DATA = re.compile(rf"{_STEM}\.(safetensors|safetensors\.part|json\.part)")
-_LEASE = re.compile(rf"{_STEM}\.[0-9a-f]{{32}}\.lease")
+_LEASE = re.compile(rf"{_STEM}\.[0-9a-f]{{32}}{re.escape(LEASE)}")
 _TYPES = {"version": int, "step": int, "stem": str, "nbytes": int, "digest": str, "tensors": dict}
 _log = logging.getLogger(__name__)
 

@@ -70,8 +70,8 @@ class ObjectStoreWeightSyncScheme(WeightSyncScheme):
 
     Raises:
         ImportError: the package for the protocol of the URL is not installed; the message names it.
-        ValueError: the URL is empty, fsspec does not know its protocol, or it chains a cache;
-            or the encoding does not send all weights at first.
+        ValueError: the URL is empty, fsspec does not know its protocol, or it chains a cache; or the encoding
+            does not send all weights at first.
     """
 
     @takes_options_of(WeightSyncScheme.__init__)
