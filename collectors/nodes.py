@@ -180,9 +180,11 @@ class Nodes:
             raise WorkerError("\n".join(map(self._exit_of, gone)))
 
     def require_joined(self, *workers: int) -> None:
-        """Raise WorkerError if one of ``workers``, whose connections broke, ends within some seconds."""
-        self._await_end(workers)
+        """Raise WorkerError if one of ``workers``, whose connections broke, fails or ends in some seconds."""
+        errors = self.errors(workers)
         self.require_alive()
+        if errors:  # the end of the process takes longer
+            raise WorkerError(errors)
 
     def errors(self, failing: Iterable[int]) -> str:
         """Return the tracebacks of failed workers; wait a moment for the workers ``failing`` to end."""

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import psutil
@@ -300,6 +301,23 @@ def test_a_group_that_is_not_formed(seconds, error, text):
         given_up.set()
         nodes.kill()
     assert time.monotonic() - start < 20.0
+
+
+def fail_and_end_late(seconds):
+    Finalize(None, pause, [seconds], exitpriority=0)
+    raise ZeroDivisionError("this worker broke")
+
+
+def test_what_a_worker_raised_is_told_before_its_process_has_ended(monkeypatch):
+    monkeypatch.setattr("collectors.nodes._JOIN_SECONDS", 1.0)
+    nodes = Nodes()
+    nodes.start(fail_and_end_late, {}, seconds=30.0)
+    nodes.await_ready(60.0)
+    try:
+        with pytest.raises(WorkerError, match=r"worker 0: (.|\n)*this worker broke"):
+            nodes.require_joined(0)
+    finally:
+        nodes.kill()
 
 
 @pytest.mark.slow
