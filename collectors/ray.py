@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -31,7 +32,7 @@ from weight_update import (
     WorkerError,
 )
 
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS, _WARN_SECONDS = 0.5, 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -103,19 +104,25 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         import ray
 
         super().add_collectors(*args)
-        limit = max(FRAMES_TIMEOUT, self._waits.limit)
-        deadline = time.monotonic() + limit
+        begin, limit, warn_after = time.monotonic(), max(FRAMES_TIMEOUT, self._waits.limit), _WARN_SECONDS
         calls = [actor.__ray_ready__.options(max_task_retries=-1) for actor in self.remote_collectors]
         starting = {call.remote(): idx for idx, call in enumerate(calls)}
         while starting:
             ready, _ = ray.wait(list(starting), timeout=_LOOK_SECONDS)
             for reference in ready:
                 _answer_of(starting.pop(reference), reference, "could not start")
-            if starting and time.monotonic() > deadline:
-                raise SyncTimeoutError(
-                    f"the actors of workers {list(starting.values())} did not start in {limit:g} s; does the "
-                    f"cluster have what {self._actor_options} asks for? (frames_timeout= raises the limit)"
-                )
+            waited, late = time.monotonic() - begin, list(starting.values())
+            if late and waited > limit:
+                raise SyncTimeoutError(f"{self._not_started(late, limit)} (frames_timeout= raises the limit)")
+            if late and waited > warn_after:
+                _log.warning("%s", self._not_started(late, warn_after))
+                warn_after = math.inf
+
+    def _not_started(self, workers: list[int], seconds: float) -> str:
+        return (
+            f"the actors of workers {workers} did not start in {seconds:g} s; does the cluster have what "
+            f"{self._actor_options} asks for?"
+        )
 
     def _default_scheme(self, **options: Any) -> WeightSyncScheme:
         return RayWeightSyncScheme()

@@ -115,14 +115,20 @@ def test_every_way_to_update() -> None:
 
 
 @pytest.mark.slow
-def test_actors_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_that_do_not_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("collectors.ray.FRAMES_TIMEOUT", 1.0)
+    monkeypatch.setattr("collectors.ray._WARN_SECONDS", 1.0)
     started = time.monotonic()
     with pytest.raises(
         SyncTimeoutError, match=r"actors of workers \[0, 1\] did not start in 2 s.*remote_configs"
     ):
         make(make_policy(1.0), remote_configs={"num_cpus": 100}, frames_timeout=2.0)
     assert time.monotonic() - started < 30.0
+    assert [one.getMessage() for one in caplog.records if one.name == "collectors.ray"] == [
+        "the actors of workers [0, 1] did not start in 1 s; does the cluster have what remote_configs asks for?"
+    ]
 
 
 def broken_env() -> Any:
