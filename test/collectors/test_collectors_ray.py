@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -115,9 +116,7 @@ def test_every_way_to_update() -> None:
 
 
 @pytest.mark.slow
-def test_actors_that_do_not_start(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_actors_that_do_not_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("collectors.ray.FRAMES_TIMEOUT", 1.0)
     monkeypatch.setattr("collectors.ray._WARN_SECONDS", 1.0)
     started = time.monotonic()
@@ -126,9 +125,8 @@ def test_actors_that_do_not_start(
     ):
         make(make_policy(1.0), remote_configs={"num_cpus": 100}, frames_timeout=2.0)
     assert time.monotonic() - started < 30.0
-    assert [one.getMessage() for one in caplog.records if one.name == "collectors.ray"] == [
-        "the actors of workers [0, 1] did not start in 1 s; does the cluster have what remote_configs asks for?"
-    ]
+    (warning,) = [one.getMessage() for one in caplog.records if one.name == "collectors.ray"]
+    assert re.match(r"the actors of workers \[0, 1\] did not start in 1 s; .* remote_configs", warning)
 
 
 def broken_env() -> Any:
