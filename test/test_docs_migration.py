@@ -1,6 +1,8 @@
 """The programs of the migration pages run."""
 
 import re
+import shlex
+import subprocess
 
 import pytest
 from interpreters import run_python
@@ -68,6 +70,15 @@ def test_only_the_imports_of_a_program_for_schemes_change(number):
     before, after = programs("torchrl_schemes", number)
     assert "torchrl.weight_update" in before
     assert not re.search(r"torchrl\.(weight_update|collectors)", after)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_command_of_the_page_changes_the_imports(number, tmp_path):
+    before, after = programs("torchrl_schemes", number)
+    page = (DOCS / "migration_torchrl_schemes.rst").read_text()
+    (tmp_path / "train.py").write_text(before)
+    subprocess.run(shlex.split(re.search(r"\$ (sed .*)", page)[1]), cwd=tmp_path, check=True)
+    assert (tmp_path / "train.py").read_text() == after
 
 
 @pytest.mark.parametrize(
