@@ -20,7 +20,7 @@ from collectors.nodes import free_port  # noqa: E402
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("data", ["torch", "object_store"])
 def test_a_driver_of_rays_client_learns_that_an_actor_died(data: str) -> None:
     from ray.util.client.server.server import serve
@@ -30,7 +30,7 @@ def test_a_driver_of_rays_client_learns_that_an_actor_died(data: str) -> None:
         server = serve("127.0.0.1", port)
         try:
             driver = [sys.executable, __file__, str(port), data]
-            done = subprocess.run(driver, capture_output=True, text=True, timeout=100)
+            done = subprocess.run(driver, capture_output=True, text=True, timeout=200)
         finally:
             server.stop(0)
     assert done.returncode == 0, done.stderr
