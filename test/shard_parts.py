@@ -380,13 +380,6 @@ class ColumnParallel:
         return gather_tensor_parallel(group, [("", Sharded(1))])(items)
 
 
-def twice(items: Iterator[Any]) -> Iterator[Any]:
-    """Gather each weight twice, under the same name."""
-    for item in items:
-        yield item
-        yield item
-
-
 def make_columns(body: Body, size: int) -> None:
     body.net = {f"w{i}": torch.arange(6.0).reshape(2, 3) + 100 * i + 10 * dist.get_rank() for i in range(4)}
 

@@ -20,7 +20,6 @@ from shard_parts import (
     make_columns,
     running,
     set_failing,
-    twice,
     whole_kinds,
 )
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
@@ -67,6 +66,13 @@ def make_large(body: Body, size: int) -> None:
         name: distribute_tensor(torch.arange(rows * COLUMNS).view(rows, COLUMNS).float(), mesh, [Shard(0)])
         for name, rows in ROWS.items()
     }
+
+
+def twice(items: Iterator[Any]) -> Iterator[Any]:
+    """Gather each weight twice, under the same name."""
+    for item in items:
+        yield item
+        yield item
 
 
 flat = gathering._flat
