@@ -27,6 +27,7 @@ def snippets(page: str) -> list[str]:
         ("compression.rst", 1),
         ("cluster_fleets.rst", 1),
         ("object_stores.rst", 1),
+        ("checkpoints.rst", 1),
         slow("converters.rst", 8),
         slow("pipeline.rst", 1),
         slow("engines.rst", 1),
@@ -38,6 +39,8 @@ def snippets(page: str) -> list[str]:
 def test_the_snippets_of_the_page_run_one_after_the_other(page: str, at_least: int, tmp_path: Path) -> None:
     if page == "engine_transformers.rst":
         pytest.importorskip("transformers", reason="the extra transformers is not installed")
+    if page == "checkpoints.rst":
+        pytest.importorskip("safetensors")
     found = snippets(page)
     assert len(found) >= at_least
     program = tmp_path / "page.py"

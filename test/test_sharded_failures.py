@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -11,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shard_parts import Body, FailingConverter, Ranks, free_port, running, set_failing, whole_kinds
+from shard_parts import (
+    Body,
+    FailingConverter,
+    Ranks,
+    free_port,
+    make_columns,
+    running,
+    set_failing,
+    whole_kinds,
+)
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from weight_update import (
@@ -20,7 +30,9 @@ from weight_update import (
     SchemaMismatchError,
     SyncFailedError,
     SyncTimeoutError,
+    UnsupportedSourceError,
 )
+from weight_update.convert import gather_tensor_parallel
 from weight_update.sharded import gathering, links
 from weight_update.testing.processes import freeze
 
@@ -54,6 +66,13 @@ def make_large(body: Body, size: int) -> None:
         name: distribute_tensor(torch.arange(rows * COLUMNS).view(rows, COLUMNS).float(), mesh, [Shard(0)])
         for name, rows in ROWS.items()
     }
+
+
+def twice(items: Iterator[Any]) -> Iterator[Any]:
+    """Gather each weight twice, under the same name."""
+    for item in items:
+        yield item
+        yield item
 
 
 flat = gathering._flat
@@ -109,6 +128,23 @@ def test_a_converter_that_refills_its_memory_leaves_all_ranks_in_step(three: Ran
         three.all("run", set_refilling, False, of=2)
         three.all("call", "send", of=2)
         assert worker.call("fingerprint") == three.all("run", whole_kinds, of=2)[0]
+
+
+@pytest.mark.parametrize(
+    ("gather", "message"),
+    [
+        (gather_tensor_parallel, "gather gave an object of type partial, .*has to be called first"),
+        (twice, "gather gives 'w0' twice"),
+    ],
+)
+def test_a_gather_function_that_gives_no_pairs_or_a_name_twice(
+    three: Ranks, gather: Any, message: str
+) -> None:
+    three.all("run", make_columns, 2, of=2)
+    errors = three.each("init", "shared_mem", 2, 1, 0, {"shards": {"gather": gather}}, of=2)
+    three.each("call", "shutdown", of=2)
+    assert [type(error) for error in errors] == [UnsupportedSourceError] * 2, errors
+    assert all(re.search(message, str(error)) for error in errors), errors
 
 
 def test_a_rank_that_fails_while_another_gives_its_parts(three: Ranks) -> None:

@@ -31,7 +31,7 @@ from weight_update.errors import SyncFailedError, WeightSyncError
 from weight_update.sharded.links import Message
 from weight_update.sharded.plan import Batch, GatherItem, Row, local_of, plan, reshard, rows_of
 from weight_update.sharded.ranks import Ranks
-from weight_update.strategy.conversion import Convert
+from weight_update.strategy.conversion import Convert, convert_checked
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import GatherShards, WeightStrategy
 from weight_update.wire.schema import aligned
@@ -102,7 +102,7 @@ class GatherLeader(Gathering):
 
     def _one_by_one(self, gather: Convert, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         self._ranks.hear()
-        items = iter(gather(iter(tensors.items())))
+        items = convert_checked(gather, iter(tensors.items()), "gather")
         while True:
             self._ranks.tell({"go": 0})
             item = next(items, None)
@@ -188,7 +188,8 @@ class GatherFollower(Gathering):
                 self._in_batches(first, rest)
 
     def _one_by_one(self, gather: Convert, first: Message, messages: Iterator[Message]) -> None:
-        items = iter(gather(iter(self._weights[first["pass"]].tensors.items())))
+        tensors = self._weights[first["pass"]].tensors
+        items = convert_checked(gather, iter(tensors.items()), "gather")
         self._ranks.report({})
         for _ in messages:
             self._ranks.report({"more": next(items, None) is not None})

@@ -1,4 +1,4 @@
-"""Running ``convert=``, the user's function from weights to weights in another format."""
+"""Running ``convert=`` or ``gather=``, the user's function from weights to weights in another format."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Convert = Callable[[Iterator[tuple[str, torch.Tensor]]], Iterable[tuple[str, tor
 
 
 def convert_checked(
-    convert: Convert, source: Iterator[tuple[str, torch.Tensor]]
+    convert: Convert, source: Iterator[tuple[str, torch.Tensor]], option: str = "convert"
 ) -> Generator[tuple[str, torch.Tensor]]:
-    """Yield the results of ``convert``, each only when it is asked for.
+    """Yield the results of ``convert``, each only when it is asked for; errors name ``option``.
 
     Raises:
         UnsupportedSourceError: ``convert`` gave a name twice, or no pairs of a name and a tensor.
@@ -39,22 +39,22 @@ def convert_checked(
         made = convert(map(take, source))
         if not isinstance(made, Iterable):
             raise UnsupportedSourceError(
-                f"convert gave an object of type {type(made).__name__}, not an iterable of names and "
+                f"{option} gave an object of type {type(made).__name__}, not an iterable of names and "
                 "tensors; is it a function that makes a converter, and has to be called first?"
             )
         for item in made:
             if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
                 hint = "; of a dict, return the items()" if isinstance(made, Mapping) else ""
                 raise UnsupportedSourceError(
-                    f"convert gives {item!r:.60} ({type(item).__name__}), where pairs of a name and a tensor "
-                    f"are wanted{hint}"
+                    f"{option} gives {item!r:.60} ({type(item).__name__}), where pairs of a name and a "
+                    f"tensor are wanted{hint}"
                 )
             name, value = item
             if name in seen:
-                raise UnsupportedSourceError(f"convert gives {name!r} twice")
+                raise UnsupportedSourceError(f"{option} gives {name!r} twice")
             if not isinstance(value, torch.Tensor):
                 raise UnsupportedSourceError(
-                    f"convert gives {type(value).__name__} as {name!r}, not a tensor"
+                    f"{option} gives {type(value).__name__} as {name!r}, not a tensor"
                 )
             seen.add(name)
             del item
@@ -64,7 +64,7 @@ def convert_checked(
         if not isinstance(error, WeightSyncError) and sys.version_info >= (3, 11):  # others name the weight
             call = "" if made is not None else ", which takes one iterator of (name, tensor) pairs"
             last = f"the last weight that it took is {taken!r}, the last that it gave {name!r}"
-            error.add_note(f"raised while convert= ran{call}; {last}")
+            error.add_note(f"raised while {option}= ran{call}; {last}")
         raise
 
 

@@ -376,7 +376,8 @@ def untied(tied: WeightSchema, other: WeightSchema, where: str = "the workers") 
         if a in places and b in places and places[a] != places[b]:
             yield (
                 f"{a} and {b}: tied in {where}, two different tensors in the sender; tie them there, and let "
-                "neither clone() nor a converter untie them, as cast() does without only="
+                "neither clone() nor a converter untie them, as cast() does without only=; or untie them in "
+                f"{where}"
             )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from weight_update.errors import FormatError, LinkClosedError
+from weight_update.threads import start_thread
 from weight_update.transports.base import Allocate
 from weight_update.transports.ray.object_store import RayObjectStore
 from weight_update.transports.ray.rendezvous import (
@@ -69,7 +70,9 @@ class RayConnection(LinkConnection):
     def _end_if_lost(self, liveness: Future[None]) -> None:
         if not self._closed and liveness.exception() is not None:
             self._lost = True
-            tell(self._actor.finish, self._name, 1, 0)
+            # In Ray's client, this thread reads all answers; a call made here would wait for its own.
+            finish = self._actor.finish, self._name, 1, 0
+            start_thread("weight_update-lost", tell, *finish)
 
     def send(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         """Send a chunk to the other end; the first one of a worker is its join request. Does not wait."""
