@@ -30,6 +30,7 @@ from weight_update.errors import (
     TransportError,
     UnreachableMemoryError,
 )
+from weight_update.text import format_megabytes
 from weight_update.transports.base import Buffer
 from weight_update.transports.shared_memory.child_locks import SlotFile
 from weight_update.transports.shared_memory.slot_files import fill, naming_limits, new_file, seal
@@ -88,7 +89,7 @@ class SharedBuffer(SharedSlot):
         self._owner = os.getpid()
         size = aligned(nbytes, _PAGE) + _KEY_BYTES + 1
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        needed = f"a shared slot of {size / 1e6:.1f} MB"
+        needed = f"a shared slot of {format_megabytes(size)}"
         with naming_limits(needed), new_file(key, size, directory) as file:
             writable = file.fileno()
             fill(writable, size, directory)
@@ -190,7 +191,7 @@ class HostSlotMapping(SlotMapping):
             found = os.pread(fd, _KEY_BYTES, max(size - _KEY_BYTES - 1, 0))
         if found != key.encode():
             raise LinkClosedError(f"the sender has released the slot {key}")
-        with naming_limits(f"the sender's slot of {size / 1e6:.1f} MB"):
+        with naming_limits(f"the sender's slot of {format_megabytes(size)}"):
             self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
             self._file = SlotFile(fd, self._map)
             on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
