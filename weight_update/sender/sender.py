@@ -97,8 +97,8 @@ class Sender(Outcomes):
         sizes = Counter(encoding.whole.payload_sizes(schema))
         if limit is not None:
             sizes = Counter({max(sizes): min(limit, sizes.total())})
-        for nbytes, count in sizes.items():
-            self._pool.reserve(nbytes, count if encoding.receiver_copies else 2 * count)
+        copies = 1 if encoding.receiver_copies else 2
+        self._pool.reserve({nbytes: copies * count for nbytes, count in sizes.items()})
 
     @property
     def serving(self) -> bool:
@@ -161,6 +161,7 @@ class Sender(Outcomes):
             SyncFailedError: workers failed or were lost.
         """
         self.reader.stop()
+        self.admission.refused.clear()  # of an earlier call
         with self.table.lock:
             for worker in self.table:
                 failed = worker.has is None and bool(worker.failures)
@@ -173,20 +174,18 @@ class Sender(Outcomes):
             for worker in self.table:
                 self._answers.start(worker)
             wait_for_none(self.table, absent, deadline)
-            with self._groups.lock:
-                first = self._by_worker(weights)
+        with self._groups.lock:
+            first = self._by_worker(weights)
+            if self._pipelines is not None:
                 report = self._pipelines.send(first, self._next_number())
-        else:
-            with self._groups.lock:
-                first = self._by_worker(weights)
-                report = self._stage(first)
-                self._first_weights = first
+            else:
+                report, self._first_weights = self._stage(first), first
         try:
             for worker in self.table:  # late joiners may have come just now
                 self._delivery.update(worker)
                 self._answers.start(worker)
             wait_for_none(self.table, without_weights, deadline)
-            require_weights(self.table, timeout, self.refusals)
+            require_weights(self.table, timeout, [*self.refusals, *self.admission.refused])
         finally:
             with self._groups.lock:
                 self._end_connect(first)
