@@ -44,26 +44,18 @@ class UpdateObserver(Protocol):
 
 @dataclass
 class ReceiverOptions:
-    """Options with which one receiver joins its sender and applies updates.
-
-    Attributes:
-        instance: random name that tells the receiver from others that join as ``worker``.
-        stable_addresses: whether to copy into the model's tensors instead of pointing them at payloads.
-        timeout: seconds that an update waits for the running forward pass to end.
-        late_updates_wait: whether an update then waits on, instead of failing.
-        observer: object that is told of each update; None if there is none. It may be set at any time.
-    """
+    """Options with which one receiver joins its sender and applies updates."""
 
     link: TransportBackend
     strategy: WeightStrategy
     gate: Gate
     worker: int
     token: str
-    instance: str
-    stable_addresses: bool
-    timeout: float
-    late_updates_wait: bool
-    observer: UpdateObserver | None
+    instance: str  # random name that tells the receiver from others that join as `worker`
+    stable_addresses: bool  # whether to copy into the model's tensors instead of pointing them at payloads
+    timeout: float  # seconds that an update waits for the running forward pass to end
+    late_updates_wait: bool  # whether an update then waits on, instead of failing
+    observer: UpdateObserver | None  # is told of each update; it may be set at any time
 
 
 class Staging:

@@ -276,37 +276,24 @@ def target_for(model: Any, strategy: WeightStrategy, stable: bool) -> Target:
 
 @dataclass
 class StagedUpdate:
-    """An update that arrived completely and was checked. The update in force keeps this form.
-
-    Attributes:
-        version: number of the update.
-        group: name of the step that switches several models together; None for one model.
-        payloads: received memory that the values lie in.
-        values: one tensor for each schema entry; empty where an engine has the weights.
-        extra: extra state by name.
-        storage: memory that the weights come to lie in.
-        base: version that ``deltas`` change; None for an update of all weights.
-        deltas: changes to apply.
-        received: values before they were converted to what the target takes, until :meth:`Storage.begin`.
-        used_up: payloads that nobody reads once the update is in force, until they are released.
-        arrived: time of arrival, by ``time.perf_counter``.
-        stall: seconds for which forward passes were kept out.
-        undo: function that reverts :meth:`Staging.begin`.
-    """
+    """An update that arrived completely and was checked. The update in force keeps this form."""
 
     version: int
-    group: str | None
-    payloads: list[torch.Tensor] = field(repr=False)
+    group: str | None  # name of the step that switches several models together; None for one model
+    payloads: list[torch.Tensor] = field(repr=False)  # received memory that the values lie in
+    # One tensor for each schema entry; empty where an engine has the weights.
     values: list[torch.Tensor] = field(repr=False)
-    extra: dict[str, Any] = field(repr=False)
-    storage: Storage
-    base: int | None = None
+    extra: dict[str, Any] = field(repr=False)  # extra state by name
+    storage: Storage  # memory that the weights come to lie in
+    base: int | None = None  # version that `deltas` change; None for an update of all weights
     deltas: list[Delta] = field(default_factory=list)
+    # Values before they were converted to what the target takes, until Storage.begin().
     received: list[torch.Tensor] = field(default_factory=list, repr=False)
+    # Payloads that nobody reads once the update is in force, until they are released.
     used_up: list[torch.Tensor] = field(default_factory=list, repr=False)
     arrived: float = field(default_factory=time.perf_counter)
-    stall: float = 0.0
-    undo: Callable[[], None] = lambda: None
+    stall: float = 0.0  # seconds for which forward passes were kept out
+    undo: Callable[[], None] = lambda: None  # reverts Staging.begin()
 
     def named(self) -> NamedWeights:
         """Return the weights by name; none where an engine has them."""

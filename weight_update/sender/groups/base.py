@@ -38,19 +38,13 @@ class EncodedChange:
 
 @dataclass(frozen=True)
 class Staged:
-    """An update that is neither committed nor discarded.
-
-    Attributes:
-        whole: the update with all weights, if it is sent before it is committed.
-        difference: changes since the version before; None for all weights.
-        change: the encoded difference; None sends all weights.
-    """
+    """An update that is neither committed nor discarded."""
 
     version_id: VersionId
     step: Step
-    whole: EncodedUpdate | None = None
-    difference: Difference | None = None
-    change: EncodedChange | None = None
+    whole: EncodedUpdate | None = None  # all weights, if they are sent before the update is committed
+    difference: Difference | None = None  # changes since the version before; None for all weights
+    change: EncodedChange | None = None  # the encoded difference; None sends all weights
 
 
 class SendGroup(ABC):
