@@ -107,11 +107,7 @@ def are_short(chunks: Iterable[WeightChunk]) -> bool:
 
 
 class BufferPool:
-    """Buffers for payloads, reused as soon as no worker reads them.
-
-    Attributes:
-        lock: the sender's lock, which a thread holds while it takes slots.
-    """
+    """Buffers for payloads, reused as soon as no worker reads them. ``lock`` is the sender's."""
 
     def __init__(
         self, link: TransportBackend, lock: threading.RLock, changed: threading.Condition, timeout: float

@@ -44,11 +44,7 @@ _MISFITS = WorkerError, JoinRefusedError, SchemaMismatchError, FormatError
 
 
 class Admission:
-    """Checks join requests, and welcomes or refuses the receivers that made them.
-
-    Attributes:
-        refused: reasons for which late joiners were refused, who may have left since.
-    """
+    """Checks join requests, and welcomes or refuses the receivers that made them."""
 
     def __init__(
         self,
@@ -60,7 +56,7 @@ class Admission:
     ) -> None:
         self._table, self._delivery, self._strategy = table, delivery, strategy
         self._token, self._assign = token, assign
-        self.refused: deque[str] = deque(maxlen=_MAX_REFUSED)
+        self.refused: deque[str] = deque(maxlen=_MAX_REFUSED)  # reasons; the late joiners may have left since
         self._replaced: OrderedDict[str | None, int] = OrderedDict()  # instance: pid of its successor
         self._told_of_dtypes = False
 

@@ -341,7 +341,10 @@ class Sender(Outcomes):
             if commit:
                 group.commit()
         if groups:  # else no worker has joined, and forked ones still hold the memory that would be freed
-            _enter(report, facts)
+            encodings, compressions, changed, total = zip(*facts, strict=True)
+            report.encoding = "+".join(sorted(set(encodings)))
+            report.compression = "+".join(sorted(set(compressions) - {""}))
+            report.changed_fraction = sum(changed) / sum(total) if any(total) else 0.0
             self._pool.trim(max([group.whole_bytes for group in groups]))
         else:
             report.encoding = self._first_label
@@ -439,11 +442,3 @@ class Sender(Outcomes):
                 worker.applied = worker.inflight = worker.group = None
             self.table.changed.notify_all()
         self._pool.close()
-
-
-def _enter(report: SyncReport, facts: list[UpdateFacts]) -> None:
-    """Enter facts about the staged updates into ``report``."""
-    encodings, compressions, changed, total = zip(*facts, strict=True)
-    report.encoding = "+".join(sorted(set(encodings)))
-    report.compression = "+".join(sorted(set(compressions) - {""}))
-    report.changed_fraction = sum(changed) / sum(total) if any(total) else 0.0

@@ -215,24 +215,17 @@ class WorkerTable:
 
     A late joiner that has left is removed. It is remembered for as long as some object refers to it, such as
     the handle of an update that it missed.
-
-    Attributes:
-        lock: the sender's lock. ``with lock`` is safe where signal handlers raise. ``with changed`` is not,
-            because a handler may run inside the methods of a condition.
-        changed: condition of that lock; notified whenever the state of a worker changed.
-        closed: whether the sender was shut down; no worker is admitted from then on.
-        version: the newest version that a worker applied; None before.
-        observers: functions that are told of changes of workers.
-        told: number of the newest update of which observers were told, or do not want to be told.
     """
 
     def __init__(self, states: Iterable[WorkerState]) -> None:
+        # The sender's lock. `with lock` is safe where signal handlers raise. `with changed` is not, because a
+        # handler may run inside the methods of a condition.
         self.lock = threading.RLock()
-        self.changed = InterruptibleCondition(self.lock)
-        self.closed = False
-        self.version: int | None = None
+        self.changed = InterruptibleCondition(self.lock)  # notified when the state of a worker changed
+        self.closed = False  # whether the sender was shut down; no worker is admitted from then on
+        self.version: int | None = None  # the newest version that a worker applied
         self.observers = Observers()
-        self.told = -1
+        self.told = -1  # the newest update of which observers were told, or do not want to be told
         self._states = {worker.idx: worker for worker in states}
         self._removed: weakref.WeakValueDictionary[int, WorkerState] = weakref.WeakValueDictionary()
 
@@ -275,17 +268,11 @@ class WorkerTable:
 
 
 class GroupAssignment:
-    """Assigns workers to send groups.
-
-    A group is closed when its last worker leaves it.
-
-    Attributes:
-        lock: lock of the thread that calls its methods, and those of groups that encode or commit.
-        encoding: the encoding of updates.
-    """
+    """Assigns workers to send groups. A group is closed when its last worker leaves it."""
 
     def __init__(self, table: WorkerTable, encoding: Encoding, pool: BufferPool) -> None:
-        self.lock, self.encoding = threading.Lock(), encoding
+        self.lock = threading.Lock()  # of who calls these methods, and those of groups that encode or commit
+        self.encoding = encoding
         self._table, self._pool = table, pool
 
     def all(self) -> dict[SendGroup, list[WorkerState]]:

@@ -46,18 +46,11 @@ def cuda_device(name: str | torch.device) -> torch.device:
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """Location of memory on a GPU, as another process of this machine can find it.
+    """Location of memory on a GPU, as another process of this machine can find it."""
 
-    Attributes:
-        device: UUID of the GPU; its index may differ between processes.
-        segment: CUDA's handle of the allocation, in hex.
-        offset: first byte in the allocation.
-        nbytes: size in bytes.
-    """
-
-    device: str
-    segment: str
-    offset: int
+    device: str  # UUID of the GPU; its index may differ between processes
+    segment: str  # CUDA's handle of the allocation, in hex
+    offset: int  # first byte in the allocation
     nbytes: int
 
     @classmethod

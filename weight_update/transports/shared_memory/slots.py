@@ -51,16 +51,10 @@ _LOOKED_AT = 4
 
 
 class SharedSlot(Buffer):
-    """Memory that other processes can open, on the sender's side.
+    """Memory that other processes can open, on the sender's side. ``key`` names it among all processes."""
 
-    Attributes:
-        key: name of the slot, unique among all slots of all processes.
-        fd: file descriptor that is sent to other processes.
-        handle: bytes that other processes need in addition to ``fd``; empty for host memory.
-    """
-
-    fd = -1
-    handle = b""
+    fd = -1  # is sent to other processes
+    handle = b""  # is needed there in addition to `fd`; empty for host memory
 
     def __init__(self, tensor: torch.Tensor, key: str) -> None:
         super().__init__(tensor)
@@ -137,13 +131,9 @@ def slot_of(payload: torch.Tensor) -> SharedSlot:
 
 
 class SlotMapping:
-    """A slot that is open in a receiver, whose memory is ``whole``.
+    """A slot that is open in a receiver, whose memory is ``whole``."""
 
-    Attributes:
-        owner: id of the process that owns the slot; None if the link ends when that process does.
-    """
-
-    owner: int | None = None
+    owner: int | None = None  # id of the owner's process; None if the link ends when that process does
 
     def __init__(self, whole: torch.Tensor) -> None:
         self._whole = self._shown = whole

@@ -41,15 +41,11 @@ class RelayClient:
 
     One thread uses it at a time; the router chooses which. Methods that need the connections wait until the
     worker, whose process id on its host is ``pid``, has made all of them.
-
-    Attributes:
-        incoming_link: name of the link from the host before it in the chain; None without one.
-        outgoing_link: name of the link to the host after it in the chain; None without one.
     """
 
     def __init__(self, pid: int, backend: str, connections: int = 1) -> None:
-        self.incoming_link: str | None = None
-        self.outgoing_link: str | None = None
+        self.incoming_link: str | None = None  # name of the link from the host before it in the chain
+        self.outgoing_link: str | None = None  # name of the link to the host after it in the chain
         self._pid, self._backend, self._connections = pid, backend, connections
         self._replicated: dict[str, weakref.ref[Any]] = {}
         self._stream = AwaitedStream()
