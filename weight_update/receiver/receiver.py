@@ -64,9 +64,8 @@ class Receiver:
         self._thread: threading.Thread | None = None
         self.link, self.gate, self.worker = options.link, options.gate, options.worker
         self.error: Exception | None = None  # why no more updates come; None while they do
-        self.refused = (
-            False  # whether the sender answered that it does not admit this; the link is usable then
-        )
+        # Whether the sender answered that it does not admit this receiver; the link is usable then.
+        self.refused = False
         self.options = options
         self._closing = threading.Event()
         self._updates = UpdateHandler(options, self._closing)

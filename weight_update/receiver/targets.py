@@ -212,13 +212,9 @@ class EngineTarget(Target):
         base: int,
         version: int,
     ) -> None:
-        """Have the engine load the changes from version ``base`` to ``version``, or ``whole`` weights.
+        """Have the engine load the changes from version ``base`` to ``version``.
 
-        Args:
-            changes: changes that the patch makes.
-            whole: all weights of ``version``, for an engine that has lost those of ``base``.
-            base: version that the patch was made from.
-            version: version of the patch.
+        An engine that has lost the weights of ``base`` loads the ``whole`` ones of ``version`` instead.
         """
         loading = self._begin(version)
         try:

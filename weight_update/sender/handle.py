@@ -240,10 +240,8 @@ class Outcomes:
 class AnswerReader:
     """Reads the answers of workers in the thread that waits for them.
 
-    Waking the thread of each worker, and then the caller, costs more than a small update.
-
-    Args:
-        record: notes that a worker has applied an update; the caller holds the sender's lock.
+    Waking the thread of each worker, and then the caller, costs more than a small update. ``record`` notes,
+    while the caller holds the sender's lock, that a worker has applied an update.
     """
 
     def __init__(self, table: WorkerTable, record: Callable[[WorkerState, WeightChunk], None]) -> None:

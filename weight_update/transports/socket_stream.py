@@ -176,13 +176,9 @@ class SocketStream:
         action: Callable[..., _T],
         *args: Any,
     ) -> _T:
-        """Return the result of ``action``; call ``wait`` before another try where the socket is not ready.
+        """Return ``action(*args)``; where it raises BlockingIOError, call ``wait(deadline)`` and try again.
 
-        Args:
-            wait: :meth:`await_room` or :meth:`await_more`.
-            deadline: argument of ``wait``.
-            action: function that raises BlockingIOError where the socket is not ready.
-            args: arguments of ``action``.
+        ``wait`` is :meth:`await_room` or :meth:`await_more`.
         """
         with self.in_use:
             while True:

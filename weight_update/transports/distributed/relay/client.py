@@ -111,11 +111,8 @@ def send_along_chain(
 ) -> Iterator[tuple[int, bytes | Exception]]:
     """Send a payload to the first host relay, which forwards each piece to the second on arrival, and so on.
 
-    Args:
-        clients: one for each host.
-        payload: tensor of a slot.
-        patience: seconds without progress after which an end is given up.
-        limit: seconds for the answer of a host relay after the whole payload was sent.
+    An end is given up after ``patience`` seconds without progress, and if a host relay does not answer within
+    ``limit`` seconds after the whole payload was sent.
 
     Yields:
         for each host, as soon as it is known, its place in ``clients`` and where its workers find the
