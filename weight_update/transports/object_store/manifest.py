@@ -34,11 +34,17 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StoredFrame:
-    """A frame in the store."""
+    """A frame in the store.
 
-    name: str  # of its object
-    nbytes: int  # size of the object
-    sha256: str  # digest of the object, as hexadecimal digits
+    Attributes:
+        name: name of its object.
+        nbytes: size of the object in bytes.
+        sha256: digest of the object, as hexadecimal digits.
+    """
+
+    name: str
+    nbytes: int
+    sha256: str
 
     def __post_init__(self) -> None:
         if not FRAME_NAME.fullmatch(self.name) or not 0 < self.nbytes <= MAX_PAYLOAD_BYTES:
@@ -62,12 +68,19 @@ class StoredVersion:
 
 @dataclass(frozen=True)
 class StoreManifest:
-    """The versions that readers can get."""
+    """The versions that readers can get.
 
-    run: str  # name of the sender's run
-    serial: int  # number of the manifest in its run
-    welcome: StoredFrame  # the frame that describes the weights
-    chain: tuple[StoredVersion, ...]  # one with all weights, and those that change it, in ascending order
+    Attributes:
+        run: name of the sender's run.
+        serial: number of the manifest in its run.
+        welcome: the frame that describes the weights.
+        chain: a version with all weights, and the versions that change it, in ascending order.
+    """
+
+    run: str
+    serial: int
+    welcome: StoredFrame
+    chain: tuple[StoredVersion, ...]
 
     @property
     def newest(self) -> int:

@@ -171,6 +171,8 @@ class ObjectStoreReader(TransportBackend):
             reply, self._hello = _reply(self._hello, welcome, schema, manifest.newest), None
             self._welcome, self._schema = manifest.welcome.sha256, schema
             yield reply
+            if reply.kind is Kind.REFUSED:
+                return
         elif manifest.welcome.sha256 != self._welcome:
             raise LinkClosedError("another sender publishes other weights now")
         known = [(manifest.run, one.version) for one in manifest.chain]
