@@ -31,20 +31,13 @@ class Target:
     """A target that is memory alone: the receiver keeps weights for ``receive()`` and has no model.
 
     It is also the base of the other targets.
-
-    Attributes:
-        binding: tensors of the model that can lie in memory of the receiver; None where there are none.
-        points: whether the tensors of a model are pointed at other memory, which copies nothing.
-        takes_over: whether the target is an engine, which hands out no weights.
-        keeps_tensors: whether the target refers to the tensors of an update for as long as it is in force.
-        loading: version that an engine has begun and not finished; None for every other target.
     """
 
-    binding: Binding | None = None
-    points = False
-    takes_over = False
-    keeps_tensors = True
-    loading: Loading | None = None
+    binding: Binding | None = None  # tensors of the model that can lie in memory of the receiver
+    points = False  # whether the tensors of a model are pointed at other memory, which copies nothing
+    takes_over = False  # whether the target is an engine, which hands out no weights
+    keeps_tensors = True  # whether the target refers to the tensors of an update while it is in force
+    loading: Loading | None = None  # version that an engine has begun and not finished
 
     def schema(self) -> WeightSchema | None:
         """Return the schema of the weights that the target expects now; None if it takes any.

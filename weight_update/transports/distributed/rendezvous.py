@@ -56,19 +56,12 @@ _NUMBER = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Announcement:
-    """Where a sender listens.
+    """The addresses at which a sender listens."""
 
-    Attributes:
-        host: name of its host.
-        local: name of its abstract Unix socket, for workers on that host.
-        port: TCP port for workers on other hosts, at the address of the store.
-        name: random name of the sender, for the context of handshakes.
-    """
-
-    host: str
-    local: str
-    port: int
-    name: str
+    host: str  # name of its host
+    local: str  # name of its abstract Unix socket, for workers on that host
+    port: int  # TCP port for workers on other hosts, at the address of the store
+    name: str  # random name of the sender, for the context of handshakes
 
 
 class SenderStore:
