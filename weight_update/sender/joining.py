@@ -304,7 +304,9 @@ def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str])
         ended = [idx for idx in slow if table[idx].has_ended]
         cause = f"the processes of {ended} have ended {_UNREPORTED}; start them again"
         advice = cause if ended else f"if they need longer, {_LONGER}"
-        raise SyncTimeoutError(f"workers {slow} {slowness}; {advice}")
+        raise SyncTimeoutError(
+            f"workers {slow} joined, but did not apply the first weights within {limit}; {advice}"
+        )
 
 
 WorkerAlive = Callable[[int], bool] | Sequence[Any] | Mapping[int, Any]
