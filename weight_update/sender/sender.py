@@ -118,8 +118,11 @@ class Sender(Outcomes):
         Raise JoinRefusedError after :meth:`close`.
         """
         with self.table.lock:
-            if idx in self.table:
-                self._await_departure(self.table[idx])
+            if idx in self.table and not self.table[idx].link.capabilities.allows_rejoin:
+                # Its link admits no second worker, so the one before is forgotten first.
+                if self.table[idx].thread is None:  # nothing was read from it yet
+                    self.table.remove(self.table[idx])
+                self.table.changed.wait_for(lambda: idx not in self.table or self.table.closed, self.timeout)
             if self.table.closed:
                 raise JoinRefusedError("the sender was shut down")
             if idx not in self.table:
@@ -134,14 +137,6 @@ class Sender(Outcomes):
             if self.serving:
                 self._answers.start(worker)
             return worker.link
-
-    def _await_departure(self, worker: WorkerState) -> None:
-        """Wait until the worker before a late joiner is forgotten, if its link admits no second one."""
-        if worker.link.capabilities.allows_rejoin:
-            return
-        if worker.thread is None:  # nothing was read from it yet
-            self.table.remove(worker)
-        self.table.changed.wait_for(lambda: worker.idx not in self.table or self.table.closed, self.timeout)
 
     def dismiss(self, error: Exception) -> None:
         """Refuse workers that wait for weights, because ``connect()`` failed with ``error``."""

@@ -222,7 +222,10 @@ class HostSlotMapping(SlotMapping):
             return
         self._faults = faults
         if _has_private_pages(self._address, self._whole.numel()):
-            _drop_private_pages(self._map)
+            try:
+                self._map.madvise(mmap.MADV_DONTNEED)  # shows the pages of the file again
+            except OSError:  # this process has locked its memory (mlockall)
+                self._map.madvise(_DONTNEED_LOCKED)
 
     def pinned(self, payload: torch.Tensor) -> torch.Tensor:
         again, self._read_before = self._read_before, True
@@ -354,11 +357,3 @@ def _has_private_pages(address: int, nbytes: int) -> bool:
     # An update may wait for this, so nothing is done for each page.
     kinds = set(raw[_ENTRY - 1 :: _ENTRY])
     return any(kind & _PRESENT_OR_SWAPPED and not kind & _FILE_OR_SHARED for kind in kinds)
-
-
-def _drop_private_pages(mapping: mmap.mmap) -> None:
-    """Show the pages of the file again."""
-    try:
-        mapping.madvise(mmap.MADV_DONTNEED)
-    except OSError:  # this process has locked its memory (mlockall)
-        mapping.madvise(_DONTNEED_LOCKED)
