@@ -92,6 +92,26 @@ def test_a_scheme_that_does_not_initialize_its_base(kind: Any) -> None:
         scheme.init_on_receiver(model=model, worker_idx=0)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        DistributedWeightSyncScheme,
+        MemoryWeightSyncScheme,
+        MultiProcessWeightSyncScheme,
+        RPCWeightSyncScheme,
+        SharedMemWeightSyncScheme,
+    ],
+)
+def test_an_option_that_a_scheme_does_not_take(kind: Any) -> None:
+    name = kind.__name__
+    with pytest.raises(
+        TypeError, match=rf"{name}\(\) takes no encoding, select: .*=WeightStrategy\(encoding="
+    ):
+        kind(encoding="patch", select="trainable")
+    with pytest.raises(TypeError, match=rf"{name}\(\) takes no timeuot: .* sync, .*timeout, connect_timeout"):
+        kind(timeuot=3.0)
+
+
 def test_a_converter_that_cannot_be_pickled_to_a_worker() -> None:
     strategy = WeightStrategy("state_dict", convert=lambda weights: weights)
     with SharedMemWeightSyncScheme(strategy) as scheme:

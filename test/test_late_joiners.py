@@ -19,6 +19,7 @@ from weight_update import (
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     PatchEncoding,
+    SchemaMismatchError,
     SharedMemWeightSyncScheme,
     SyncTimeoutError,
     WeightStrategy,
@@ -230,3 +231,15 @@ def test_nobody_waits_for_one_that_is_still_joining(monkeypatch: pytest.MonkeyPa
         assert same(source, target)
         for one in (first, late):
             one.shutdown()
+
+
+def test_connect_names_a_late_joiner_that_was_refused_and_ended() -> None:
+    with MemoryWeightSyncScheme() as scheme, ThreadPoolExecutor(1) as pool:
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+        connecting = pool.submit(scheme.connect, timeout=1.5)
+        with copy.copy(scheme) as receiver:
+            receiver.init_on_receiver(model=nn.Linear(3, 3), worker_idx=3)
+            with pytest.raises(SchemaMismatchError):
+                receiver.connect(timeout=5.0)
+        with pytest.raises(SyncTimeoutError, match=r"workers \[0\] did not .*\n.*refused:\n  worker 3: "):
+            connecting.result()

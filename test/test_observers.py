@@ -169,6 +169,22 @@ def sent_to_a_busy_worker(running: Any) -> tuple[SharedMemWeightSyncScheme, Told
     return scheme, told, procs
 
 
+def test_a_restarted_worker_is_told_of_once_while_another_is_busy(running: Any) -> None:
+    scheme, told = SharedMemWeightSyncScheme(), Told()
+    procs = running(scheme, mlp(1))
+    scheme.add_observer(told)
+    procs.workers[0].runner.kill()
+    wait_until(lambda: None in scheme.worker_versions.values())
+    restarted = procs.hire(0, mlp(2))
+    procs.workers[1].call("hold")
+    scheme.send_async()
+    restarted.call("connect")
+    time.sleep(1.5)  # longer than observers wait for worker 1
+    procs.workers[1].call("release")
+    wait_until(lambda: told.versions == [1])
+    assert told.events("applied") == [("applied", 0), ("applied", 1)]
+
+
 def test_a_worker_that_stays_busy_delays_only_the_first_news(running: Any) -> None:
     scheme, told, procs = sent_to_a_busy_worker(running)
     began = time.monotonic()

@@ -15,6 +15,11 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def format_megabytes(nbytes: int) -> str:
+    """Return a number of bytes such as ``"1.0 MB"``; fewer than 0.1 MB as :func:`format_size` does."""
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else format_size(nbytes)
+
+
 def format_number(value: float, digits: int = 3) -> str:
     """Return a number with so many digits, such as ``"1.23"``, or a larger one as an integer."""
     return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:.0f}"

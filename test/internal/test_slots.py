@@ -380,12 +380,13 @@ def _no_memory(*args: object, **options: object) -> None:
     [(resource.RLIMIT_FSIZE, 1 << 12, "ulimit -f"), (resource.RLIMIT_NOFILE, 3, "ulimit -n")],
     ids=["file size", "open files"],
 )
-def test_limits_of_the_process_are_named(limit: int, most: int, command: str) -> None:
+@pytest.mark.parametrize(("nbytes", "text"), [(1 << 20, "1.0 MB"), (64, "4.13 kB")])
+def test_limits_of_the_process_are_named(limit: int, most: int, command: str, nbytes: int, text: str) -> None:
     soft, hard = resource.getrlimit(limit)
     resource.setrlimit(limit, (most, hard))
     try:
-        with pytest.raises(NotEnoughMemoryError, match=f"slot of 1.0 MB is needed; raise .*{command}"):
-            SharedBuffer(1 << 20)
+        with pytest.raises(NotEnoughMemoryError, match=f"slot of {text} is needed; raise .*{command}"):
+            SharedBuffer(nbytes)
     finally:
         resource.setrlimit(limit, (soft, hard))
 
@@ -428,8 +429,12 @@ def test_a_process_is_watched_until_the_end_of_this_one() -> None:
     ("error", "directory", "message"),
     [
         (errno.ENOSPC, True, "{0} is too small: .* MB are free; free space there, .* leave directory= out"),
-        (errno.ENOMEM, True, "memory is too small: a shared slot of 0.0 MB is needed; free memory or raise"),
-        (errno.ENOMEM, False, "memory is too small: a shared slot of 0.0 MB is needed; free memory or raise"),
+        (errno.ENOMEM, True, "memory is too small: a shared slot of 4.13 kB is needed; free memory or raise"),
+        (
+            errno.ENOMEM,
+            False,
+            "memory is too small: a shared slot of 4.13 kB is needed; free memory or raise",
+        ),
     ],
 )
 def test_what_is_too_small(

@@ -32,22 +32,17 @@ class _Section:
 
     It does not outlast its ``frame`` or ``hold``, even if an interrupt kept the caller from leaving. Without
     them, only :meth:`Gate.leave` ends it.
-
-    Attributes:
-        frame: frame of the caller, if it is a forward pass.
-        hold: weak reference to the hold that it belongs to, if there is one.
-        outer: section that this context entered before and that has not ended.
-        wake: called when a section that had to wait for an update may begin.
     """
 
     __slots__ = ("frame", "gate", "hold", "outer", "thread", "wake")
 
     def __init__(self, gate: Gate, frame: types.FrameType | None = None, hold: Hold | None = None) -> None:
         self.gate: Gate = gate
-        self.frame: types.FrameType | None = frame
+        self.frame: types.FrameType | None = frame  # of the caller, if it is a forward pass
         self.hold: weakref.ref[Hold] | None = None if hold is None else weakref.ref(hold)
         self.thread: int = threading.get_ident()
-        self.wake: Callable[[], Any] = lambda: None
+        self.wake: Callable[[], Any] = lambda: None  # called if it had to wait for an update, and may begin
+        # Section that this context entered before and that has not ended.
         self.outer: _Section | None = _innermost(_current.get())
 
     def within(self, gate: Gate) -> bool:

@@ -26,17 +26,13 @@ _lock = threading.Lock()
 def commit_group(
     key: str, size: int, member: Any, action: Callable[[list[Any]], float], timeout: float
 ) -> float:
-    """Wait for the other members of a group. The last one to arrive runs ``action`` for all of them.
+    """Wait for the other members of a group, ``size`` in all, whose commit has the same ``key``.
 
-    Args:
-        key: name of this commit, the same for all members.
-        size: number of members.
-        member: the member that calls.
-        action: function of the list of all members; called once. Its result, or exception, is everyone's.
-        timeout: seconds to wait for the last member.
+    The last one to arrive calls ``action`` with the list of all members. Its result, or exception, is
+    everyone's.
 
     Raises:
-        SyncTimeoutError: other members did not arrive, so ``action`` is not called.
+        SyncTimeoutError: other members did not arrive in time, so ``action`` is not called.
     """
     with _lock:
         commit = _pending.setdefault(key, _GroupCommit())

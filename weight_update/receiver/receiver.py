@@ -58,17 +58,13 @@ class Receiver:
     Args:
         model: module, TensorDict, dict or :class:`~weight_update.InferenceEngine` to keep current; None only
             keeps the weights for :meth:`receive`.
-
-    Attributes:
-        staging: the weights of this receiver.
-        error: reason why no more updates come; None while they do.
-        refused: whether the sender answered that this receiver is not admitted; the link is usable then.
     """
 
     def __init__(self, options: ReceiverOptions, model: Any) -> None:
         self._thread: threading.Thread | None = None
         self.link, self.gate, self.worker = options.link, options.gate, options.worker
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # why no more updates come; None while they do
+        # Whether the sender answered that it does not admit this receiver; the link is usable then.
         self.refused = False
         self.options = options
         self._closing = threading.Event()

@@ -44,57 +44,41 @@ class UpdateObserver(Protocol):
 
 @dataclass
 class ReceiverOptions:
-    """Options with which one receiver joins its sender and applies updates.
-
-    Attributes:
-        instance: random name that tells the receiver from others that join as ``worker``.
-        stable_addresses: whether to copy into the model's tensors instead of pointing them at payloads.
-        timeout: seconds that an update waits for the running forward pass to end.
-        late_updates_wait: whether an update then waits on, instead of failing.
-        observer: object that is told of each update; None if there is none. It may be set at any time.
-    """
+    """Options with which one receiver joins its sender and applies updates."""
 
     link: TransportBackend
     strategy: WeightStrategy
     gate: Gate
     worker: int
     token: str
-    instance: str
-    stable_addresses: bool
-    timeout: float
-    late_updates_wait: bool
-    observer: UpdateObserver | None
+    instance: str  # random name that tells the receiver from others that join as `worker`
+    stable_addresses: bool  # whether to copy into the model's tensors instead of pointing them at payloads
+    timeout: float  # seconds that an update waits for the running forward pass to end
+    late_updates_wait: bool  # whether an update then waits on, instead of failing
+    observer: UpdateObserver | None  # is told of each update; it may be set at any time
 
 
 class Staging:
     """The weights of one receiver: those in force, those staged, and chunks that are arriving.
 
     One thread at a time calls its methods, except for :meth:`weights`.
-
-    Attributes:
-        target: what versions are written to.
-        version: version in force; None before the first, and after an engine failed to load one.
-        current: update in force, or the last one that an engine loaded.
-        staged: update that waits to be applied.
-        parts: chunks of the update that is arriving.
-        unguard: takes the hooks off the model, if it has any.
     """
 
     def __init__(self, options: ReceiverOptions) -> None:
-        self.version: int | None = None
-        self.current: StagedUpdate | None = None
-        self.staged: StagedUpdate | None = None
-        self.parts: list[WeightChunk] = []
+        self.version: int | None = None  # in force; None before the first, and after an engine failed to load
+        self.current: StagedUpdate | None = None  # in force, or the last one that an engine loaded
+        self.staged: StagedUpdate | None = None  # waits to be applied
+        self.parts: list[WeightChunk] = []  # chunks of the update that is arriving
         self._strategy, self._gate, self._stable = options.strategy, options.gate, options.stable_addresses
         self._link = options.link
         self._schema = WeightSchema((), 0)  # of the last WELCOME
         self._in_payloads = Storage(self._schema)
-        self.target = Target()
+        self.target = Target()  # what versions are written to
         self._own: OwnCopy | None = None
         self._flat: tuple[Binding, Storage] | None = None  # found once for each binding
         self._decoders: dict[str, Decoder] = {}
         self._memory: list[torch.Tensor] = []
-        self.unguard: Callable[[], None] = lambda: None
+        self.unguard: Callable[[], None] = lambda: None  # takes the hooks off the model, if it has any
         self._guarded_outside = False
 
     # -- the target --------------------------------------------------------------------------------

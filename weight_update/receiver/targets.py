@@ -31,20 +31,13 @@ class Target:
     """A target that is memory alone: the receiver keeps weights for ``receive()`` and has no model.
 
     It is also the base of the other targets.
-
-    Attributes:
-        binding: tensors of the model that can lie in memory of the receiver; None where there are none.
-        points: whether the tensors of a model are pointed at other memory, which copies nothing.
-        takes_over: whether the target is an engine, which hands out no weights.
-        keeps_tensors: whether the target refers to the tensors of an update for as long as it is in force.
-        loading: version that an engine has begun and not finished; None for every other target.
     """
 
-    binding: Binding | None = None
-    points = False
-    takes_over = False
-    keeps_tensors = True
-    loading: Loading | None = None
+    binding: Binding | None = None  # tensors of the model that can lie in memory of the receiver
+    points = False  # whether the tensors of a model are pointed at other memory, which copies nothing
+    takes_over = False  # whether the target is an engine, which hands out no weights
+    keeps_tensors = True  # whether the target refers to the tensors of an update while it is in force
+    loading: Loading | None = None  # version that an engine has begun and not finished
 
     def schema(self) -> WeightSchema | None:
         """Return the schema of the weights that the target expects now; None if it takes any.
@@ -212,13 +205,9 @@ class EngineTarget(Target):
         base: int,
         version: int,
     ) -> None:
-        """Have the engine load the changes from version ``base`` to ``version``, or ``whole`` weights.
+        """Have the engine load the changes from version ``base`` to ``version``.
 
-        Args:
-            changes: changes that the patch makes.
-            whole: all weights of ``version``, for an engine that has lost those of ``base``.
-            base: version that the patch was made from.
-            version: version of the patch.
+        An engine that has lost the weights of ``base`` loads the ``whole`` ones of ``version`` instead.
         """
         loading = self._begin(version)
         try:
@@ -276,37 +265,24 @@ def target_for(model: Any, strategy: WeightStrategy, stable: bool) -> Target:
 
 @dataclass
 class StagedUpdate:
-    """An update that arrived completely and was checked. The update in force keeps this form.
-
-    Attributes:
-        version: number of the update.
-        group: name of the step that switches several models together; None for one model.
-        payloads: received memory that the values lie in.
-        values: one tensor for each schema entry; empty where an engine has the weights.
-        extra: extra state by name.
-        storage: memory that the weights come to lie in.
-        base: version that ``deltas`` change; None for an update of all weights.
-        deltas: changes to apply.
-        received: values before they were converted to what the target takes, until :meth:`Storage.begin`.
-        used_up: payloads that nobody reads once the update is in force, until they are released.
-        arrived: time of arrival, by ``time.perf_counter``.
-        stall: seconds for which forward passes were kept out.
-        undo: function that reverts :meth:`Staging.begin`.
-    """
+    """An update that arrived completely and was checked. The update in force keeps this form."""
 
     version: int
-    group: str | None
-    payloads: list[torch.Tensor] = field(repr=False)
+    group: str | None  # name of the step that switches several models together; None for one model
+    payloads: list[torch.Tensor] = field(repr=False)  # received memory that the values lie in
+    # One tensor for each schema entry; empty where an engine has the weights.
     values: list[torch.Tensor] = field(repr=False)
-    extra: dict[str, Any] = field(repr=False)
-    storage: Storage
-    base: int | None = None
+    extra: dict[str, Any] = field(repr=False)  # extra state by name
+    storage: Storage  # memory that the weights come to lie in
+    base: int | None = None  # version that `deltas` change; None for an update of all weights
     deltas: list[Delta] = field(default_factory=list)
+    # Values before they were converted to what the target takes, until Storage.begin().
     received: list[torch.Tensor] = field(default_factory=list, repr=False)
+    # Payloads that nobody reads once the update is in force, until they are released.
     used_up: list[torch.Tensor] = field(default_factory=list, repr=False)
     arrived: float = field(default_factory=time.perf_counter)
-    stall: float = 0.0
-    undo: Callable[[], None] = lambda: None
+    stall: float = 0.0  # seconds for which forward passes were kept out
+    undo: Callable[[], None] = lambda: None  # reverts Staging.begin()
 
     def named(self) -> NamedWeights:
         """Return the weights by name; none where an engine has them."""

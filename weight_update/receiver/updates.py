@@ -39,27 +39,19 @@ _MEMORY_ERRORS = ("can't allocate memory", "can't start new thread", _NO_MEMORY)
 
 
 class UpdateHandler:
-    """Stages the updates of one sender, applies them inside the gate, and answers the sender.
-
-    Attributes:
-        applied: number of updates that were applied.
-        busy: lock that is held while a frame is handled and answered.
-        answering: whether an update is in force whose answer is not sent yet.
-        news: condition that is notified when an update was applied.
-        leftovers: memory of the last update that is still to be released.
-    """
+    """Stages the updates of one sender, applies them inside the gate, and answers the sender."""
 
     def __init__(self, options: ReceiverOptions, closing: threading.Event) -> None:
         self.staging = Staging(options)
-        self.applied = 0
-        self.busy = threading.RLock()
-        self.answering = False
-        self.news = InterruptibleCondition()
+        self.applied = 0  # number of updates that were applied
+        self.busy = threading.RLock()  # held while a frame is handled and answered
+        self.answering = False  # whether an update is in force whose answer is not sent yet
+        self.news = InterruptibleCondition()  # notified when an update was applied
         self._link, self._gate, self._worker = options.link, options.gate, options.worker
         self._timeout, self._closing, self._options = options.timeout, closing, options
         self._unwanted: int | None = None  # a version that failed: its other chunks are not read
         self._patient = False  # not while the receiver joins: that has a limit
-        self.leftovers: list[torch.Tensor] = []
+        self.leftovers: list[torch.Tensor] = []  # memory of the last update that is still to be released
 
     # -- frames ------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, get_args
 
 import torch
+from typing_extensions import Never
 
 from weight_update.arguments import require_bool, require_seconds, whole_number
 from weight_update.errors import JoinRefusedError, LifecycleError, close_all, undo_on_error
@@ -19,6 +20,7 @@ from weight_update.receiver.forked_threads import warn_if_forked
 from weight_update.receiver.gate import shared_gate
 from weight_update.receiver.staging import ReceiverOptions
 from weight_update.schemes.collector import register_with_torchrl, resolve_model
+from weight_update.schemes.options import refuse_options, takes_options_of
 from weight_update.schemes.process_state import ProcessState, require_picklable
 from weight_update.schemes.receiver_side import ReceiverSide, close_receiver
 from weight_update.schemes.sender_side import SenderListener, SenderSide, require_links
@@ -34,7 +36,6 @@ WeightSyncBackend = Literal[
 """The names that :meth:`WeightSyncScheme.from_backend` takes, which are TorchRL's."""
 
 _ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
-
 End = Literal["sender", "receiver"]
 Admit = Callable[[int], Any]
 """Function of an index that returns a late joiner's link; see ``WeightSyncScheme.late_joiner_links``."""
@@ -98,6 +99,7 @@ class WeightSyncScheme(SchemeUpdates):
     listener: SenderListener | None
     _first_worker: int = 0  # number by which the caller of a receiver names the first worker
 
+    @takes_options_of(object.__init__)  # of none
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",
@@ -106,7 +108,9 @@ class WeightSyncScheme(SchemeUpdates):
         timeout: float = 60.0,
         connect_timeout: float = 120.0,
         stable_addresses: bool = False,
+        **unknown: Never,
     ) -> None:
+        refuse_options(self, unknown)
         self.strategy: WeightStrategy = resolve_strategy(strategy)
         self.sync: bool = require_bool("sync", sync)
         self.timeout: float = require_seconds("timeout", timeout)
@@ -213,8 +217,7 @@ class WeightSyncScheme(SchemeUpdates):
         myself = weakref.ref(self)
 
         def admit(worker_idx: int) -> TransportBackend:
-            scheme = myself()
-            if scheme is None or (side := scheme._process.sender) is None:
+            if (scheme := myself()) is None or (side := scheme._process.sender) is None:
                 raise JoinRefusedError("the scheme was shut down")
             return side.admit(worker_idx, functools.partial(scheme._transport_of, worker_idx, "sender"))
 
@@ -236,10 +239,7 @@ class WeightSyncScheme(SchemeUpdates):
         self.__dict__.update(self.process_state())
 
     def _begin(self) -> ProcessState:
-        """Return the state for an initialization; in a forked child, drop the state of the parent first.
-
-        Raise LifecycleError if the ``__init__`` of a subclass did not call the one of its base.
-        """
+        """Return the state for an initialization; in a forked child, drop the state of the parent first."""
         if not self._process.owner:
             raise LifecycleError(f"{type(self).__name__}.__init__() has to call super().__init__()")
         if not self._process.here:

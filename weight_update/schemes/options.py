@@ -8,9 +8,12 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
+from weight_update.arguments import refuse_arguments
 from weight_update.schemes.sources import DeviceMap
+from weight_update.strategy.strategy import WeightStrategy
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_FOR_STRATEGY = "give such options to the strategy: strategy=WeightStrategy(encoding=...), for example"
 
 
 class SchemeOptions(TypedDict, total=False):
@@ -52,6 +55,13 @@ class SenderOptions(TypedDict, total=False):
     device_map_fn: DeviceMap | None
     num_workers: int | None
     ctx: Any
+
+
+def refuse_options(scheme: object, given: Mapping[str, object]) -> None:
+    """Raise TypeError, which says where they belong, if a scheme was given options that it does not have."""
+    of_strategy = inspect.signature(WeightStrategy).parameters
+    refuse_arguments(scheme, {name: None for name in given if name in of_strategy}, _FOR_STRATEGY)
+    refuse_arguments(scheme, given, f"it takes {', '.join(inspect.signature(type(scheme)).parameters)}")
 
 
 def takes_options_of(base: Callable[..., Any]) -> Callable[[_F], _F]:

@@ -76,13 +76,10 @@ class _SourceReader:
 
     Late joiners have the source of the first worker, because they are admitted only where all workers share
     one; see :attr:`Sources.common`.
-
-    Attributes:
-        gathering: gathers the weights of a sharded trainer; None if the trainer is not sharded.
     """
 
     def __init__(self, sources: Sources, strategy: WeightStrategy) -> None:
-        self.gathering: Gathering | None = None
+        self.gathering: Gathering | None = None  # of a sharded trainer
         self._sources, self._strategy = sources, strategy
         self._first, self._nobody = next(iter(sources.by_worker)), sources.nobody
         self._chosen: dict[int, frozenset[str] | None] = {}  # names that the strategy selects, by worker
@@ -219,13 +216,6 @@ class SenderSide:
     If the trainer is sharded, all its ranks make one of these; the leading rank has a
     :class:`~weight_update.sender.sender.Sender` and the others have a
     :class:`~weight_update.sharded.senders.Follower`.
-
-    Attributes:
-        sender: sends versions to the workers, or follows the rank that does.
-        listener: admits workers; None if links need no listener, and on ranks that do not lead.
-        leads: whether this rank serves the workers.
-        failure: remark on how :meth:`connect` failed last; empty if it did not.
-        ranks: connection to the other ranks; None if the trainer is not sharded.
     """
 
     def __init__(
@@ -239,19 +229,19 @@ class SenderSide:
         open_links: Callable[[Sequence[int]], tuple[Mapping[int, TransportBackend], SenderListener | None]],
     ) -> None:
         self.sources, self._reader = sources, _SourceReader(sources, strategy)
-        self.listener: SenderListener | None = None
-        self.failure = ""
+        self.listener: SenderListener | None = None  # also on ranks that do not lead
+        self.failure = ""  # remark on how connect() failed last
         self._patience = 4 * timeout  # for messages of the leader, which waits for workers in between
         self._sending = threading.RLock()
         self._unchecked: list[_Unchecked] = []  # updates that nobody waits for
-        self.ranks: Ranks | None = None
+        self.ranks: Ranks | None = None  # connection to the other ranks of a sharded trainer
         if strategy.gather is not None or sources.sharded(strategy):
             gather = strategy.gather or GatherShards()
             self.ranks = Ranks(gather.members(), timeout, connect_timeout)
             part = GatherLeader if self.ranks.leads else GatherFollower
             self._reader.gathering = part(self.ranks, gather)
         ranks, patience = self.ranks, connect_timeout + self._patience
-        self.leads = ranks is None or ranks.leads
+        self.leads = ranks is None or ranks.leads  # whether this rank serves the workers
         with _outside_inference_mode(), contextlib.ExitStack() as undo:
             undo.callback(close_all, ranks)
             with self._in_step("init_on_sender", tuple, self._reader.survey, patience) as surveyed:

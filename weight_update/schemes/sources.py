@@ -37,18 +37,12 @@ class ModelOf:
 
 @dataclass
 class Sources:
-    """The weights that each worker gets when ``send`` is called without weights.
+    """The weights that each worker gets when ``send`` is called without weights."""
 
-    Attributes:
-        by_worker: source of each worker, or None where there is none; workers may share one. Without workers,
-            that of ``NOBODY``.
-        devices: device of each worker, where known.
-        device_map: applied to the source for each worker, if given.
-    """
-
+    # Source of each worker, or None; workers may share one. Without workers, that of NOBODY.
     by_worker: dict[int, Any] = field(repr=False)
-    devices: dict[int, torch.device | None]
-    device_map: DeviceMap | None = None
+    devices: dict[int, torch.device | None]  # device of each worker, where known
+    device_map: DeviceMap | None = None  # applied to the source for each worker
 
     @classmethod
     def of(

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,16 +26,11 @@ _KEPT_BYTES = 16 << 10  # as small frames, too, this fits into the default buffe
 
 @dataclass(eq=False)
 class Slot:
-    """A buffer of the pool.
-
-    Attributes:
-        abandoned: whether a lost worker may still read it; it is then never written again.
-        taken: number of the update, counted by the pool, that it was last taken for.
-    """
+    """A buffer of the pool."""
 
     buffer: Buffer
-    taken: int = 0
-    abandoned: bool = False
+    taken: int = 0  # number of the update, counted by the pool, that it was last taken for
+    abandoned: bool = False  # whether a lost worker may still read it; it is then never written again
     _use: Callable[[], SlotUse | None] = lambda: None  # a weak reference
 
     @property
@@ -96,13 +91,9 @@ class EncodedUpdate:
 
 @dataclass(eq=False)
 class ChunkedUpdate(EncodedUpdate):
-    """An update that one worker is sent chunk by chunk; it has the uses of the chunks that were not read yet.
+    """An update that one worker is sent chunk by chunk; it has the uses of chunks that were not read yet."""
 
-    Attributes:
-        read: number of chunks that the worker has read.
-    """
-
-    read: int = 0
+    read: int = 0  # number of chunks that the worker has read
 
     def note_read(self, index: int) -> None:
         """Note that the worker has read the chunks up to ``index``."""
@@ -116,11 +107,7 @@ def are_short(chunks: Iterable[WeightChunk]) -> bool:
 
 
 class BufferPool:
-    """Buffers for payloads, reused as soon as no worker reads them.
-
-    Attributes:
-        lock: the sender's lock, which a thread holds while it takes slots.
-    """
+    """Buffers for payloads, reused as soon as no worker reads them. ``lock`` is the sender's."""
 
     def __init__(
         self, link: TransportBackend, lock: threading.RLock, changed: threading.Condition, timeout: float
@@ -132,12 +119,14 @@ class BufferPool:
         self._updates = 0
         self._closed = False
 
-    def reserve(self, nbytes: int, count: int) -> None:
-        """Allocate buffers until there are ``count`` of this size; :meth:`trim` keeps that many."""
-        self._reserved[nbytes] = max(count, self._reserved.get(nbytes, 0))
-        while sum(slot.buffer.tensor.numel() == nbytes for slot in self._slots) < count:
-            self._slots.append(Slot(self._link.allocate(nbytes)))
-            pin(self._slots[-1].buffer.tensor)
+    def reserve(self, sizes: Mapping[int, int]) -> None:
+        """Allocate buffers until there are as many of each size as ``sizes`` has; :meth:`trim` keeps them."""
+        present = Counter(slot.buffer.tensor.numel() for slot in self._slots)
+        for nbytes, count in sizes.items():
+            self._reserved[nbytes] = max(count, self._reserved.get(nbytes, 0))
+            for _ in range(count - present[nbytes]):
+                self._slots.append(Slot(self._link.allocate(nbytes)))
+                pin(self._slots[-1].buffer.tensor)
 
     def fill(self, encode: Callable[[Lend], _T]) -> tuple[_T, list[SlotUse]]:
         """Return the result of ``encode(lend)`` and the uses of the slots that ``lend`` took for it."""

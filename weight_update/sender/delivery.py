@@ -387,6 +387,7 @@ class AnswerThreads:
                 self._table.version = max(version, -1 if self._table.version is None else self._table.version)
                 joins, worker.arrived = not worker.arrived and self._table.told >= 0, True
                 if joins or version <= self._table.told:  # a report may not contain this worker
+                    worker.applied_told = version
                     self._table.tell(WorkerEvent("applied", worker.idx, version, late_joiner=worker.late))
             else:
                 if worker.link.capabilities.shares_memory and not self._copies:

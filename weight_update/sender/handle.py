@@ -139,13 +139,9 @@ Outcome = tuple[bool, dict[int, Exception]]
 
 
 class Outcomes:
-    """Waits for workers to stage or apply updates, and tells their errors.
+    """Waits for workers to stage or apply updates, and tells their errors."""
 
-    Attributes:
-        reader: reads the answers of workers; a subclass sets it.
-    """
-
-    reader: AnswerReader
+    reader: AnswerReader  # a subclass sets it
 
     def __init__(self, table: WorkerTable, timeout: float) -> None:
         self.table, self.timeout = table, timeout
@@ -244,10 +240,8 @@ class Outcomes:
 class AnswerReader:
     """Reads the answers of workers in the thread that waits for them.
 
-    Waking the thread of each worker, and then the caller, costs more than a small update.
-
-    Args:
-        record: notes that a worker has applied an update; the caller holds the sender's lock.
+    Waking the thread of each worker, and then the caller, costs more than a small update. ``record`` notes,
+    while the caller holds the sender's lock, that a worker has applied an update.
     """
 
     def __init__(self, table: WorkerTable, record: Callable[[WorkerState, WeightChunk], None]) -> None:
@@ -381,13 +375,11 @@ class Patience:
         timeout: seconds from ``since`` on, a time of the monotonic clock; None is now.
         patient: whether to leave out, for each worker, the time during which something is still written to
             it. That time counts if the worker joins again meanwhile.
-
-    Attributes:
-        deadline: end of the wait on the monotonic clock, for workers that nothing is written to.
     """
 
     def __init__(self, timeout: float, *, patient: bool = True, since: float | None = None) -> None:
         self.timeout = timeout
+        # End of the wait for workers that nothing is written to.
         self.deadline: float = (time.monotonic() if since is None else since) + timeout
         self._patient = patient
         # of each worker: its connection, its deadline, and since when it is being written to

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +38,7 @@ _ARRIVAL_SECONDS = 0.5
 """Seconds that a failed connect() waits for join requests that were made before it."""
 _MAX_REPLACED = 1024
 """Number of replaced receivers that are remembered."""
+_MAX_REFUSED = 8
 _MISFITS = WorkerError, JoinRefusedError, SchemaMismatchError, FormatError
 """Reasons for which a receiver cannot be a worker."""
 
@@ -55,6 +56,7 @@ class Admission:
     ) -> None:
         self._table, self._delivery, self._strategy = table, delivery, strategy
         self._token, self._assign = token, assign
+        self.refused: deque[str] = deque(maxlen=_MAX_REFUSED)  # reasons; the late joiners may have left since
         self._replaced: OrderedDict[str | None, int] = OrderedDict()  # instance: pid of its successor
         self._told_of_dtypes = False
 
@@ -212,6 +214,8 @@ class Admission:
         with self._table.lock:
             worker.joined = worker.joining = worker.leaving = False
             worker.lost = without_frames(error)
+            if worker.late:
+                self.refused.append(f"worker {worker.idx}: {error}")
             self._table.changed.notify_all()
 
 

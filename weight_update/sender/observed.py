@@ -54,7 +54,7 @@ class ObservedUpdate:
                 return [
                     WorkerEvent("applied", one.idx, version, late_joiner=one.late)
                     for one in states
-                    if one.version == version
+                    if one.version == version and one.applied_told < version
                 ]
             return self._finish(states, busy)
 

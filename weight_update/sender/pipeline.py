@@ -111,16 +111,12 @@ class Pipeline:
 
     The caller's thread converts and encodes. At most ``limit`` chunks exist at one time, including the one
     that is being filled. A worker has the sender's timeout to read a chunk.
-
-    Attributes:
-        seconds: time that the caller spent in ``convert``, ``encode`` and ``send``.
-        wire_bytes: size of all chunks that were sent, to each worker unless they share memory.
     """
 
     def __init__(self, step: Step, limit: int, take: Callable[[], SlotUse], delivery: Delivery) -> None:
         self.step = step
-        self.seconds = dict.fromkeys(("convert", "encode", "send"), 0.0)
-        self.wire_bytes = 0
+        self.seconds = dict.fromkeys(("convert", "encode", "send"), 0.0)  # that the caller spent
+        self.wire_bytes = 0  # of all chunks that were sent, to each worker unless they share memory
         self._version_id = VersionId(step.version)
         self._states: list[WorkerState] = []
         self._take, self._delivery = take, delivery

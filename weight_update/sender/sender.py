@@ -97,8 +97,8 @@ class Sender(Outcomes):
         sizes = Counter(encoding.whole.payload_sizes(schema))
         if limit is not None:
             sizes = Counter({max(sizes): min(limit, sizes.total())})
-        for nbytes, count in sizes.items():
-            self._pool.reserve(nbytes, count if encoding.receiver_copies else 2 * count)
+        copies = 1 if encoding.receiver_copies else 2
+        self._pool.reserve({nbytes: copies * count for nbytes, count in sizes.items()})
 
     @property
     def serving(self) -> bool:
@@ -118,8 +118,11 @@ class Sender(Outcomes):
         Raise JoinRefusedError after :meth:`close`.
         """
         with self.table.lock:
-            if idx in self.table:
-                self._await_departure(self.table[idx])
+            if idx in self.table and not self.table[idx].link.capabilities.allows_rejoin:
+                # Its link admits no second worker, so the one before is forgotten first.
+                if self.table[idx].thread is None:  # nothing was read from it yet
+                    self.table.remove(self.table[idx])
+                self.table.changed.wait_for(lambda: idx not in self.table or self.table.closed, self.timeout)
             if self.table.closed:
                 raise JoinRefusedError("the sender was shut down")
             if idx not in self.table:
@@ -134,14 +137,6 @@ class Sender(Outcomes):
             if self.serving:
                 self._answers.start(worker)
             return worker.link
-
-    def _await_departure(self, worker: WorkerState) -> None:
-        """Wait until the worker before a late joiner is forgotten, if its link admits no second one."""
-        if worker.link.capabilities.allows_rejoin:
-            return
-        if worker.thread is None:  # nothing was read from it yet
-            self.table.remove(worker)
-        self.table.changed.wait_for(lambda: worker.idx not in self.table or self.table.closed, self.timeout)
 
     def dismiss(self, error: Exception) -> None:
         """Refuse workers that wait for weights, because ``connect()`` failed with ``error``."""
@@ -161,6 +156,7 @@ class Sender(Outcomes):
             SyncFailedError: workers failed or were lost.
         """
         self.reader.stop()
+        self.admission.refused.clear()  # of an earlier call
         with self.table.lock:
             for worker in self.table:
                 failed = worker.has is None and bool(worker.failures)
@@ -173,20 +169,18 @@ class Sender(Outcomes):
             for worker in self.table:
                 self._answers.start(worker)
             wait_for_none(self.table, absent, deadline)
-            with self._groups.lock:
-                first = self._by_worker(weights)
+        with self._groups.lock:
+            first = self._by_worker(weights)
+            if self._pipelines is not None:
                 report = self._pipelines.send(first, self._next_number())
-        else:
-            with self._groups.lock:
-                first = self._by_worker(weights)
-                report = self._stage(first)
-                self._first_weights = first
+            else:
+                report, self._first_weights = self._stage(first), first
         try:
             for worker in self.table:  # late joiners may have come just now
                 self._delivery.update(worker)
                 self._answers.start(worker)
             wait_for_none(self.table, without_weights, deadline)
-            require_weights(self.table, timeout, self.refusals)
+            require_weights(self.table, timeout, [*self.refusals, *self.admission.refused])
         finally:
             with self._groups.lock:
                 self._end_connect(first)
@@ -342,7 +336,10 @@ class Sender(Outcomes):
             if commit:
                 group.commit()
         if groups:  # else no worker has joined, and forked ones still hold the memory that would be freed
-            _enter(report, facts)
+            encodings, compressions, changed, total = zip(*facts, strict=True)
+            report.encoding = "+".join(sorted(set(encodings)))
+            report.compression = "+".join(sorted(set(compressions) - {""}))
+            report.changed_fraction = sum(changed) / sum(total) if any(total) else 0.0
             self._pool.trim(max([group.whole_bytes for group in groups]))
         else:
             report.encoding = self._first_label
@@ -440,11 +437,3 @@ class Sender(Outcomes):
                 worker.applied = worker.inflight = worker.group = None
             self.table.changed.notify_all()
         self._pool.close()
-
-
-def _enter(report: SyncReport, facts: list[UpdateFacts]) -> None:
-    """Enter facts about the staged updates into ``report``."""
-    encodings, compressions, changed, total = zip(*facts, strict=True)
-    report.encoding = "+".join(sorted(set(encodings)))
-    report.compression = "+".join(sorted(set(compressions) - {""}))
-    report.changed_fraction = sum(changed) / sum(total) if any(total) else 0.0

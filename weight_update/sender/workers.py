@@ -75,80 +75,49 @@ class ReceiverId(NamedTuple):
 
 @dataclass(eq=False)
 class WorkerState:
-    """The sender's account of one worker: its link, its weights, and how it was lost.
-
-    Attributes:
-        schema: the weights it is to have, in the sender's dtypes.
-        tracked: names of the weights that updates carry; None for all.
-        late: whether it is a late joiner; nobody waits for it once it has left.
-        receiver: the receiver that was last admitted under this index.
-        admitted_until: time, on the monotonic clock, by which an admitted connection reaches the link.
-        connections: changes with each connection; tells an error of one from an error of the next.
-        alive: tells whether the process of a worker index lives; None if unknown, as after a restart.
-        replaced: whether another receiver is about to join in its place.
-        joining: whether it is being welcomed, and is sent the newest weights in a moment.
-        joined: whether it was welcomed, and its connection has not ended since.
-        connecting: whether it joined by ``connect()``, which waits for first weights.
-        pid: its process when it joined last.
-        left: whether it said goodbye.
-        leaving: whether an earlier ``connect()`` has raised its error, so that its end is no other error.
-        lost: error by which its link ended.
-        group: its send group; None until it first joins.
-        has: the weights it has; None if unknown.
-        applied: the update it has applied; where memory is shared, the one it reads.
-        staged: the version that it keeps until COMMIT or ABORT.
-        inflight: the update it was sent and has not answered yet.
-        sent_at: time, on the monotonic clock, at which ``inflight`` was set.
-        reached: the newest version it ever applied; kept when it leaves.
-        arrived: whether it has applied weights since it joined.
-        complete: whether a late joiner has all models that are sent together.
-        failures: errors of the last few versions that it did not apply, by version.
-        apply_seconds, stall_seconds: times that it reported with the newest version.
-        absence_told: whether observers were told, since it was last connected, of an update that it missed.
-        late_told: the ``sent_at`` of the update that observers were told it is late with.
-        outbox: thread that writes to it; None until its link is one that may block.
-        sending: lock of whoever writes to the link; a signal handler may take it again, for ``shutdown()``.
-        thread: reads from the link; None before it is started, and for ``NOBODY``.
-        reading: lock of whoever reads from the link, and acts on what was read.
-    """
+    """The sender's account of one worker: its link, its weights, and how it was lost."""
 
     idx: int
     link: TransportBackend
-    schema: WeightSchema = field(repr=False)
-    tracked: frozenset[str] | None = field(default=None, repr=False)
-    late: bool = False
-    receiver: ReceiverId | None = None
-    admitted_until: float = 0.0
-    connections: int = 0
+    schema: WeightSchema = field(repr=False)  # the weights it is to have, in the sender's dtypes
+    tracked: frozenset[str] | None = field(default=None, repr=False)  # names that updates carry; None: all
+    late: bool = False  # whether it is a late joiner; nobody waits for it once it has left
+    receiver: ReceiverId | None = None  # the receiver that was last admitted under this index
+    admitted_until: float = 0.0  # monotonic time by which an admitted connection reaches the link
+    connections: int = 0  # changes with each connection; tells an error of one from an error of the next
+    # Tells whether the process of a worker index lives; None if unknown, as after a restart.
     alive: Callable[[int], bool] | None = field(default=None, repr=False)
-    replaced: bool = False
+    replaced: bool = False  # whether another receiver is about to join in its place
 
-    joining: bool = False
-    joined: bool = False
-    connecting: bool = False
-    pid: int = 0
-    left: bool = False
-    leaving: bool = False
-    lost: Exception | None = None
+    joining: bool = False  # whether it is being welcomed, and is sent the newest weights in a moment
+    joined: bool = False  # whether it was welcomed, and its connection has not ended since
+    connecting: bool = False  # whether it joined by connect(), which waits for first weights
+    pid: int = 0  # its process when it joined last
+    left: bool = False  # whether it said goodbye
+    leaving: bool = False  # whether connect() has raised its error, so that its end is no other error
+    lost: Exception | None = None  # error by which its link ended
 
-    group: SendGroup | None = None
-    has: VersionId | None = None
-    applied: EncodedUpdate | None = None
-    staged: int | None = None
-    inflight: EncodedUpdate | None = None
-    sent_at: float = 0.0
-    reached: int = -1
-    arrived: bool = False
-    complete: bool = False
-    failures: dict[int, Exception] = field(default_factory=dict)
-    apply_seconds: float = 0.0
+    group: SendGroup | None = None  # None until it first joins
+    has: VersionId | None = None  # the weights it has; None if unknown
+    applied: EncodedUpdate | None = None  # where memory is shared, the update that it reads
+    staged: int | None = None  # the version that it keeps until COMMIT or ABORT
+    inflight: EncodedUpdate | None = None  # the update it was sent and has not answered yet
+    sent_at: float = 0.0  # monotonic time at which `inflight` was set
+    reached: int = -1  # the newest version it ever applied; kept when it leaves
+    arrived: bool = False  # whether it has applied weights since it joined
+    complete: bool = False  # whether a late joiner has all models that are sent together
+    failures: dict[int, Exception] = field(default_factory=dict)  # of the last versions that it lacks
+    apply_seconds: float = 0.0  # times that it reported with the newest version
     stall_seconds: float = 0.0
+    # Whether observers were told, since it was last connected, of an update that it missed.
     absence_told: bool = False
-    late_told: float = 0.0
-    outbox: Outbox | None = None
+    applied_told: int = -1  # the newest version of which an event told observers that it applied it
+    late_told: float = 0.0  # the `sent_at` of the update that observers were told it is late with
+    outbox: Outbox | None = None  # thread that writes to it; None until its link is one that may block
+    # Lock of whoever writes to the link; a signal handler may take it again, for shutdown().
     sending: Any = field(default_factory=threading.RLock)
-    thread: threading.Thread | None = None
-    reading: Any = field(default_factory=threading.RLock)
+    thread: threading.Thread | None = None  # reads from the link; None until started, and for `NOBODY`
+    reading: Any = field(default_factory=threading.RLock)  # of whoever reads from the link, and acts on it
 
     @property
     def required(self) -> bool:
@@ -246,24 +215,17 @@ class WorkerTable:
 
     A late joiner that has left is removed. It is remembered for as long as some object refers to it, such as
     the handle of an update that it missed.
-
-    Attributes:
-        lock: the sender's lock. ``with lock`` is safe where signal handlers raise. ``with changed`` is not,
-            because a handler may run inside the methods of a condition.
-        changed: condition of that lock; notified whenever the state of a worker changed.
-        closed: whether the sender was shut down; no worker is admitted from then on.
-        version: the newest version that a worker applied; None before.
-        observers: functions that are told of changes of workers.
-        told: number of the newest update of which observers were told, or do not want to be told.
     """
 
     def __init__(self, states: Iterable[WorkerState]) -> None:
+        # The sender's lock. `with lock` is safe where signal handlers raise. `with changed` is not, because a
+        # handler may run inside the methods of a condition.
         self.lock = threading.RLock()
-        self.changed = InterruptibleCondition(self.lock)
-        self.closed = False
-        self.version: int | None = None
+        self.changed = InterruptibleCondition(self.lock)  # notified when the state of a worker changed
+        self.closed = False  # whether the sender was shut down; no worker is admitted from then on
+        self.version: int | None = None  # the newest version that a worker applied
         self.observers = Observers()
-        self.told = -1
+        self.told = -1  # the newest update of which observers were told, or do not want to be told
         self._states = {worker.idx: worker for worker in states}
         self._removed: weakref.WeakValueDictionary[int, WorkerState] = weakref.WeakValueDictionary()
 
@@ -306,17 +268,11 @@ class WorkerTable:
 
 
 class GroupAssignment:
-    """Assigns workers to send groups.
-
-    A group is closed when its last worker leaves it.
-
-    Attributes:
-        lock: lock of the thread that calls its methods, and those of groups that encode or commit.
-        encoding: the encoding of updates.
-    """
+    """Assigns workers to send groups. A group is closed when its last worker leaves it."""
 
     def __init__(self, table: WorkerTable, encoding: Encoding, pool: BufferPool) -> None:
-        self.lock, self.encoding = threading.Lock(), encoding
+        self.lock = threading.Lock()  # of who calls these methods, and those of groups that encode or commit
+        self.encoding = encoding
         self._table, self._pool = table, pool
 
     def all(self) -> dict[SendGroup, list[WorkerState]]:

@@ -159,9 +159,8 @@ class Listener(ListenerThread):
                 oldest = next(iter(self._pending.values()))
                 self._refuse(oldest, LinkClosedError("too many connections at once"))
             stream = SocketStream(sock)
-            newest = _Pending(
-                stream, sock.fileno(), time.monotonic() + _JOIN_SECONDS, self._handshake(stream)
-            )
+            handshake = answer_caller(stream, self._token, self._context)
+            newest = _Pending(stream, sock.fileno(), time.monotonic() + _JOIN_SECONDS, handshake)
             self._pending[newest.fd] = newest
             self._poller.register(newest.fd, select.POLLIN)
             self._advance(newest)
@@ -177,9 +176,6 @@ class Listener(ListenerThread):
                 start_thread("weight_update-join", self._serve_one, *served)
         except Exception as error:  # noqa: BLE001 - it ends this connection only
             self._refuse(pending, error)
-
-    def _handshake(self, stream: SocketStream) -> Iterator[tuple[bytes, bytes] | None]:
-        return answer_caller(stream, self._token, self._context)
 
     def _refuse(self, pending: _Pending, error: Exception) -> None:
         self._remove(pending)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weight_update.errors import NotEnoughMemoryError
+from weight_update.text import format_megabytes
 
 
 class _Controller(NamedTuple):
@@ -42,8 +43,8 @@ def require_memory(purpose: str, nbytes: int) -> None:
     available = available_memory()
     if available is not None and nbytes > available:
         raise NotEnoughMemoryError(
-            f"{purpose} of {nbytes / 1e6:.1f} MB is needed and {available / 1e6:.1f} MB of memory are "
-            "available to this process; free memory, or raise the container's memory limit"
+            f"{purpose} of {format_megabytes(nbytes)} is needed and {format_megabytes(available)} of memory "
+            "are available to this process; free memory, or raise the container's memory limit"
         )
 
 

@@ -16,7 +16,7 @@ _release = operator.methodcaller("release")
 
 
 class QueueReader:
-    """Reads the items of a queue; the only reader of the queue.
+    """Reads the items of a queue of ``multiprocessing``; the only reader of the queue.
 
     ``get()`` of the queue waits for the rest of an item without a limit of time, and reads an item in two
     parts. A worker killed between the two would leave the second part to its successor. Here, one call reads
@@ -24,9 +24,6 @@ class QueueReader:
     of it. A longer one can still be cut.
 
     Where a signal handler must not run between two steps, one call of C does both.
-
-    Args:
-        source: queue of ``multiprocessing``.
     """
 
     def __init__(self, source: Any) -> None:
@@ -37,11 +34,8 @@ class QueueReader:
     def get(self, timeout: float) -> Any:
         """Return the next item.
 
-        Args:
-            timeout: seconds.
-
         Raises:
-            queue.Empty: no whole item came within ``timeout``.
+            queue.Empty: no whole item came within ``timeout`` seconds.
             OSError, ValueError, EOFError: the queue was closed.
         """
         source = self._source

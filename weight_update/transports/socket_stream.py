@@ -79,19 +79,15 @@ class SocketStream:
     """A connected, non-blocking stream socket, which forked children close.
 
     Every method raises LinkClosedError when the connection ends.
-
-    Attributes:
-        vanished: whether it ended because the other machine gave no sign of life.
-        in_use: context for a thread that uses ``sock`` by its number.
-        connect_until: deadline of the call that connects, which a frame that stops must not delay.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         close_in_children(sock)
         sock.setblocking(False)
         self.sock = sock
-        self.vanished: bool = False
-        self.in_use = _InUse(sock)
+        self.vanished: bool = False  # whether it ended because the other machine gave no sign of life
+        self.in_use = _InUse(sock)  # context for a thread that uses `sock` by its number
+        # Deadline of the call that connects, which a frame that stops must not delay.
         self.connect_until: float | None = None
 
     @property
@@ -180,13 +176,9 @@ class SocketStream:
         action: Callable[..., _T],
         *args: Any,
     ) -> _T:
-        """Return the result of ``action``; call ``wait`` before another try where the socket is not ready.
+        """Return ``action(*args)``; where it raises BlockingIOError, call ``wait(deadline)`` and try again.
 
-        Args:
-            wait: :meth:`await_room` or :meth:`await_more`.
-            deadline: argument of ``wait``.
-            action: function that raises BlockingIOError where the socket is not ready.
-            args: arguments of ``action``.
+        ``wait`` is :meth:`await_room` or :meth:`await_more`.
         """
         with self.in_use:
             while True:

@@ -11,13 +11,10 @@ class WatchedProcess:
     """A process of this pid namespace, recognized even after the kernel has used its id again.
 
     If this kernel, or a sandbox, does not tell, it counts as executing.
-
-    Attributes:
-        missing: whether there was no such process when this object was made.
     """
 
     def __init__(self, pid: int) -> None:
-        self.missing: bool = False
+        self.missing: bool = False  # whether there was no such process when this object was made
         self._fd: int | None = None
         try:
             self._fd = os.pidfd_open(pid)

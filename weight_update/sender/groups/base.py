@@ -38,19 +38,13 @@ class EncodedChange:
 
 @dataclass(frozen=True)
 class Staged:
-    """An update that is neither committed nor discarded.
-
-    Attributes:
-        whole: the update with all weights, if it is sent before it is committed.
-        difference: changes since the version before; None for all weights.
-        change: the encoded difference; None sends all weights.
-    """
+    """An update that is neither committed nor discarded."""
 
     version_id: VersionId
     step: Step
-    whole: EncodedUpdate | None = None
-    difference: Difference | None = None
-    change: EncodedChange | None = None
+    whole: EncodedUpdate | None = None  # all weights, if they are sent before the update is committed
+    difference: Difference | None = None  # changes since the version before; None for all weights
+    change: EncodedChange | None = None  # the encoded difference; None sends all weights
 
 
 class SendGroup(ABC):
@@ -62,24 +56,17 @@ class SendGroup(ABC):
     Args:
         schema: the tensors as they travel, in the receivers' dtypes.
         pool: memory for payloads; its lock guards versions, too.
-
-    Attributes:
-        whole_encoding: encoding of updates that carry all weights.
-        whole_bytes: size of all payloads of an update that carries all weights.
-        version_id: the weights that were committed last.
-        whole: the update that carries all of them, if there is one in memory.
-        source: key of the weights that the group was last given; equal for groups that were given the same.
-        sends_changes: whether updates carry changes.
+        whole: encoding of updates that carry all weights.
     """
 
-    sends_changes: ClassVar[bool] = False
+    sends_changes: ClassVar[bool] = False  # whether updates carry changes
 
     def __init__(self, schema: WeightSchema, pool: BufferPool, whole: WholeEncoding) -> None:
         self.schema = schema
-        self.whole_bytes = max(schema.nbytes, sum(whole.payload_sizes(schema)))
-        self.version_id: VersionId | None = None
-        self.whole: EncodedUpdate | None = None
-        self.source: Hashable = None
+        self.whole_bytes = max(schema.nbytes, sum(whole.payload_sizes(schema)))  # of all its payloads
+        self.version_id: VersionId | None = None  # the weights that were committed last
+        self.whole: EncodedUpdate | None = None  # carries all of them, if there is one in memory
+        self.source: Hashable = None  # key of the weights last given; equal for groups that got the same
         self._staged: Staged | None = None
         self.whole_encoding = whole
         self._fill, self._lock = pool.fill, pool.lock

@@ -171,8 +171,6 @@ class DeltaGroup(SendGroup):
         if staged is not None and staged.change is not None:
             past.append(staged.change)
             step, version_id = staged.step, staged.version_id
-        if not past:
-            return self.whole
         payloads = [one.payload for one in past]
         uses = [use for one in past for use in one.uses]
         chunks = [*frames_of(step, self.schema, self._encoding.name, payloads, len(payloads), has.version)]

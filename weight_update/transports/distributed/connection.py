@@ -54,14 +54,11 @@ class Connection(LinkConnection):
     Args:
         stream: connection to the other end.
         token: token that is put into received HELLOs, because it does not travel.
-
-    Attributes:
-        lost: error that ended the connection on this end; None while it works.
     """
 
     def __init__(self, stream: SignedStream, token: str) -> None:
         self.stream: SignedStream = stream
-        self.lost: Exception | None = None
+        self.lost: Exception | None = None  # error that ended the connection on this end
         self._token = token
 
     def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:

@@ -20,13 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from weight_update.errors import (
-    FormatError,
-    JoinRefusedError,
-    LinkClosedError,
-    SyncTimeoutError,
-    TransportError,
-)
+from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.text import brief, format_seconds
 from weight_update.threads import start_thread
 from weight_update.transports.distributed.store import TCPStore, disown, own
@@ -56,19 +50,12 @@ _NUMBER = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Announcement:
-    """Where a sender listens.
+    """The addresses at which a sender listens."""
 
-    Attributes:
-        host: name of its host.
-        local: name of its abstract Unix socket, for workers on that host.
-        port: TCP port for workers on other hosts, at the address of the store.
-        name: random name of the sender, for the context of handshakes.
-    """
-
-    host: str
-    local: str
-    port: int
-    name: str
+    host: str  # name of its host
+    local: str  # name of its abstract Unix socket, for workers on that host
+    port: int  # TCP port for workers on other hosts, at the address of the store
+    name: str  # random name of the sender, for the context of handshakes
 
 
 class SenderStore:
@@ -248,8 +235,10 @@ def _read_announcement(
             raise LinkClosedError(f"what answers there is not a sender: it sent {pong + length!r}")
         if size:  # a sender with our token writes this key, so a stranger hides what it wrote
             give_up = deadline
-        with contextlib.suppress(FormatError):
-            return _verified(stream.recv(size, deadline), token)
+        signed = stream.recv(size, deadline)
+        body = signed[PROOF_BYTES:]
+        if hmac.compare_digest(signed, _signed(body, token)):
+            return Announcement(**json.loads(body))
     if time.monotonic() >= deadline:
         raise SyncTimeoutError
     raise JoinRefusedError(
@@ -264,14 +253,6 @@ def _key(token: str) -> str:
 
 def _signed(body: bytes, token: str) -> bytes:
     return proof(token, b"A", b"", f"{_CONTEXT} {body.decode(errors='replace')}") + body
-
-
-def _verified(signed: bytes, token: str) -> Announcement:
-    """Return the announcement; raise FormatError if it is not signed with ``token``."""
-    body = signed[PROOF_BYTES:]
-    if not hmac.compare_digest(signed, _signed(body, token)):
-        raise FormatError("the announcement is not signed with our token")
-    return Announcement(**json.loads(body))
 
 
 _listening: set[int] = set()

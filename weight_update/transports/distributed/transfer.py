@@ -40,13 +40,10 @@ class Checksum:
 
     It detects every change within one word, so of any single bit, and blocks in another order. It is five
     times as fast as CRC-32 of zlib. It detects errors; it does not stop deliberate manipulation.
-
-    Attributes:
-        sums: sums of the block that is not complete, uint64 of shape [256].
     """
 
     def __init__(self) -> None:
-        self.sums = np.zeros(LANES, dtype=np.uint64)
+        self.sums = np.zeros(LANES, dtype=np.uint64)  # of the block that is not complete
         self._blocks: list[bytes] = []  # the sums of each complete block
         self._filled = 0  # bytes of the block that is being summed
 

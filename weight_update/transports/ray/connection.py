@@ -49,13 +49,10 @@ class RayConnection(LinkConnection):
         end: 0 on the sender's side, 1 on the worker's.
         local: whether both ends are on one node, so that no payload crosses a network.
         liveness: sender's end: reference that Ray declares lost when the worker's process is gone.
-
-    Attributes:
-        object_store: store that payloads are put into; the link sets its own.
     """
 
     def __init__(self, actor: Any, name: str, end: int, local: bool = True, liveness: Any = None) -> None:
-        self.object_store: RayObjectStore = RayObjectStore()
+        self.object_store: RayObjectStore = RayObjectStore()  # for payloads; the link sets its own
         self._actor, self._name, self._end, self._local = actor, name, end, local
         self._messages: deque[tuple[bytes, list[Any]]] = deque()
         self._call: Any = None  # a call that waits in the actor for the next messages

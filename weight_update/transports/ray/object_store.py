@@ -29,7 +29,11 @@ class RayObjectStore:
         with self._lock:
             ref = self._refs.get(chunk)
             if ref is None:
-                self._release_before(chunk)
+                # Ray may write into the memory of earlier versions; new memory takes several times as long.
+                # Workers that still read an object keep it.
+                version = chunk.header["version"]
+                for old in [one for one in self._refs if one.header["version"] < version]:
+                    del self._refs[old]
                 try:
                     ref = self._refs[chunk] = call_ray("put", chunk.payload.numpy())
                 except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
@@ -38,15 +42,6 @@ class RayObjectStore:
                         f"ray.init more object_store_memory, or send less at once ({brief(error)})"
                     ) from None
             return ref
-
-    def _release_before(self, new: WeightChunk) -> None:
-        """Release the objects of earlier versions, so that the store may write ``new`` into their memory.
-
-        New memory takes several times as long. Workers that still read an object keep it.
-        """
-        version = new.header["version"]
-        for chunk in [chunk for chunk in self._refs if chunk.header["version"] < version]:
-            del self._refs[chunk]
 
     def forget(self) -> None:
         """Put every payload again from now on, because Ray lost an object."""

@@ -16,14 +16,10 @@ import weakref
 
 
 class SlotFile:
-    """The file of a slot that this process has mapped; it stays open as long as it is mapped.
-
-    Attributes:
-        users: number of payloads in the slot that are in use in this process.
-    """
+    """The file of a slot that this process has mapped; it stays open as long as it is mapped."""
 
     def __init__(self, fd: int, mapping: mmap.mmap) -> None:
-        self.users = 0
+        self.users = 0  # number of payloads in the slot that are in use in this process
         self._fd = os.dup(fd)
         weakref.finalize(mapping, self._close).atexit = False
         _files[self._fd] = self

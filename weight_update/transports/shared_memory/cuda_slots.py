@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from weight_update.errors import FormatError, NotEnoughMemoryError, TransportError, UnreachableMemoryError
-from weight_update.text import plural
+from weight_update.text import format_megabytes, plural
 from weight_update.transports.shared_memory.ipc_refcount import IpcReferences, owner_released
 from weight_update.transports.shared_memory.slot_files import naming_limits
 from weight_update.transports.shared_memory.slots import SharedSlot, SlotMapping
@@ -46,18 +46,11 @@ def cuda_device(name: str | torch.device) -> torch.device:
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """Location of memory on a GPU, as another process of this machine can find it.
+    """Location of memory on a GPU, as another process of this machine can find it."""
 
-    Attributes:
-        device: UUID of the GPU; its index may differ between processes.
-        segment: CUDA's handle of the allocation, in hex.
-        offset: first byte in the allocation.
-        nbytes: size in bytes.
-    """
-
-    device: str
-    segment: str
-    offset: int
+    device: str  # UUID of the GPU; its index may differ between processes
+    segment: str  # CUDA's handle of the allocation, in hex
+    offset: int  # first byte in the allocation
     nbytes: int
 
     @classmethod
@@ -124,8 +117,9 @@ class CudaBuffer(SharedSlot):
         try:
             whole = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
+            needed, reason = format_megabytes(nbytes), str(error).partition(".")[0]
             raise NotEnoughMemoryError(
-                f"a slot of {nbytes / 1e6:.1f} MB is needed on {device}: {str(error).partition('.')[0]}; use "
+                f"a slot of {needed} is needed on {device}: {reason}; use "
                 "encoding='bucket' with max_in_flight=2, or leave slot_device out"
             ) from None
         self.handle = CudaHandle.of(whole).to_bytes()

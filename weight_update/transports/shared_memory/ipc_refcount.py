@@ -19,12 +19,10 @@ class IpcReferences:
     The references are copies of the writing end of a pipe. A process that opens the memory gets one, and
     closes it when it is done; the kernel closes it for a process that dies. The reading end hangs up with the
     last one.
-
-    Attributes:
-        fd: writing end, to be sent to other processes; -1 after :meth:`close`.
     """
 
     def __init__(self) -> None:
+        # `fd` is the writing end, to be sent to other processes; -1 after close().
         self._reading, self.fd = os.pipe2(os.O_CLOEXEC)
         _made_here.add(self)
 

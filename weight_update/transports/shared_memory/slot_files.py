@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from weight_update.errors import NotEnoughMemoryError, TransportError
+from weight_update.text import format_megabytes
 from weight_update.transports.memory_limits import require_memory
 
 _ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
@@ -50,11 +51,11 @@ def fill(fd: int, size: int, directory: str | None) -> None:
             raise
         where, free, cure = "memory", "", "free memory or raise the container's limit"
         if directory is not None and error.errno == errno.ENOSPC:
-            where, free = directory, f", {shutil.disk_usage(directory).free / 1e6:.1f} MB are free"
+            where, free = directory, f", {format_megabytes(shutil.disk_usage(directory).free)} are free"
             cure = "free space there, enlarge it (/dev/shm: docker run --shm-size=..., or mount -o "
             cure += "remount,size=...), or leave directory= out"
         raise NotEnoughMemoryError(
-            f"{where} is too small: a shared slot of {size / 1e6:.1f} MB is needed{free}; {cure}"
+            f"{where} is too small: a shared slot of {format_megabytes(size)} is needed{free}; {cure}"
         ) from None
 
 

@@ -30,6 +30,7 @@ from weight_update.errors import (
     TransportError,
     UnreachableMemoryError,
 )
+from weight_update.text import format_megabytes
 from weight_update.transports.base import Buffer
 from weight_update.transports.shared_memory.child_locks import SlotFile
 from weight_update.transports.shared_memory.slot_files import fill, naming_limits, new_file, seal
@@ -50,16 +51,10 @@ _LOOKED_AT = 4
 
 
 class SharedSlot(Buffer):
-    """Memory that other processes can open, on the sender's side.
+    """Memory that other processes can open, on the sender's side. ``key`` names it among all processes."""
 
-    Attributes:
-        key: name of the slot, unique among all slots of all processes.
-        fd: file descriptor that is sent to other processes.
-        handle: bytes that other processes need in addition to ``fd``; empty for host memory.
-    """
-
-    fd = -1
-    handle = b""
+    fd = -1  # is sent to other processes
+    handle = b""  # is needed there in addition to `fd`; empty for host memory
 
     def __init__(self, tensor: torch.Tensor, key: str) -> None:
         super().__init__(tensor)
@@ -88,7 +83,7 @@ class SharedBuffer(SharedSlot):
         self._owner = os.getpid()
         size = aligned(nbytes, _PAGE) + _KEY_BYTES + 1
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        needed = f"a shared slot of {size / 1e6:.1f} MB"
+        needed = f"a shared slot of {format_megabytes(size)}"
         with naming_limits(needed), new_file(key, size, directory) as file:
             writable = file.fileno()
             fill(writable, size, directory)
@@ -136,13 +131,9 @@ def slot_of(payload: torch.Tensor) -> SharedSlot:
 
 
 class SlotMapping:
-    """A slot that is open in a receiver, whose memory is ``whole``.
+    """A slot that is open in a receiver, whose memory is ``whole``."""
 
-    Attributes:
-        owner: id of the process that owns the slot; None if the link ends when that process does.
-    """
-
-    owner: int | None = None
+    owner: int | None = None  # id of the owner's process; None if the link ends when that process does
 
     def __init__(self, whole: torch.Tensor) -> None:
         self._whole = self._shown = whole
@@ -190,7 +181,7 @@ class HostSlotMapping(SlotMapping):
             found = os.pread(fd, _KEY_BYTES, max(size - _KEY_BYTES - 1, 0))
         if found != key.encode():
             raise LinkClosedError(f"the sender has released the slot {key}")
-        with naming_limits(f"the sender's slot of {size / 1e6:.1f} MB"):
+        with naming_limits(f"the sender's slot of {format_megabytes(size)}"):
             self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
             self._file = SlotFile(fd, self._map)
             on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -231,7 +222,10 @@ class HostSlotMapping(SlotMapping):
             return
         self._faults = faults
         if _has_private_pages(self._address, self._whole.numel()):
-            _drop_private_pages(self._map)
+            try:
+                self._map.madvise(mmap.MADV_DONTNEED)  # shows the pages of the file again
+            except OSError:  # this process has locked its memory (mlockall)
+                self._map.madvise(_DONTNEED_LOCKED)
 
     def pinned(self, payload: torch.Tensor) -> torch.Tensor:
         again, self._read_before = self._read_before, True
@@ -363,11 +357,3 @@ def _has_private_pages(address: int, nbytes: int) -> bool:
     # An update may wait for this, so nothing is done for each page.
     kinds = set(raw[_ENTRY - 1 :: _ENTRY])
     return any(kind & _PRESENT_OR_SWAPPED and not kind & _FILE_OR_SHARED for kind in kinds)
-
-
-def _drop_private_pages(mapping: mmap.mmap) -> None:
-    """Show the pages of the file again."""
-    try:
-        mapping.madvise(mmap.MADV_DONTNEED)
-    except OSError:  # this process has locked its memory (mlockall)
-        mapping.madvise(_DONTNEED_LOCKED)

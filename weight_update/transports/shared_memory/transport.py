@@ -97,11 +97,14 @@ class SlotStream(LinkConnection, Arrivals):
             self._stream.send(head, deadline)
             return
         slot, handed_over = slot_of(chunk.payload), self._handed_over
+        key, handle = slot.key.encode(), slot.handle
         if slot in handed_over:  # in one call: waking the reader twice would cost most
-            self._stream.send(head + _RECORD.pack(slot.key.encode(), _KNOWN), deadline)
+            self._stream.send(head + _RECORD.pack(key, _KNOWN), deadline)
         else:
             self._stream.send(head, deadline)
-            self._stream.send_with_fd(_first_record(slot), slot.fd, deadline)
+            more = _SIZE.pack(len(handle)) + handle if handle else b""
+            record = _RECORD.pack(key, _HANDLE if handle else _FILE)
+            self._stream.send_with_fd(record + more, slot.fd, deadline)
             handed_over.add(slot)
 
     def recv(self, timeout: float | None, allocate: Allocate | None = None) -> WeightChunk | None:
@@ -191,14 +194,6 @@ class SlotStream(LinkConnection, Arrivals):
 def _close_all(descriptors: list[int]) -> None:
     while descriptors:
         os.close(descriptors.pop())
-
-
-def _first_record(slot: SharedSlot) -> bytes:
-    """Return the record that is sent together with the slot's file descriptor."""
-    key = slot.key.encode()
-    if not slot.handle:
-        return _RECORD.pack(key, _FILE)
-    return _RECORD.pack(key, _HANDLE) + _SIZE.pack(len(slot.handle)) + slot.handle
 
 
 def _map_slot(key: str, kind: int, fd: int | None, handle: bytes | None) -> SlotMapping:

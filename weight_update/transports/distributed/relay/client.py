@@ -41,15 +41,11 @@ class RelayClient:
 
     One thread uses it at a time; the router chooses which. Methods that need the connections wait until the
     worker, whose process id on its host is ``pid``, has made all of them.
-
-    Attributes:
-        incoming_link: name of the link from the host before it in the chain; None without one.
-        outgoing_link: name of the link to the host after it in the chain; None without one.
     """
 
     def __init__(self, pid: int, backend: str, connections: int = 1) -> None:
-        self.incoming_link: str | None = None
-        self.outgoing_link: str | None = None
+        self.incoming_link: str | None = None  # name of the link from the host before it in the chain
+        self.outgoing_link: str | None = None  # name of the link to the host after it in the chain
         self._pid, self._backend, self._connections = pid, backend, connections
         self._replicated: dict[str, weakref.ref[Any]] = {}
         self._stream = AwaitedStream()
@@ -115,11 +111,8 @@ def send_along_chain(
 ) -> Iterator[tuple[int, bytes | Exception]]:
     """Send a payload to the first host relay, which forwards each piece to the second on arrival, and so on.
 
-    Args:
-        clients: one for each host.
-        payload: tensor of a slot.
-        patience: seconds without progress after which an end is given up.
-        limit: seconds for the answer of a host relay after the whole payload was sent.
+    An end is given up after ``patience`` seconds without progress, and if a host relay does not answer within
+    ``limit`` seconds after the whole payload was sent.
 
     Yields:
         for each host, as soon as it is known, its place in ``clients`` and where its workers find the

@@ -30,17 +30,12 @@ _SHARE = 4  # a worker that does not answer is given up after this share of the 
 
 
 class _Payload:
-    """One use of a slot: the contents from one write to the next.
-
-    Attributes:
-        use: number of the use.
-        expecting: hosts that are about to need the payload.
-        delivered: by host that has it, the worker whose relay keeps it, and where workers find it.
-    """
+    """One use of a slot: the contents from one write to the next."""
 
     def __init__(self, use: int) -> None:
         self.use = use
-        self.expecting: list[str] = []
+        self.expecting: list[str] = []  # hosts that are about to need the payload
+        # By host that has it: the worker whose relay keeps it, and where workers find it.
         self.delivered: dict[str, tuple[RemoteConnection, bytes]] = {}
 
 
@@ -49,13 +44,10 @@ class Router:
 
     A payload is sent to one worker of a host, whose host relay keeps it; the other workers there map that
     copy. The same worker is chosen as long as it is connected and not busy with another payload.
-
-    Attributes:
-        sent: bytes of payloads that this process sent to other hosts.
     """
 
     def __init__(self) -> None:
-        self.sent: int = 0
+        self.sent: int = 0  # bytes of payloads that this process sent to other hosts
         self._changed = threading.Condition()
         self._piece_seconds: float = 0.0  # of a piece of the last payload, to the first host of its chain
         self._remotes: list[RemoteConnection] = []
@@ -88,7 +80,7 @@ class Router:
             return [one for one in self._remotes if one.host == remote.host] == [remote]
 
     def count_sent(self, nbytes: int) -> None:
-        """Add bytes of a payload that does not go through a host relay to :attr:`sent`."""
+        """Add bytes of a payload that does not go through a host relay to ``sent``."""
         with self._changed:
             self.sent += nbytes
 
@@ -200,20 +192,15 @@ class Router:
                     if place == 0:
                         self._piece_seconds = (time.monotonic() - began) / max(payload.numel() / PIECE, 1)
                     self._note(pending.pop(place), present, result, first=place == 0)
-            self._await_ends([pending[place] for place in ended], min(patience, _GOODBYE_SECONDS))
+            with self._changed:  # if a worker left, its goodbye is read first, on its other connection
+                gone = [pending[place] for place in ended]
+                limit = min(patience, _GOODBYE_SECONDS)
+                self._changed.wait_for(lambda: all(one.lost is not None for one in gone), limit)
             for place, error in ended.items():
                 self._note(pending.pop(place), present, error, first=place == 0)
         finally:
             for place, one in pending.items():  # an unread answer must not be taken for the next one
                 self._note(one, present, LinkClosedError("it was not sent"), first=place == 0)
-
-    def _await_ends(self, remotes: list[RemoteConnection], seconds: float) -> None:
-        """Wait until workers whose payloads cannot be sent have ended their other connections, if they do.
-
-        If a worker left, its goodbye is read there first.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: all(one.lost is not None for one in remotes), seconds)
 
     def _note(
         self, one: RemoteConnection, payload: _Payload, result: bytes | Exception, *, first: bool
