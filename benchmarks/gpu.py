@@ -247,7 +247,7 @@ def _measure(
     def advance(turn: int) -> None:
         torch._foreach_copy_(list(live.values()), states[1 - turn % 2])
 
-    return measure_schemes(schemes, live, advance, turns, str(device))
+    return measure_schemes(schemes, live, advance, turns, device=str(device))
 
 
 def _measure_sync(update: Update, device: torch.device, turns: int) -> dict[Key, list[Sent]]:
