@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -19,14 +18,14 @@ from tensordict import TensorDictBase
 from collectors.node_programs import EXAMPLE, STOP, describe
 from collectors.single import Collector
 from collectors.waiting import WaitingTimes
-from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Make, Workers, portable
+from collectors.workers import END_SECONDS, Arguments, Make, Workers, portable
 from weight_update import LifecycleError, SyncFailedError, SyncTimeoutError, WorkerError
 
 
 class GroupWorkers(Workers):
     """Workers in the default process group, in which the trainer has rank 0.
 
-    After :meth:`launch`, :meth:`form` makes the group, and :meth:`expect` describes a batch to the workers.
+    After :meth:`form`, :meth:`expect` describes a batch to the workers.
     """
 
     _join = staticmethod(torch.stack)
@@ -54,12 +53,9 @@ class GroupWorkers(Workers):
                 raise
             raise WorkerError(f"workers could not start:\n{errors}") from error
 
-    def form(self, form_group: Callable[[], None]) -> None:
-        """Call ``form_group`` once the processes have started; raise if it does not end in time."""
-        self.nodes.await_ready(START_SECONDS)
+    def form(self, action: Callable[[], None]) -> None:
         self._in_group = True
-        # By itself it waits for 1,000 days. Jobs may wait for their hosts.
-        self.nodes.attend(form_group, START_SECONDS if self.launcher == "mp" else math.inf)
+        super().form(action)
 
     def expect(self, example: TensorDictBase) -> None:
         """Prepare for batches like ``example``; a worker that makes others ends with an error."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import importlib
+import math
 import queue
 import threading
 import time
@@ -78,7 +79,7 @@ class Workers:
     Call sequence:
 
     1. :meth:`require_alone`, before anything starts.
-    2. :meth:`launch` starts the processes or jobs. The subclass connects them.
+    2. :meth:`launch` starts the processes or jobs, and :meth:`form` connects them.
     3. :meth:`starting` surrounds all of that, and the connection of the schemes.
     4. :meth:`ask` and :meth:`take`, or :meth:`gather`, for batches.
     5. :meth:`end` has workers end; it is left out after an error at the start. Then come :meth:`kill`, the
@@ -133,6 +134,17 @@ class Workers:
             executor.update_parameters(**slurm_kwargs)
             return [self.nodes.submit(executor, program, **copied, **others) for copied, others in arguments]
         return []
+
+    def form(self, action: Callable[[], None]) -> None:
+        """Call ``action``, which makes the group or RPC world, once the processes have started.
+
+        Raises:
+            WorkerError: a process has ended.
+            SyncTimeoutError: processes are late.
+        """
+        self.nodes.await_ready(START_SECONDS)
+        # By itself, PyTorch waits for half an hour or for 1,000 days. Jobs may wait for their hosts.
+        self.nodes.attend(action, START_SECONDS if self.launcher == "mp" else math.inf)
 
     def alive(self, idx: int) -> bool:
         """Return False only if a worker has certainly ended."""
