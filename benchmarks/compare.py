@@ -317,11 +317,12 @@ def _large(found: Found) -> Iterator[Target]:
 
 
 def _stall_targets(stalls: dict[str, Figure], size: str) -> Iterator[Target]:
-    for what, name in (("switch", "at the switch, seen by the worker"), ("reported", "in the SyncReport")):
+    template = "SharedMem, {size} MB, stall {where}, ms, {which}"
+    for what, where in (("switch", "at the switch, seen by the worker"), ("reported", "in the SyncReport")):
         milliseconds = stalls.get(what, Figure()).times(1e3)
-        template = f"SharedMem, {{size}} MB, stall {name}, ms, "
-        yield target(template + "median", milliseconds.reached, size=size)
-        yield target(template + "longest", max(milliseconds.values, default=milliseconds.reached), size=size)
+        longest = max(milliseconds.values, default=milliseconds.reached)
+        yield target(template, milliseconds.reached, size=size, where=where, which="median")
+        yield target(template, longest, size=size, where=where, which="longest")
 
 
 def _memory_targets(found: list[Memory], size: str) -> Iterator[Target]:
