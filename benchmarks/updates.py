@@ -48,10 +48,10 @@ class Update:
         """The layout in the receivers' dtypes."""
         return WeightSchema.of(self.old)
 
-    def flat(self) -> torch.Tensor:
-        """Return the flat buffer of a receiver before the update."""
+    def flat(self, weights: Weights) -> torch.Tensor:
+        """Return the flat buffer of a receiver that has ``weights``."""
         flat = torch.zeros(self.schema.nbytes, dtype=torch.uint8)
-        torch._foreach_copy_(self.schema.views(flat), list(self.old.values()))
+        torch._foreach_copy_(self.schema.views(flat), list(weights.values()))
         return flat
 
 
