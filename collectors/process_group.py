@@ -7,7 +7,6 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from tensordict import TensorDictBase
 from collectors.node_programs import EXAMPLE, STOP, describe
 from collectors.single import Collector
 from collectors.waiting import WaitingTimes
-from collectors.workers import END_SECONDS, Arguments, Make, Workers, portable
+from collectors.workers import END_SECONDS, Arguments, Put, Workers, portable
 from weight_update import LifecycleError, SyncFailedError, SyncTimeoutError, WorkerError
 
 
@@ -62,8 +61,11 @@ class GroupWorkers(Workers):
         dist.distributed_c10d._get_default_store().set(EXAMPLE, json.dumps(describe(example)))
         self._batches = [example.clone().lock_() for _ in range(self.number)]
 
-    def _request(self, idx: int) -> Make:
-        return partial(_receive, self._batches[idx], idx + 1)
+    def _request(self, idx: int, put: Put) -> None:
+        parts = self._batches[idx].irecv(src=idx + 1, return_premature=True)
+        while parts:
+            parts.pop(0).wait()  # gloo raises RuntimeError if the other end is gone
+        put(None)
 
     def _read(self, idx: int, arrived: Any) -> TensorDictBase:
         if arrived is not None:
@@ -97,14 +99,9 @@ class OnDemandWorkers(GroupWorkers):
 
     store: Any
 
-    def _request(self, idx: int) -> Make:
-        store, receive = self.store, super()._request(idx)
-
-        def make(put: Callable[[Any], None]) -> None:
-            store.set(f"NODE_{idx + 1}_in", b"continue")
-            receive(put)
-
-        return make
+    def _request(self, idx: int, put: Put) -> None:
+        self.store.set(f"NODE_{idx + 1}_in", b"continue")
+        super()._request(idx, put)
 
     def end(self, seconds: float) -> None:
         super().end(seconds)
@@ -130,14 +127,6 @@ class AheadWorkers(GroupWorkers):
         for idx in range(len(self._batches)):
             if self.nodes.alive(idx):
                 self.ask(idx)
-
-
-def _receive(batch: TensorDictBase, rank: int, put: Callable[[None], None]) -> None:
-    """Wait for a batch of a worker; gloo raises RuntimeError if the other end is gone."""
-    parts = batch.irecv(src=rank, return_premature=True)
-    while parts:
-        parts.pop(0).wait()
-    put(None)
 
 
 def program_arguments(collector: Any, frames_per_batch: int, **more: Any) -> list[Arguments]:

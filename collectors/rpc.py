@@ -20,7 +20,7 @@ from collectors.rpc_node import join_world, leave, made, make_collector, name_of
 from collectors.torchrl_names import tensorpipe_options
 from collectors.updates import close_all
 from collectors.waiting import WaitingTimes
-from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Make, Workers, portable
+from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Put, Workers, portable
 from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WorkerError
 
 _OF_WORKER = "On WorkerInfo("
@@ -94,9 +94,8 @@ class RPCWorkers(Workers):
 
     # -- data --------------------------------------------------------------------------------------
 
-    def _request(self, idx: int) -> Make:
-        rref = self.rrefs[idx]
-        return lambda put: rref.rpc_async().next().then(put)
+    def _request(self, idx: int, put: Put) -> None:
+        self.rrefs[idx].rpc_async().next().then(put)
 
     def _read(self, idx: int, arrived: Any) -> TensorDictBase:
         error = str(arrived) if isinstance(arrived, Exception) else _error_of(arrived)
