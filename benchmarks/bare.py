@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import threading
@@ -144,10 +143,6 @@ class Bare:
             self._end = _Gloo(0, address, port)
         self._peer.answer()
 
-    def pids(self) -> tuple[int, ...]:
-        """Return the ids of this process and of the other."""
-        return (os.getpid(), self._peer.pid)
-
     def update(self) -> float:
         """Return the seconds of one transfer with its answer, and check that it arrived."""
         self._updates = self._updates % 255 + 1
@@ -225,10 +220,6 @@ class Copy:
         self._source = list(fill(Model(*case.model)).values(True, True))
         self._target = [torch.zeros_like(value).fill_(1.0) for value in self._source]
 
-    def pids(self) -> tuple[int, ...]:
-        """Return the ids of all processes."""
-        return (os.getpid(),)
-
     def update(self) -> float:
         """Return the seconds of the copy."""
         start = time.perf_counter()
@@ -269,9 +260,6 @@ class Floor(Copy):
             theirs.close()
             peer.answer()
         super().__init__(case)  # after the processes were forked: it starts threads
-
-    def pids(self) -> tuple[int, ...]:
-        return (os.getpid(), *(peer.pid for peer in self._peers))
 
     def update(self) -> float:
         """Return the seconds of the copy and all wake-ups."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.compare import MEGABYTES, Found, Plan, beside, figures_of
+from benchmarks.compare import MEGABYTES, Found, Plan, figures_of, of_other, sync_table
 from benchmarks.options import Options
 from benchmarks.report import Figure, Table, machine, ratio, say
 from benchmarks.targets import Target, count_workers, target, targets_table
@@ -57,36 +57,20 @@ def _ray_of(variant: str, address: str | None) -> str | None:
     return address if "ray" in variant.removeprefix("torchrl-").split("-") else None
 
 
-def cluster_table(title: str, found: Found) -> Table:
-    """Return a table with one row for each of our schemes and each case."""
-    rows = [
-        [CLUSTER[scheme], f"{case.megabytes:g}", case.tensors, case.workers, *beside(found, scheme, case)]
-        for scheme, case in found
-    ]
-    return Table(
-        title,
-        "Milliseconds from the call of send() to its return, when all workers have applied the update: "
-        "median (min .. max).",
-        ["scheme", "MB", "tensors", "workers", "ours", "torchrl", "plain copy", "ours/torchrl", "ours/copy"],
-        rows,
-        names=(0, 1, 2, 3),
-    )
-
-
 def _targets(options: argparse.Namespace, found: Found, many: Case) -> Iterator[Target]:
     """Yield the targets; ``many`` is the case with many tensors."""
     names = [scheme for scheme in ("distributed", "rpc", "ray") if scheme in options.schemes]
     for scheme in names:
-        reached = _of_rival(found, scheme, Case(1000.0, 16, 4))
+        reached = of_other(found, scheme, Case(1000.0, 16, 4))
         yield target("{scheme}, 1 GB, 4 workers, of torchrl's time", reached, scheme=CLUSTER[scheme])
     for scheme in names:
         template = "{scheme}, {tensors:,} tensors, of torchrl's time"
-        yield target(template, _of_rival(found, scheme, many), scheme=CLUSTER[scheme], tensors=many.tensors)
+        yield target(template, of_other(found, scheme, many), scheme=CLUSTER[scheme], tensors=many.tensors)
     for workers in options.workers if "distributed" in options.schemes else ():
         case, named = Case(1.0, 16, workers), count_workers(workers)
         milliseconds = (_figure(found, "distributed", case) or Figure()).times(1e3)
         yield target("Distributed, 1 MB, {workers}, ms", milliseconds.reached, workers=named)
-        reached = _of_rival(found, "distributed", case)
+        reached = of_other(found, "distributed", case)
         yield target("Distributed, 1 MB, {workers}, of torchrl's time", reached, workers=named)
     if "distributed-sockets" in options.schemes:
         one, four = (_figure(found, "distributed-sockets", Case(1000.0, 16, hosts)) for hosts in (1, 4))
@@ -99,7 +83,7 @@ def _object_store_targets(options: argparse.Namespace, found: Found) -> Iterator
         template = "Ray, object store, {size}, {workers}, of torchrl's time"
         for megabytes, size in ((1.0, "1 MB"), (100.0, "100 MB"), (1000.0, "1 GB")):
             for workers in options.workers:
-                reached = _of_rival(found, "ray-object-store", Case(megabytes, 16, workers))
+                reached = of_other(found, "ray-object-store", Case(megabytes, 16, workers))
                 yield target(template, reached, size=size, workers=count_workers(workers))
     if "ray-object-store-apart" in options.schemes:
         template = "Ray, object store, a host each, 1 GB, {workers}, of Ray's put and get alone"
@@ -111,11 +95,6 @@ def _object_store_targets(options: argparse.Namespace, found: Found) -> Iterator
 
 def _figure(found: Found, scheme: str, case: Case) -> Figure | None:
     return found.get((scheme, case), {}).get(scheme)
-
-
-def _of_rival(found: Found, scheme: str, case: Case) -> float | None:
-    theirs = found.get((scheme.partition("-")[0], case), {}).get(rival(scheme))
-    return ratio(_figure(found, scheme, case), theirs)
 
 
 PARTS = ("sync", "tensors")
@@ -149,12 +128,13 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         if "sync" in options.only:
             cases = [Case(megabytes, 16, count) for megabytes in options.sizes for count in options.workers]
             found |= measure_cluster(plan, rounds, cases, ray)
-            yield cluster_table("Across processes: synchronous update, 16 tensors", found)
+            title = "Across processes: synchronous update, 16 tensors"
+            yield sync_table(title, CLUSTER, found, tensors=True)
         if "tensors" in options.only:
             schemes = [scheme for scheme in plan.schemes if scheme != RAY_ALONE]  # it sends bytes
             cases = [Case(MEGABYTES, count, few) for count in options.tensors]
             tensors = measure_cluster(replace(plan, schemes=schemes), rounds, cases, ray)
-            yield cluster_table("Across processes: many tensors", tensors)
+            yield sync_table("Across processes: many tensors", CLUSTER, tensors, tensors=True)
             found |= tensors
     targets = _targets(options, found, Case(MEGABYTES, _MANY, few))
     yield targets_table(targets, "Across processes: targets")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.memory import Memory, measure_memory, memory_table
@@ -68,13 +68,34 @@ def figures_of(live: Sequence[Trainer], plan: Plan) -> list[Figure]:
     return [Figure(values, trainer.failure) for trainer, values in zip(live, results, strict=True)]
 
 
-def beside(found: Found, scheme: str, case: Case) -> list[object]:
-    """Return the cells that compare one of our schemes with TorchRL's and with a plain copy."""
-    others = found.get((scheme.partition("-")[0], case), {})
-    theirs, copy = (others.get(name, Figure()) for name in (rival(scheme), COPY))
-    ours = found[scheme, case][scheme]
-    shown = [ours.cell(1e3), theirs.show(1e3), copy.show(1e3)]
-    return [*shown, show_ratio(ours, theirs), show_ratio(ours, copy)]
+def beside(found: Found, scheme: str, case: Case, variant: str = "") -> Figure:
+    """Return what was measured of a variant beside a scheme, by default of TorchRL's."""
+    return found.get((scheme.partition("-")[0], case), {}).get(variant or rival(scheme), Figure())
+
+
+def of_other(found: Found, scheme: str, case: Case, other: str = "") -> float | None:
+    """Return the ratio of a scheme to the ``other`` variant, by default to TorchRL's."""
+    return ratio(found.get((scheme, case), {}).get(scheme), beside(found, scheme, case, other))
+
+
+def sync_table(title: str, labels: Mapping[str, str], found: Found, *, tensors: bool = False) -> Table:
+    """Return a table with one row for each scheme and case, beside TorchRL's scheme and a plain copy."""
+    rows: list[list[object]] = []
+    for (scheme, case), figures in found.items():
+        ours = figures[scheme]
+        theirs, copy = (beside(found, scheme, case, name) for name in ("", COPY))
+        sizes = [f"{case.megabytes:g}", *[case.tensors] * tensors, case.workers]
+        shown = [ours.cell(1e3), theirs.show(1e3), copy.show(1e3)]
+        rows.append([labels[scheme], *sizes, *shown, show_ratio(ours, theirs), show_ratio(ours, copy)])
+    head = ["scheme", "MB", *["tensors"] * tensors, "workers"]
+    return Table(
+        title,
+        "Milliseconds from the call of send() to its return, when all workers have applied the update: "
+        "median (min .. max).",
+        [*head, "ours", "torchrl", "plain copy", "ours/torchrl", "ours/copy"],
+        rows,
+        names=range(len(head)),
+    )
 
 
 def _measure(plan: Plan, scheme: str, case: Case, more: Sequence[tuple[str, Case]] = ()) -> dict[str, Figure]:
@@ -97,22 +118,6 @@ def measure_sync(plan: Plan, sizes: Sequence[float], workers: Sequence[int]) -> 
             more = [COPY, *[FLOOR] * (scheme == "shared" and case.megabytes <= _SMALL)]
             found[scheme, case] = _measure(plan, scheme, case, [(variant, case) for variant in more])
     return found
-
-
-def sync_table(found: Found) -> Table:
-    """Return a table with one row for each size, number of workers and scheme."""
-    rows = [
-        [SCHEMES[scheme], f"{case.megabytes:g}", case.workers, *beside(found, scheme, case)]
-        for scheme, case in found
-    ]
-    return Table(
-        "Synchronous update, 16 tensors",
-        "Milliseconds from the call of send() to its return, when all workers have applied the update: "
-        "median (min .. max).",
-        ["scheme", "MB", "workers", "ours", "torchrl", "plain copy", "ours/torchrl", "ours/copy"],
-        rows,
-        names=(0, 1, 2),
-    )
 
 
 def small_table(found: Found) -> Table:
@@ -258,7 +263,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     memory: list[Memory] = []
     if "sync" in options.only:
         found |= measure_sync(plan, options.sizes, options.workers)
-        yield sync_table(found)
+        yield sync_table("Synchronous update, 16 tensors", SCHEMES, found)
         if any(FLOOR in figures for figures in found.values()):
             yield small_table(found)
     if "tensors" in options.only:
@@ -283,16 +288,13 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
             *_stall_targets(stalls.get(("shared", "update"), {}), size),
             *_memory_targets(memory, size),
             *_small(found),
-            target("MultiProcess, 1 GB, 4 workers, of torchrl's time", _of(found, "process", 1000.0, 4)),
+            target(
+                "MultiProcess, 1 GB, 4 workers, of torchrl's time",
+                of_other(found, "process", Case(1000.0, 16, 4)),
+            ),
             *_many_tensors(found, few),
         ]
     )
-
-
-def _of(found: Found, scheme: str, megabytes: float, workers: int, other: str = "") -> float | None:
-    """Return the ratio of a scheme to the ``other`` variant, by default TorchRL's, with 16 tensors."""
-    figures = found.get((scheme, Case(megabytes, 16, workers)), {})
-    return ratio(figures.get(scheme), figures.get(other or rival(scheme)))
 
 
 def _by_workers(found: Found, megabytes: float) -> dict[int, float]:
@@ -306,19 +308,21 @@ def _by_workers(found: Found, megabytes: float) -> dict[int, float]:
 
 
 def _large(found: Found) -> Iterator[Target]:
-    yield target("SharedMem, 1 GB, 4 workers, of torchrl's time", _of(found, "shared", 1000.0, 4))
-    yield target("SharedMem, 1 GB, 4 workers, of one plain copy", _of(found, "shared", 1000.0, 4, COPY))
+    case = Case(1000.0, 16, 4)
+    yield target("SharedMem, 1 GB, 4 workers, of torchrl's time", of_other(found, "shared", case))
+    yield target("SharedMem, 1 GB, 4 workers, of one plain copy", of_other(found, "shared", case, COPY))
     seconds = _by_workers(found, 1000.0).values()
     flat = max(seconds) / min(seconds) if len(seconds) > 1 else None
     yield target("SharedMem, 1 GB, slowest / fastest of 1 to 8 workers", flat)
 
 
 def _stall_targets(stalls: dict[str, Figure], size: str) -> Iterator[Target]:
-    for what, name in (("switch", "at the switch, seen by the worker"), ("reported", "in the SyncReport")):
+    template = "SharedMem, {size} MB, stall {where}, ms, {which}"
+    for what, where in (("switch", "at the switch, seen by the worker"), ("reported", "in the SyncReport")):
         milliseconds = stalls.get(what, Figure()).times(1e3)
-        template = f"SharedMem, {{size}} MB, stall {name}, ms, "
-        yield target(template + "median", milliseconds.reached, size=size)
-        yield target(template + "longest", max(milliseconds.values, default=milliseconds.reached), size=size)
+        longest = max(milliseconds.values, default=milliseconds.reached)
+        yield target(template, milliseconds.reached, size=size, where=where, which="median")
+        yield target(template, longest, size=size, where=where, which="longest")
 
 
 def _memory_targets(found: list[Memory], size: str) -> Iterator[Target]:
@@ -332,10 +336,10 @@ def _memory_targets(found: list[Memory], size: str) -> Iterator[Target]:
 def _small(found: Found) -> Iterator[Target]:
     """Compare small updates with what they may take, and what one more worker may add."""
     for count in (1, 2, 4, 8):
-        workers = count_workers(count)
-        reached = _of(found, "shared", 1.0, count)
+        case, workers = Case(1.0, 16, count), count_workers(count)
+        reached = of_other(found, "shared", case)
         yield target("SharedMem, 1 MB, {workers}, of torchrl's time", reached, workers=workers)
-        reached = _of(found, "shared", 1.0, count, FLOOR)
+        reached = of_other(found, "shared", case, FLOOR)
         yield target("SharedMem, 1 MB, {workers}, of the floor", reached, workers=workers)
     milliseconds = {workers: 1e3 * seconds for workers, seconds in _by_workers(found, 1.0).items()}
     yield target("SharedMem, 1 MB, 1 worker, ms", milliseconds.get(1))

@@ -282,8 +282,8 @@ def _targets(
     seconds: dict[tuple[str, str], Figure], pauses: dict[str, Figure], *, busy: bool
 ) -> Iterator[Target]:
     patched, way = PATCHED if PATCHED in pauses else IN_PLACE, "at 10 Gbit/s"
-    template = f"{'busy' if busy else 'idle'} engine, 10 Gbit/s: patch, of dense"
-    yield target(template, ratio(seconds[patched, way], seconds[LOADED, way]))
+    reached = ratio(seconds[patched, way], seconds[LOADED, way])
+    yield target("{state} engine, 10 Gbit/s: patch, of dense", reached, state="busy" if busy else "idle")
     if busy:
         template = "busy engine: pause with a patch, of loading all"
         yield target(template, ratio(pauses[patched], pauses[LOADED]))

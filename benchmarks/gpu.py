@@ -72,40 +72,30 @@ def _times(device: torch.device) -> Times:
     return Times(settle=lambda: torch.cuda.synchronize(device))
 
 
-class _Memory:
-    """A flat buffer on the device, and buffers to copy from and to."""
-
-    def __init__(self, weights: dict[str, torch.Tensor], device: torch.device) -> None:
-        self.schema = WeightSchema.of(weights)
-        self.live = [tensor.to(device) for tensor in weights.values()]
-        self.there = torch.zeros(self.schema.nbytes, dtype=torch.uint8, device=device)
-        self.pinned = torch.zeros(self.schema.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        copy_together(self.schema.views(self.there), self.live)
-        self.slot = SharedBuffer(self.schema.nbytes)
-        pin(self.slot.tensor)
-        self.pageable = torch.zeros(self.schema.nbytes, dtype=torch.uint8)
-        self.mapping = HostSlotMapping(self.slot.key, self.slot.fd)
-
-
 def measure_dense(weights: dict[str, torch.Tensor], device: torch.device, turns: int) -> Times:
     """Time the copies of a dense update on each side, beside plain copies of the same bytes."""
-    memory, times = _Memory(weights, device), _times(device)
-    times.nbytes["model"] = memory.schema.nbytes
-    encoder = DenseEncoding().encoder(memory.schema)
-    slot, there, pinned, pageable = memory.slot.tensor, memory.there, memory.pinned, memory.pageable
-    pinned_views, opened = memory.schema.views(pinned), memory.mapping.first(memory.schema.nbytes)
+    times, schema = _times(device), WeightSchema.of(weights)
+    times.nbytes["model"] = nbytes = schema.nbytes
+    live = [tensor.to(device) for tensor in weights.values()]
+    there, pageable = (torch.zeros(nbytes, dtype=torch.uint8, device=place) for place in (device, "cpu"))
+    pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    copy_together(schema.views(there), live)
+    buffer = SharedBuffer(nbytes)
+    pin(buffer.tensor)
+    mapping, encoder = HostSlotMapping(buffer.key, buffer.fd), DenseEncoding().encoder(schema)
+    slot, pinned_views, opened = buffer.tensor, schema.views(pinned), mapping.first(nbytes)
     for _ in range(1 + turns):
-        times.add("dense: encode into a shared slot", lambda: encoder.encode(memory.live, lambda _: slot))
+        times.add("dense: encode into a shared slot", lambda: encoder.encode(live, lambda _: slot))
         times.add(
             "plain: tensors to pinned memory",
-            lambda: torch._foreach_copy_(pinned_views, memory.live, non_blocking=True),
+            lambda: torch._foreach_copy_(pinned_views, live, non_blocking=True),
         )
         times.add("plain: one buffer to pinned memory", lambda: pinned.copy_(there, non_blocking=True))
         times.add("plain: one buffer to pageable memory", lambda: pageable.copy_(there))
-        times.add("dense: receive from a shared slot", lambda: there.copy_(memory.mapping.pinned(opened)))
+        times.add("dense: receive from a shared slot", lambda: there.copy_(mapping.pinned(opened)))
         times.add("plain: one buffer from pinned memory", lambda: there.copy_(pinned, non_blocking=True))
         times.add("plain: one buffer from pageable memory", lambda: there.copy_(pageable))
-    memory.slot.close()
+    buffer.close()
     return times
 
 
@@ -167,7 +157,7 @@ def measure_build(update: Update, variants: Iterable[Variant], device: torch.dev
     """
     times, schema = _times(device), update.schema
     old, new = ([tensor.to(device) for tensor in one.values()] for one in (update.old, update.new))
-    before, expected = (_Memory(one, device).there for one in (update.old, update.new))
+    before, expected = (update.flat(one).to(device) for one in (update.old, update.new))
     receiver, pinned = before.clone(), torch.zeros_like(before, device="cpu")
     pinned = pinned.pin_memory() if device.type == "cuda" else pinned
     builds = {variant: _Build(variant, schema, old) for variant in variants}
@@ -247,7 +237,7 @@ def _measure(
     def advance(turn: int) -> None:
         torch._foreach_copy_(list(live.values()), states[1 - turn % 2])
 
-    return measure_schemes(schemes, live, advance, turns, str(device))
+    return measure_schemes(schemes, live, advance, turns, device=str(device))
 
 
 def _measure_sync(update: Update, device: torch.device, turns: int) -> dict[Key, list[Sent]]:

@@ -9,7 +9,6 @@ import argparse
 import functools
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from benchmarks.processes import Place, in_turns
 from benchmarks.report import Figure, Table, Unable, machine, ratio, say, show_ratio
 from benchmarks.targets import target, targets_table
 from benchmarks.trainers import trainers
-from benchmarks.updates import change, connected, layered, require_same
+from benchmarks.updates import change, layered, measure_schemes
 from benchmarks.workers import Case
 from weight_update import BucketEncoding, DistributedWeightSyncScheme, PatchEncoding, WeightStrategy
 from weight_update.transports import TransportBackend
@@ -45,7 +44,6 @@ CONNECTIONS = (1, 2, 4)
 HOSTS = ("one", "two", "three", "four")
 _SO_MAX_PACING_RATE = 47  # of asm-generic/socket.h; bytes a second
 _FRACTION = 0.01
-_WARM = 1
 _BEST = "patch, relative, zstd"
 _TARGET = 500.0, "1gbit"  # megabytes and rate
 _MOST_MEGABYTES, _MOST_TURNS = 100.0, 3  # of the tables with several hosts, and with several rates
@@ -144,7 +142,7 @@ def _bare_tcp(rate: str, turns: int, megabytes: float) -> Figure:
     with Network(["trainer", "worker"]) as network:
         network.shape("trainer", rate)
         with trainers([("tcp", Case(megabytes, network=network))], 120.0) as live:
-            (seconds,) = in_turns(live, "update", turns, warmup=_WARM, timeout=120.0, budget=120.0)
+            (seconds,) = in_turns(live, "update", turns, timeout=120.0, budget=120.0)
         return Figure(seconds, live[0].failure)
 
 
@@ -229,15 +227,12 @@ def measure(
         strategy = WeightStrategy("state_dict", **STRATEGIES[label])
         scheme = kind(strategy=strategy, address=network.address["trainer"])
         places = [Place(host, functools.partial(network.enter, host)) for host in hosts]
-        with connected([scheme], weights, places) as receivers:
-            seconds, reports = [], []
-            for _ in range(_WARM + turns):
-                change(weights, _FRACTION, "1..4 ulp", random)
-                start = time.perf_counter()
-                reports.append(scheme.send(weights=weights))
-                seconds.append(time.perf_counter() - start)
-            require_same(receivers, weights, [label])
-    kept = reports[_WARM:]
-    encode = Figure([report.seconds["encode"] for report in kept])
-    apply = Figure([max(report.apply_seconds.values()) for report in kept])
-    return Sent(Figure(seconds[_WARM:]), encode, apply, kept[-1].wire_bytes / 1e6)
+
+        def advance(_: int) -> None:
+            change(weights, _FRACTION, "1..4 ulp", random)
+
+        found = measure_schemes({label: scheme}, weights, advance, turns, places)[label]
+    seconds, reports = zip(*found, strict=True)
+    encode = Figure([report.seconds["encode"] for report in reports])
+    apply = Figure([max(report.apply_seconds.values()) for report in reports])
+    return Sent(Figure(seconds), encode, apply, reports[-1].wire_bytes / 1e6)

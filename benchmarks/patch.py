@@ -119,14 +119,13 @@ class _Bench:
     """An update, and memory that every turn uses again."""
 
     def __init__(self, update: Update) -> None:
-        self.schema, self.snapshot = update.schema, update.flat()
+        self.schema, self.snapshot = update.schema, update.flat(update.old)
         self.old, self.new = self.schema.views(self.snapshot), list(update.new.values())
         self.receiver = self.snapshot.clone()
         self.target = self.snapshot.clone()
         self._trackers = {values == "relative": tracker_of(update, values) for values in VALUES}
         self._payload = torch.empty(2 * self.schema.nbytes + 4096, dtype=torch.uint8)
-        self.expected = self.receiver.clone()
-        torch._foreach_copy_(self.schema.views(self.expected), self.new)
+        self.expected = update.flat(update.new)
 
     def scan(self, options: PatchOptions) -> Any:
         return self._trackers[options.relative].compare(self.new)

@@ -12,10 +12,7 @@ LIMITS = {
     "SharedMem, 1 GB, 4 workers, of torchrl's time": 0.25,
     "SharedMem, 1 GB, 4 workers, of one plain copy": 1.5,
     "SharedMem, 1 GB, slowest / fastest of 1 to 8 workers": 1.25,
-    "SharedMem, {size} MB, stall at the switch, seen by the worker, ms, median": 1.0,
-    "SharedMem, {size} MB, stall at the switch, seen by the worker, ms, longest": 1.0,
-    "SharedMem, {size} MB, stall in the SyncReport, ms, median": 1.0,
-    "SharedMem, {size} MB, stall in the SyncReport, ms, longest": 1.0,
+    "SharedMem, {size} MB, stall {where}, ms, {which}": 1.0,
     "SharedMem, memory at {size} MB, {workers}, of what is allowed": 1.0,
     "SharedMem, 1 MB, {workers}, of torchrl's time": 0.4,
     "SharedMem, 1 MB, {workers}, of the floor": 2.0,
@@ -63,9 +60,8 @@ LIMITS = {
     "conversion-bound, {place}: 2 in flight, of serial": 1.03,
     "{limit}, {place}: memory beyond the weights, of {chunks} chunks": 1.0,
     # engines: 1 % of a Qwen3 model changes
-    "busy engine, 10 Gbit/s: patch, of dense": 1 / 5,
+    "{state} engine, 10 Gbit/s: patch, of dense": 1 / 5,
     "busy engine: pause with a patch, of loading all": 0.1,
-    "idle engine, 10 Gbit/s: patch, of dense": 1 / 5,
     # observers
     "1 MB, an observer added and removed, of none": 1.05,
 }

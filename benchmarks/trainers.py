@@ -123,11 +123,7 @@ class _Sender:
         self._scheme, self._workers, self._weights = scheme, workers, weights
         self._source: Any = weights
         self._updates = 0
-        self._pids = workers.connect(scheme)
-
-    def pids(self) -> tuple[int, ...]:
-        """Return the ids of this process and of the workers."""
-        return (os.getpid(), *self._pids)
+        workers.connect(scheme)
 
     def update(self) -> float:
         """Return the seconds of one synchronous send, and check that every worker has the update."""
@@ -199,6 +195,10 @@ class _LocalSender(_Sender):
         super().__init__(scheme, Workers([Process(*one) for one in arguments]), weights)
         if case.layered and not variant.startswith("torchrl-"):
             self._source = policy
+
+    def pids(self) -> tuple[int, ...]:
+        """Return the ids of this process and of the workers."""
+        return (os.getpid(), *self._workers.pids())
 
     def stall(self) -> Stall:
         """Send one update while worker 0 computes."""

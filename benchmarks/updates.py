@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -48,10 +48,10 @@ class Update:
         """The layout in the receivers' dtypes."""
         return WeightSchema.of(self.old)
 
-    def flat(self) -> torch.Tensor:
-        """Return the flat buffer of a receiver before the update."""
+    def flat(self, weights: Weights) -> torch.Tensor:
+        """Return the flat buffer of a receiver that has ``weights``."""
         flat = torch.zeros(self.schema.nbytes, dtype=torch.uint8)
-        torch._foreach_copy_(self.schema.views(flat), list(self.old.values()))
+        torch._foreach_copy_(self.schema.views(flat), list(weights.values()))
         return flat
 
 
@@ -260,6 +260,7 @@ def _collect(policy: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 _WARM = 2
 
+K = TypeVar("K")
 Key = tuple[str, str]
 """Scheme and encoding."""
 
@@ -268,27 +269,29 @@ Sent = tuple[float, SyncReport]
 
 
 def measure_schemes(
-    schemes: Mapping[Key, WeightSyncScheme],
+    schemes: Mapping[K, WeightSyncScheme],
     live: Weights,
     advance: Callable[[int], None],
     turns: int,
+    places: Sequence[Place] = (HERE,),
     device: str = "cpu",
-) -> dict[Key, list[Sent]]:
-    """Let every scheme send ``live`` to its one receiver, in turns.
+) -> dict[K, list[Sent]]:
+    """Let every scheme send ``live`` to a receiver at each place, in turns.
 
     Args:
         schemes: not initialized yet.
         live: the trainer's weights.
         advance: changes ``live`` in place before turn ``n``.
         turns: number of turns that are kept.
+        places: places of the receivers' processes.
         device: device of the trainer's and the receivers' weights.
 
     Raises:
         RuntimeError: a receiver ended with other weights than the trainer.
         Failed: the receivers' process died.
     """
-    found: dict[Key, list[Sent]] = {key: [] for key in schemes}
-    with connected(list(schemes.values()), live, device=device) as receivers:
+    found: dict[K, list[Sent]] = {key: [] for key in schemes}
+    with connected(list(schemes.values()), live, places, device) as receivers:
         for turn in range(_WARM + turns):
             advance(turn)
             for key, scheme in schemes.items():

@@ -141,8 +141,8 @@ class Worker:
         self.policy = Model(*model)
         self._scheme: Any = None
 
-    def join(self, scheme: Any, number: int, **where: Any) -> int:
-        """Connect as worker ``number``, and return the id of this process.
+    def join(self, scheme: Any, number: int, **where: Any) -> None:
+        """Connect as worker ``number``.
 
         Args:
             scheme: as it came from the sender.
@@ -152,7 +152,6 @@ class Worker:
         self._scheme = scheme
         scheme.init_on_receiver(model_id="policy", worker_idx=number, **(where or {"context": self}))
         scheme.connect(worker_idx=number)
-        return os.getpid()
 
     def marks(self) -> tuple[float, float]:
         """Return :meth:`Model.marks` of the policy."""
@@ -260,11 +259,14 @@ class Workers:
         self.context: dict[str, Any] = {}
         self._processes = processes
 
-    def connect(self, scheme: Any) -> tuple[int, ...]:
-        """Connect all workers with the initialized sender, and return their process ids."""
+    def connect(self, scheme: Any) -> None:
+        """Connect all workers with the initialized sender."""
         scheme.connect()
         self._answers()
-        return tuple(process.pid for process in self._processes)
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the workers."""
+        return [process.pid for process in self._processes]
 
     def ask_first(self, method: str) -> Callable[[], Any]:
         """Call a method of the first worker, and return a function that waits for the result."""
@@ -310,10 +312,10 @@ class ForkedWorkers(Workers):
             ]
         )
 
-    def connect(self, scheme: Any) -> tuple[int, ...]:
+    def connect(self, scheme: Any) -> None:
         self._answers()
         self._hand_out(scheme)
-        return super().connect(scheme)
+        super().connect(scheme)
 
     def _hand_out(self, scheme: Any) -> None:
         for number, process in enumerate(self._processes, self._first):
@@ -354,11 +356,11 @@ class Actors:
         ]
         self.context = {"remote_collectors": self._actors}
 
-    def connect(self, scheme: Any) -> tuple[int, ...]:
-        """Connect all workers with the initialized sender, and return their process ids."""
+    def connect(self, scheme: Any) -> None:
+        """Connect all workers with the initialized sender."""
         calls = [actor.join.remote(scheme, idx) for idx, actor in enumerate(self._actors)]
         scheme.connect()
-        return tuple(self._ray.get(calls, timeout=_PATIENCE))
+        self._ray.get(calls, timeout=_PATIENCE)
 
     def marks(self) -> Marks:
         """Return :meth:`Model.marks` of each worker."""

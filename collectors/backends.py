@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from collectors.requests import change_each
-from collectors.signatures import torchrl_base, with_options
+from collectors.signatures import signature_of
 from collectors.torchrl_names import (
     CollectorMeta,
     contextual_backend_error,
@@ -21,8 +21,7 @@ class BackendChoice(CollectorMeta):
     @property
     def __signature__(cls) -> inspect.Signature:
         """The parameters of the class, followed by those of TorchRL's class that it passes on."""
-        ours: Any = super().__signature__
-        return with_options(ours, inspect.signature(torchrl_base(cls)))
+        return signature_of(cls)
 
     def __call__(
         cls,

@@ -69,7 +69,8 @@ class Launched(Remote):
         if launcher == "submitit":
             _require_submitit()
         options["collector_kwargs"] = change_each(options["collector_kwargs"], _portable_options)
-        options["total_frames"] = endless(options.get("total_frames", -1))
+        total_frames = options.get("total_frames", -1)
+        options["total_frames"] = math.inf if total_frames < 0 else total_frames
         if options.get("tcp_port") is None and launcher == "mp":
             options["tcp_port"] = os.environ.get("TCP_PORT") or free_port()
         with self._workers.starting():
@@ -208,11 +209,6 @@ class Launched(Remote):
         """Shut down an unused collector."""
         if self._owner == os.getpid():  # not in a forked child
             self.shutdown()
-
-
-def endless(total_frames: float) -> float:
-    """Return ``total_frames``, or infinity for a negative number."""
-    return math.inf if total_frames < 0 else total_frames
 
 
 def own_address() -> str:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +17,14 @@ from tensordict import TensorDictBase
 from collectors.node_programs import EXAMPLE, STOP, describe
 from collectors.single import Collector
 from collectors.waiting import WaitingTimes
-from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Make, Workers, portable
+from collectors.workers import END_SECONDS, Arguments, Put, Workers, portable
 from weight_update import LifecycleError, SyncFailedError, SyncTimeoutError, WorkerError
 
 
 class GroupWorkers(Workers):
     """Workers in the default process group, in which the trainer has rank 0.
 
-    After :meth:`launch`, :meth:`form` makes the group, and :meth:`expect` describes a batch to the workers.
+    After :meth:`form`, :meth:`expect` describes a batch to the workers.
     """
 
     _join = staticmethod(torch.stack)
@@ -54,20 +52,20 @@ class GroupWorkers(Workers):
                 raise
             raise WorkerError(f"workers could not start:\n{errors}") from error
 
-    def form(self, form_group: Callable[[], None]) -> None:
-        """Call ``form_group`` once the processes have started; raise if it does not end in time."""
-        self.nodes.await_ready(START_SECONDS)
+    def form(self, action: Callable[[], None]) -> None:
         self._in_group = True
-        # By itself it waits for 1,000 days. Jobs may wait for their hosts.
-        self.nodes.attend(form_group, START_SECONDS if self.launcher == "mp" else math.inf)
+        super().form(action)
 
     def expect(self, example: TensorDictBase) -> None:
         """Prepare for batches like ``example``; a worker that makes others ends with an error."""
         dist.distributed_c10d._get_default_store().set(EXAMPLE, json.dumps(describe(example)))
         self._batches = [example.clone().lock_() for _ in range(self.number)]
 
-    def _request(self, idx: int) -> Make:
-        return partial(_receive, self._batches[idx], idx + 1)
+    def _request(self, idx: int, put: Put) -> None:
+        parts = self._batches[idx].irecv(src=idx + 1, return_premature=True)
+        while parts:
+            parts.pop(0).wait()  # gloo raises RuntimeError if the other end is gone
+        put(None)
 
     def _read(self, idx: int, arrived: Any) -> TensorDictBase:
         if arrived is not None:
@@ -101,14 +99,9 @@ class OnDemandWorkers(GroupWorkers):
 
     store: Any
 
-    def _request(self, idx: int) -> Make:
-        store, receive = self.store, super()._request(idx)
-
-        def make(put: Callable[[Any], None]) -> None:
-            store.set(f"NODE_{idx + 1}_in", b"continue")
-            receive(put)
-
-        return make
+    def _request(self, idx: int, put: Put) -> None:
+        self.store.set(f"NODE_{idx + 1}_in", b"continue")
+        super()._request(idx, put)
 
     def end(self, seconds: float) -> None:
         super().end(seconds)
@@ -134,14 +127,6 @@ class AheadWorkers(GroupWorkers):
         for idx in range(len(self._batches)):
             if self.nodes.alive(idx):
                 self.ask(idx)
-
-
-def _receive(batch: TensorDictBase, rank: int, put: Callable[[None], None]) -> None:
-    """Wait for a batch of a worker; gloo raises RuntimeError if the other end is gone."""
-    parts = batch.irecv(src=rank, return_premature=True)
-    while parts:
-        parts.pop(0).wait()
-    put(None)
 
 
 def program_arguments(collector: Any, frames_per_batch: int, **more: Any) -> list[Arguments]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from collectors.rpc_node import join_world, leave, made, make_collector, name_of
 from collectors.torchrl_names import tensorpipe_options
 from collectors.updates import close_all
 from collectors.waiting import WaitingTimes
-from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Make, Workers, portable
+from collectors.workers import END_SECONDS, START_SECONDS, Arguments, Put, Workers, portable
 from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WorkerError
 
 _OF_WORKER = "On WorkerInfo("
@@ -31,7 +30,7 @@ _OF_WORKER = "On WorkerInfo("
 class RPCWorkers(Workers):
     """Workers in an RPC world, in which each has a collector.
 
-    After :meth:`launch`, :meth:`join` makes the world, and :meth:`make_collectors` the collectors.
+    After :meth:`form`, :meth:`make_collectors` makes the collectors.
 
     Attributes:
         infos: workers of the RPC world, by index.
@@ -67,12 +66,9 @@ class RPCWorkers(Workers):
         if errors := self._errors(wait=True):
             raise WorkerError(f"workers could not start:\n{errors}")
 
-    def join(self, join_world: Callable[[], None]) -> None:
-        """Call ``join_world`` once the processes have started; raise if one of them ends, or is late."""
-        self.nodes.await_ready(START_SECONDS)
+    def form(self, action: Callable[[], None]) -> None:
         self._in_group = self.launcher == "submitit_delayed"  # TorchRL makes a process group, too
-        # By itself it waits for half an hour, also for a process that has ended.
-        self.nodes.attend(join_world, START_SECONDS if self.launcher == "mp" else math.inf)
+        super().form(action)
 
     def make_collectors(self, cls: Any, envs: Sequence[Any], several: int, options: Sequence[Any]) -> None:
         """Have each worker make its collector, of ``several`` environments if that is not 0."""
@@ -98,9 +94,8 @@ class RPCWorkers(Workers):
 
     # -- data --------------------------------------------------------------------------------------
 
-    def _request(self, idx: int) -> Make:
-        rref = self.rrefs[idx]
-        return lambda put: rref.rpc_async().next().then(put)
+    def _request(self, idx: int, put: Put) -> None:
+        self.rrefs[idx].rpc_async().next().then(put)
 
     def _read(self, idx: int, arrived: Any) -> TensorDictBase:
         error = str(arrived) if isinstance(arrived, Exception) else _error_of(arrived)
@@ -173,10 +168,8 @@ class RPCCollector(Launched, torchrl_distributed.RPCCollector):
         self._announce()
         arguments: list[Arguments] = [({}, self._arguments_of(idx)) for idx in range(self.num_workers)]
         self.jobs = self._workers.launch(self.launcher, self.slurm_kwargs, run_node, arguments)
-        if self.launcher == "submitit_delayed":  # TorchRL's program waits there
-            self._workers.join(partial(self._init_master_rpc, self.num_workers + 1))
-        else:
-            self._workers.join(self._join_world)
+        delayed = partial(self._init_master_rpc, self.num_workers + 1)  # TorchRL's program waits there
+        self._workers.form(delayed if self.launcher == "submitit_delayed" else self._join_world)
         # Schemes of RPC call the workers' collectors, others travel to them.
         schemes = self._updates.schemes.items()
         self._initialize({key: one for key, one in schemes if not isinstance(one, RPCWeightSyncScheme)})

@@ -5,10 +5,12 @@ from __future__ import annotations
 import _thread
 import contextlib
 import importlib
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +25,8 @@ _LOOK_SECONDS, END_SECONDS, START_SECONDS = 0.5, 10.0, 120.0
 Arguments = tuple[dict[str, Any], dict[str, Any]]
 """Arguments of a worker's program: those that are copied, and the others."""
 
-Make = Callable[[Callable[[Any], None]], None]
-"""Asks a worker for its next batch, and calls its argument once the batch, or an error, has arrived."""
+Put = Callable[[Any], None]
+"""Takes the batch of a worker, or an error, once it has arrived."""
 
 
 class BatchRequest:
@@ -34,14 +36,14 @@ class BatchRequest:
     program may call :meth:`begin` again: the worker is asked once.
 
     Args:
-        make: function that makes the request.
+        make: function that makes the request; its argument takes the answer.
         changed: queue that gets an item when the batch has arrived.
 
     Attributes:
         answer: the batch, or the error of ``make``; empty before.
     """
 
-    def __init__(self, make: Make, changed: queue.SimpleQueue[None]) -> None:
+    def __init__(self, make: Callable[[Put], None], changed: queue.SimpleQueue[None]) -> None:
         self.answer: list[Any] = []
         self._make, self._changed = make, changed
         self._begun, self._running = False, threading.Lock()
@@ -78,7 +80,7 @@ class Workers:
     Call sequence:
 
     1. :meth:`require_alone`, before anything starts.
-    2. :meth:`launch` starts the processes or jobs. The subclass connects them.
+    2. :meth:`launch` starts the processes or jobs, and :meth:`form` connects them.
     3. :meth:`starting` surrounds all of that, and the connection of the schemes.
     4. :meth:`ask` and :meth:`take`, or :meth:`gather`, for batches.
     5. :meth:`end` has workers end; it is left out after an error at the start. Then come :meth:`kill`, the
@@ -134,6 +136,17 @@ class Workers:
             return [self.nodes.submit(executor, program, **copied, **others) for copied, others in arguments]
         return []
 
+    def form(self, action: Callable[[], None]) -> None:
+        """Call ``action``, which makes the group or RPC world, once the processes have started.
+
+        Raises:
+            WorkerError: a process has ended.
+            SyncTimeoutError: processes are late.
+        """
+        self.nodes.await_ready(START_SECONDS)
+        # By itself, PyTorch waits for half an hour or for 1,000 days. Jobs may wait for their hosts.
+        self.nodes.attend(action, START_SECONDS if self.launcher == "mp" else math.inf)
+
     def alive(self, idx: int) -> bool:
         """Return False only if a worker has certainly ended."""
         return self.nodes.alive(idx)
@@ -151,7 +164,7 @@ class Workers:
     def ask(self, idx: int) -> None:
         """Have a worker send its next batch, unless this was done before."""
         if (request := self._asked.get(idx)) is None:
-            request = self._asked[idx] = BatchRequest(self._request(idx), self._arrived)
+            request = self._asked[idx] = BatchRequest(partial(self._request, idx), self._arrived)
         request.begin()
 
     def take(self) -> tuple[int, TensorDictBase]:
@@ -174,8 +187,8 @@ class Workers:
             data.set_(key, data[key] * self.number + idx)
         return idx, data
 
-    def _request(self, idx: int) -> Make:
-        """Return the function that asks a worker for its next batch."""
+    def _request(self, idx: int, put: Put) -> None:
+        """Ask a worker for its next batch, and have ``put`` called with it; runs in a thread."""
         raise NotImplementedError
 
     def _read(self, idx: int, arrived: Any) -> TensorDictBase:

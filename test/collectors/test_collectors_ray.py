@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import os
@@ -113,6 +114,28 @@ def test_every_way_to_update() -> None:
         collector.update_policy_weights_()
     with pytest.raises(LifecycleError, match="this collector was shut down"):
         next(iter(collector))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", [True, False])
+def test_an_iteration_to_its_end_ends_the_collector(sync: bool, made: Any) -> None:
+    collector = made(make, make_policy(1.0), total_frames=40, sync=sync)
+    collector.update_policy_weights_()
+    assert [seen(batch) for batch in collector] == [({1}, {1.0})] * 2
+    with pytest.raises(LifecycleError, match="this collector was shut down"):
+        collector.update_policy_weights_()
+
+
+@pytest.mark.slow
+def test_a_shutdown_in_a_coroutine_ends_the_schemes(made: Any) -> None:
+    collector = made(make, make_policy(1.0), actors=1)
+    collector.update_policy_weights_()
+    scheme = collector._weight_sync_schemes["policy"]
+    asyncio.run(collector.async_shutdown())
+    with pytest.raises(LifecycleError, match="this collector was shut down"):
+        collector.update_policy_weights_()
+    with pytest.raises(LifecycleError, match="shut down"):
+        scheme.send()
 
 
 @pytest.mark.slow

@@ -280,6 +280,32 @@ def test_policies_without_weights():
     assert collector.policy_version == 0
 
 
+@pytest.mark.parametrize("encoding", ["dense", pytest.param("bucket", id="pipeline")])
+def test_weights_of_another_policy(encoding, made):
+    """The error speaks of nothing that a program with a collector never calls."""
+    in_flight = 2 if encoding == "bucket" else None
+    strategy = WeightStrategy("state_dict", encoding=encoding, max_in_flight=in_flight)
+    collector = made(
+        Collector, Env, make_policy(), weight_sync_schemes={"policy": MemoryWeightSyncScheme(strategy)}
+    )
+    with pytest.raises(SchemaMismatchError, match="not those of this scheme's model"):
+        collector.update_policy_weights_(nn.Linear(3, 2))
+    assert collector.update_policy_weights_().version == 1 + (encoding == "bucket")
+
+
+def test_a_patch_after_a_checkpoint_is_loaded(made, caplog):
+    """It becomes a full update; the warning names the reason."""
+    layers = nn.Sequential(nn.Linear(2, 500), nn.Linear(500, 2))
+    policy = TensorDictModule(layers, in_keys=["observation"], out_keys=["action"])
+    scheme = MemoryWeightSyncScheme(WeightStrategy("state_dict", encoding="patch"))
+    collector = made(Collector, Env, policy, weight_sync_schemes={"policy": scheme})
+    collector.load_state_dict(collector.state_dict())
+    with torch.no_grad():
+        layers[0].bias[:5] = 1.0
+    assert collector.update_policy_weights_().version == 1
+    assert "wrote into its weights, as load_state_dict() does, or" in caplog.text
+
+
 def test_a_policy_that_is_no_module_with_a_scheme_that_sends_nothing(made):
     policy = RandomPolicy(Env().action_spec)
     collector = made(two_workers, policy, weight_sync_schemes={"policy": NoWeightSyncScheme()})

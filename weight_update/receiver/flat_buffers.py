@@ -251,8 +251,8 @@ class OwnCopy(Storage):
         tensors = self._tensors()
         if self._overwritten or not self._untouched(tensors):
             raise MissingBaseError(
-                "this worker wrote into its weights, or received another model that has the same parameters: "
-                "use one scheme for both models, or no patches"
+                "this worker wrote into its weights, as load_state_dict() does, or received another model "
+                "that has the same parameters: use one scheme for both models, or no patches"
             )
         self._required = tensors
 

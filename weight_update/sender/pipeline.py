@@ -306,5 +306,5 @@ def _require_sendable(name: str, tensor: torch.Tensor) -> None:
 
 def _mismatch(*problems: str) -> SchemaMismatchError:
     return SchemaMismatchError(
-        "the weights are not those of init_on_sender(); none of them is applied:", problems
+        "the weights are not those of this scheme's model; none of them is applied:", problems
     )

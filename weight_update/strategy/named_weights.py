@@ -168,7 +168,7 @@ class NamedWeights:
         if problems:
             hint = wrapper_hint({"the weights given": given.names, "the weights agreed on": schema.names})
             raise SchemaMismatchError(
-                "the weights given are not those of init_on_sender() "
+                "the weights given are not those of this scheme's model "
                 f"({plural(len(problems), 'difference')}{hint}):",
                 tuple(problems),
             )
