@@ -289,22 +289,19 @@ class TransformersEngine(InferenceEngine):
         with self._changed:
             if not self._changed.wait_for(lambda: not self._updating, self.timeout):
                 raise SyncTimeoutError(f"an update took longer than {self.timeout:g} s (raise timeout=)")
-            return [self._add(prompt, self._require_usable(), options) for prompt in tokens]
+            return [self._add(prompt, options) for prompt in tokens]
 
-    def _require_usable(self) -> int:
+    def _add(self, prompt: list[int], options: dict[str, Any]) -> Future[Answer]:
         if self._closed or not self._manager.is_running():
             raise ended(self._manager)
         if self.version is None:
             raise LifecycleError("this engine has no complete version of the weights; wait for an update")
-        return self.version
-
-    def _add(self, prompt: list[int], version: int, options: dict[str, Any]) -> Future[Answer]:
         future: Future[Answer] = Future()
         future.set_running_or_notify_cancel()  # cancel() has no effect
         request_id = self._manager.add_request(prompt, request_id=None, record_timestamps=True, **options)
         if request_id is None:
             raise ended(self._manager)
-        self._requests[request_id] = _Request(future, version)
+        self._requests[request_id] = _Request(future, self.version)
         return future
 
     def _wait_for_answers(self, deadline: float) -> None:
