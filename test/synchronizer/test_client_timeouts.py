@@ -210,13 +210,11 @@ def reply_of(key: bytes) -> bytes:
 
 
 def test_a_synchronizer_that_was_stopped_is_named_when_a_client_connects() -> None:
-    with socket.create_server(
-        ("127.0.0.1", 0)
-    ) as stopped:  # its kernel takes connections, and nobody answers
+    with socket.create_server(("127.0.0.1", 0)) as stopped:  # the kernel takes connections, nobody answers
         address = "{}:{}".format(*stopped.getsockname())
-        with closing(SocketChannel(address, "token")) as channel:
-            with pytest.raises(LinkClosedError, match=f"^the synchronizer at {address}: "):
-                channel.call("status", {}, TIMEOUT)
+        channel = SocketChannel(address, "token")
+        with closing(channel), pytest.raises(LinkClosedError, match=f"^the synchronizer at {address}: "):
+            channel.call("status", {}, TIMEOUT)
 
 
 @pytest.mark.parametrize("longer", [0.0, slow(10.0)])
