@@ -228,7 +228,7 @@ class TransformersEngine(InferenceEngine):
         deadline = time.monotonic() + self.timeout
         with self._changed:
             self._updating = True
-        try:
+        with undo_on_error(self._resume):
             if self.pause == "wait":
                 self._wait_for_answers(deadline)
             held = self._held = Pause(self._manager)
@@ -237,9 +237,6 @@ class TransformersEngine(InferenceEngine):
             self._written.clear()
             if self.pause == "abort":
                 self._answer_with_tokens_so_far()
-        except BaseException:
-            self._resume()
-            raise
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Give ``weights`` to the model; RuntimeError or KeyError if they are not those of the model."""
