@@ -255,3 +255,27 @@ def test_ranks_that_differ_all_fail(tmp_path: Path) -> None:
     assert first[3] == "OSError: the disk is gone"
     assert "rank 0 of the group has an error: OSError('the disk is gone')" in second[3]
     assert first[4] == second[4] == "no error"
+
+
+@pytest.mark.parametrize("step", ["empty_like", "cat"], ids=["for the shards", "for the whole"])
+def test_a_rank_without_memory_tells_the_others(step: str, tmp_path: Path) -> None:
+    weights = {"a": torch.ones(500), "b": torch.ones(2)}
+
+    def without_memory(given: Any, *more: Any) -> torch.Tensor:
+        if sum(map(len, given if isinstance(given, list) else [given])) >= 500:
+            raise MemoryError("no room")
+        return torch.ones(8, dtype=torch.uint8)
+
+    def task(rank: int, world: int) -> Any:
+        if rank == 0:
+            setattr(torch, step, without_memory)
+        try:
+            convert(gather_tensor_parallel(None, [("", Sharded(0))]), iter(weights.items()))
+        except (ConversionError, MemoryError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    first, second = in_ranks(2, tmp_path, task)
+    assert first == "MemoryError: no room"
+    assert second.startswith("ConversionError: the ranks of the group do not convert the same weights")
+    assert "rank 0 of the group has an error: MemoryError('no room')" in second

@@ -33,6 +33,8 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from typing_extensions import Self
+
 if TYPE_CHECKING:
     from weight_update.report import SyncReport
 
@@ -226,6 +228,19 @@ def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
     except BaseException:
         undo()
         raise
+
+
+class Closing:
+    """A context manager that calls ``close()`` at the end of its block."""
+
+    def close(self) -> None:
+        """Release what this object holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
 
 def close_all(*parts: Any) -> None:

@@ -209,6 +209,14 @@ def reply_of(key: bytes) -> bytes:
         return right.recv(1000)
 
 
+def test_a_synchronizer_that_was_stopped_is_named_when_a_client_connects() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stopped:  # the kernel takes connections, nobody answers
+        address = "{}:{}".format(*stopped.getsockname())
+        channel = SocketChannel(address, "token")
+        with closing(channel), pytest.raises(LinkClosedError, match=f"^the synchronizer at {address}: "):
+            channel.call("status", {}, TIMEOUT)
+
+
 @pytest.mark.parametrize("longer", [0.0, slow(10.0)])
 @pytest.mark.parametrize("sent", [1, 37], ids=["in the front", "in the body"])
 def test_a_host_that_stops_in_the_middle_of_a_reply_is_given_up_in_time(sent: int, longer: float) -> None:

@@ -231,6 +231,14 @@ def test_fixed_directly_does_not_wait_for_who_has_passed_but_serves_who_comes_la
     assert made.may_transfer() == (1,)
 
 
+def test_a_trainer_that_waits_before_an_explorer_asks_is_told_so() -> None:
+    made = machine(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN)
+    made.trainer_requires()
+    assert made.trainer is not None
+    reason = "no explorer waits for weights; call sync_weight() when need_sync() returns True"
+    assert made.trainer.outcome == SyncOutcome(None, reason)
+
+
 @pytest.mark.parametrize("style", [SyncStyle.FIXED, SyncStyle.EXPLORER_DRIVEN, SyncStyle.TRAINER_DRIVEN])
 def test_directly_without_explorers_the_trainer_goes_on_at_once(style: SyncStyle) -> None:
     made = machine(SyncMethod.NCCL, style, explorers=0)

@@ -105,8 +105,9 @@ def gather_tensor_parallel(
         ValueError: ``shards`` is not such a list.
 
     Before they gather a weight, the ranks compare its name, shape and dtype. If these differ, or if a rank's
-    weights end or fail, the converter raises :class:`~weight_update.ConversionError` on all ranks, with the
-    state of each. If a rank stops early, the others wait for the timeout of the group.
+    weights end or fail, or if a rank has no memory for a weight, the converter raises
+    :class:`~weight_update.ConversionError` on all ranks, with the state of each; a rank that failed raises
+    its own error. If a rank stops early, the others wait for the timeout of the group.
     """
     compiled = compiled_pairs(shards, lambda how: isinstance(how, Sharded))
     if compiled is None:
@@ -121,9 +122,13 @@ def _gather(
         how = next((how for pattern, how in shards if pattern.search(name)), None)
         if how is None:
             return [(name, tensor)]
+        with _errors_reported(group):
+            mine, found = _memory_for(group, tensor)
         _agree(group, f"{name}: {tensor.dtype}{list(tensor.shape)}")
+        dist.all_gather(found, mine, group)
         try:
-            return [(name, how.join(_all_gather(group, tensor)))]
+            with _errors_reported(group):
+                return [(name, how.join([one.view(tensor.dtype).view(tensor.shape) for one in found]))]
         except ValueError as error:
             raise ConversionError(f"{name}: {error}") from None
 
@@ -132,9 +137,15 @@ def _gather(
 
 
 def _with_errors_reported(group: dist.ProcessGroup | None, items: Iterator[Item]) -> Iterator[Item]:
-    """Yield ``items``, and report an error among them to the other ranks."""
-    try:
+    with _errors_reported(group):
         yield from items
+
+
+@contextlib.contextmanager
+def _errors_reported(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Return a context that reports an error to the other ranks, where they compare the next weight."""
+    try:
+        yield
     except Exception as error:
         with contextlib.suppress(ConversionError):  # the other ranks raise it; this error says more
             _agree(group, f"an error: {error!r}")
@@ -144,8 +155,9 @@ def _with_errors_reported(group: dist.ProcessGroup | None, items: Iterator[Item]
 def _agree(group: dist.ProcessGroup | None, mine: str) -> None:
     digest = int.from_bytes(hashlib.sha256(mine.encode()).digest()[:7], "little")
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    found = _all_gather(group, torch.tensor([digest], device=device))
-    if all(int(other) == digest for other in found):
+    given, found = _memory_for(group, torch.tensor([digest], device=device))
+    dist.all_gather(found, given, group)
+    if all(torch.equal(other, given) for other in found):
         return
     states: list[str | None] = [None] * len(found)
     dist.all_gather_object(states, mine, group)
@@ -153,9 +165,9 @@ def _agree(group: dist.ProcessGroup | None, mine: str) -> None:
     raise ConversionError(f"the ranks of the group do not convert the same weights:{lines}")
 
 
-def _all_gather(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Gather the tensors of all ranks, as bytes, so that any dtype is supported."""
+def _memory_for(
+    group: dist.ProcessGroup | None, tensor: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a tensor as bytes, so that any dtype is supported, and memory for those of all ranks."""
     mine = tensor.contiguous().view(-1).view(torch.uint8)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group)
-    return [one.view(tensor.dtype).view(tensor.shape) for one in found]
+    return mine, [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

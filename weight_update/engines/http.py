@@ -60,7 +60,7 @@ def call(
     deadline = time.monotonic() + timeout
     try:
         request = urllib.request.Request(url, data, headers, method=method)
-        content = _in_time(deadline, _fetch, request, timeout, deadline)
+        content = _in_time(deadline, lambda: _read(_OPENER.open(request, timeout=timeout), deadline))
     except urllib.error.HTTPError as error:
         try:
             text = _in_time(deadline, _read, error, deadline).decode(errors="replace")
@@ -94,11 +94,6 @@ def _in_time(deadline: float, work: Callable[..., _T], *args: Any) -> _T:
         return call_in_thread("weight_update-http", work, *args).result(max(deadline - time.monotonic(), 0.0))
     except FutureTimeout:
         raise TimeoutError from None
-
-
-def _fetch(request: urllib.request.Request, timeout: float, deadline: float) -> bytes:
-    """Return the content of the answer; raise as ``urlopen`` and :func:`_read`."""
-    return _read(_OPENER.open(request, timeout=timeout), deadline)
 
 
 def _read(response: Any, deadline: float) -> bytes:

@@ -106,14 +106,16 @@ def find_blocks(model: nn.Module, load: Load, weights: Shapes) -> dict[str, tupl
         weights: shape and dtype of each weight, by name.
     """
     tensors = tensors_of(model)
-    copies = _copies_of(load, weights, tensors)
-    if copies is None and len(weights) < 2:
-        return {}
-    if copies is None:  # one weight spoils the load of all
+    recorder = Recorder(tensors, weights)
+    try:
+        with torch.no_grad(), recorder:
+            load(recorder.probes)
+    except Exception:  # noqa: BLE001 - loaders of models may do anything; one weight spoils the load of all
         names, half = list(weights), len(weights) // 2
-        parts = [{name: weights[name] for name in part} for part in (names[:half], names[half:])]
-        return {**find_blocks(model, load, parts[0]), **find_blocks(model, load, parts[1])}
-    found = {name: _blocks(made, weights[name][0], tensors) for name, made in copies.items()}
+        parts = [names[:half], names[half:]] if half else []
+        halves = [find_blocks(model, load, {name: weights[name] for name in part}) for part in parts]
+        return {name: blocks for found in halves for name, blocks in found.items()}
+    found = {name: _blocks(made, weights[name][0], tensors) for name, made in recorder.copies.items()}
     return {name: blocks for name, blocks in found.items() if blocks is not None}
 
 
@@ -225,18 +227,6 @@ def _tensors_in(args: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield one
         elif isinstance(one, (list, tuple)):
             yield from _tensors_in(one)
-
-
-@torch.no_grad()
-def _copies_of(load: Load, weights: Shapes, tensors: Tensors) -> dict[str, list[Copy]] | None:
-    """Return the copies that loading makes; None if the loader does something else."""
-    recorder = Recorder(tensors, weights)
-    try:
-        with recorder:
-            load(recorder.probes)
-    except Exception:  # noqa: BLE001 - loaders of models may do anything; such weights are loaded as a whole
-        return None
-    return recorder.copies
 
 
 def _blocks(copies: Iterable[Copy], shape: torch.Size, tensors: Tensors) -> tuple[Block, ...] | None:

@@ -228,7 +228,7 @@ class TransformersEngine(InferenceEngine):
         deadline = time.monotonic() + self.timeout
         with self._changed:
             self._updating = True
-        try:
+        with undo_on_error(self._resume):
             if self.pause == "wait":
                 self._wait_for_answers(deadline)
             held = self._held = Pause(self._manager)
@@ -237,9 +237,6 @@ class TransformersEngine(InferenceEngine):
             self._written.clear()
             if self.pause == "abort":
                 self._answer_with_tokens_so_far()
-        except BaseException:
-            self._resume()
-            raise
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Give ``weights`` to the model; RuntimeError or KeyError if they are not those of the model."""
@@ -289,22 +286,19 @@ class TransformersEngine(InferenceEngine):
         with self._changed:
             if not self._changed.wait_for(lambda: not self._updating, self.timeout):
                 raise SyncTimeoutError(f"an update took longer than {self.timeout:g} s (raise timeout=)")
-            return [self._add(prompt, self._require_usable(), options) for prompt in tokens]
+            return [self._add(prompt, options) for prompt in tokens]
 
-    def _require_usable(self) -> int:
+    def _add(self, prompt: list[int], options: dict[str, Any]) -> Future[Answer]:
         if self._closed or not self._manager.is_running():
             raise ended(self._manager)
         if self.version is None:
             raise LifecycleError("this engine has no complete version of the weights; wait for an update")
-        return self.version
-
-    def _add(self, prompt: list[int], version: int, options: dict[str, Any]) -> Future[Answer]:
         future: Future[Answer] = Future()
         future.set_running_or_notify_cancel()  # cancel() has no effect
         request_id = self._manager.add_request(prompt, request_id=None, record_timestamps=True, **options)
         if request_id is None:
             raise ended(self._manager)
-        self._requests[request_id] = _Request(future, version)
+        self._requests[request_id] = _Request(future, self.version)
         return future
 
     def _wait_for_answers(self, deadline: float) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import AbstractContextManager
 from typing import Any
 
+from weight_update.errors import Closing
 from weight_update.observers.files import open_file
 from weight_update.report import Event, PolicyLag, SyncReport, WorkerEvent
 
@@ -19,7 +19,7 @@ Span = tuple[int, int]
 """Start and end in microseconds since the epoch, which a JSON reader that has only doubles keeps exactly."""
 
 
-class ChromeTraceObserver(AbstractContextManager["ChromeTraceObserver"]):
+class ChromeTraceObserver(Closing):
     """Observer that writes a trace, to be opened with https://ui.perfetto.dev or ``chrome://tracing``.
 
     The trace has one track for the trainer and one for each worker. The trainer's track shows the stages of
@@ -91,9 +91,6 @@ class ChromeTraceObserver(AbstractContextManager["ChromeTraceObserver"]):
         if not self._file.closed:
             self.flush()
             self._file.close()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _update(self, report: SyncReport) -> None:
         """Add the stages, workers and arrows of an update."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
-from contextlib import AbstractContextManager
 
-from weight_update.errors import undo_on_error
+from weight_update.errors import Closing, undo_on_error
 from weight_update.observers.files import open_file
 from weight_update.report import STAGES, Event, SyncReport
 
@@ -18,7 +17,7 @@ COLUMNS = (
 _LONGEST_HEADER = 1000  # characters of a first line that are read
 
 
-class CsvObserver(AbstractContextManager["CsvObserver"]):
+class CsvObserver(Closing):
     """Observer that appends a row to a CSV file for each update.
 
     The columns of the stages (``extract``, ``convert``, ``encode``, ``send`` and ``ack``), ``slowest_apply``
@@ -73,6 +72,3 @@ class CsvObserver(AbstractContextManager["CsvObserver"]):
     def close(self) -> None:
         """Close the file. Updates that come later are ignored."""
         self._file.close()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -7,11 +7,10 @@ import os
 import socket
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 from weight_update.arguments import port_number
-from weight_update.errors import optional
+from weight_update.errors import Closing, optional
 from weight_update.report import Event, PolicyLag, SyncReport, WorkerEvent
 
 BUCKETS = tuple(
@@ -24,7 +23,7 @@ _SILENCE_SECONDS = 10.0
 """Seconds after which a connection is closed whose other end sends nothing, or does not read the answer."""
 
 
-class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
+class PrometheusObserver(Closing):
     """Observer that serves metrics at an address of its own, for Prometheus and ``weight-update watch``.
 
     ::
@@ -92,9 +91,6 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
             self._server.socket.shutdown(socket.SHUT_RDWR)  # in forked children, too, which have a copy
         self._server.server_close()
         self._thread.join()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _with_timeout(base: Any) -> type[Any]:

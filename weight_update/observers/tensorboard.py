@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
 from typing import Any
 
 from weight_update.arguments import require_method
-from weight_update.errors import optional
+from weight_update.errors import Closing, optional
 from weight_update.observers.scalars import ScalarObserver
 
 
-class TensorBoardObserver(ScalarObserver, AbstractContextManager["TensorBoardObserver"]):
+class TensorBoardObserver(ScalarObserver, Closing):
     """Observer that writes figures of each update as scalars for TensorBoard, with the version as step.
 
     The scalars are those of :class:`~weight_update.observers.ScalarObserver`. Needs
@@ -48,9 +47,6 @@ class TensorBoardObserver(ScalarObserver, AbstractContextManager["TensorBoardObs
             self._writer.close()
         else:
             self._writer.flush()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _writer_to(log_dir: str | os.PathLike[str]) -> Any:

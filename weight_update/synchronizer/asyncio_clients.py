@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from weight_update.arguments import TOKEN, given_token
+from weight_update.errors import Closing
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.blocking_clients import BlockingExplorer, BlockingTrainer, Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
@@ -23,10 +24,9 @@ _GIVE_UP_SECONDS = 0.1
 """Seconds after which the end of a wait is asked for again: the call may have begun to wait just then."""
 _P = TypeVar("_P", BlockingTrainer, BlockingExplorer)
 _T = TypeVar("_T")
-_C = TypeVar("_C", bound="_AsyncClient[Any]")
 
 
-class _AsyncClient(Generic[_P]):
+class _AsyncClient(Closing, Generic[_P]):
     """A client that waits in threads of its own, never in the event loop."""
 
     def __init__(self, blocking: _P) -> None:
@@ -128,12 +128,6 @@ class _AsyncClient(Generic[_P]):
         except RuntimeError:  # closed: the call raises that, and does nothing else
             return call()
         return await running
-
-    def __enter__(self: _C) -> _C:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 class TrainerClient(_AsyncClient[BlockingTrainer]):

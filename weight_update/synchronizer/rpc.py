@@ -218,7 +218,7 @@ class SocketChannel(Channel):
         except JoinRefusedError as error:
             raise JoinRefusedError(f"the synchronizer at {where}: {error}") from None
         except SyncTimeoutError as error:
-            raise LinkClosedError(str(error)) from None
+            raise LinkClosedError(f"the synchronizer at {where}: {error}") from None
         except OSError as error:
             self._require_open()
             raise LinkClosedError(f"no synchronizer at {where} ({error})") from None

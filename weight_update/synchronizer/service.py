@@ -192,12 +192,15 @@ class Service(SessionManager, ABC):
         return not has_ended(explorer)
 
     def _lag(self, explorer: ExplorerState) -> str:
-        """Return whether a trainer has come and, for FIXED, how far it is from the step that is awaited."""
-        trainer = self.machine.trainer
-        if self.plan.style is SyncStyle.FIXED and (trainer is None or trainer.step < explorer.wanted):
-            at = "has not come" if trainer is None else f"is at step {trainer.step}"
+        """Return what the trainer has not done, as far as that is known."""
+        trainer, style = self.machine.trainer, self.plan.style
+        at = "has not come" if trainer is None else f"is at step {trainer.step}"
+        if style is SyncStyle.FIXED and (trainer is None or trainer.step < explorer.wanted):
             return f": it waits for weights of the trainer's step {explorer.wanted}, and the trainer {at}"
-        return ": the trainer has not come" if trainer is None else ""
+        if trainer is None:
+            return f": the trainer {at}"
+        unanswered = "has not answered; does it call need_sync() after each step?"
+        return f": the trainer {at}, and {unanswered}" if style is SyncStyle.EXPLORER_DRIVEN else ""
 
     def _end_transfer(self, ids: Iterable[int], version: int, failures: dict[int, str]) -> None:
         """Note that what was on its way to explorers has arrived, or failed."""

@@ -378,7 +378,10 @@ class StateMachine:
                 resolve(explorer, SyncOutcome(explorer.version, reason))
         trainer = self.trainer
         if trainer is not None and trainer.waits and not (self.transfer or self.ready() or self.expected()):
-            resolve(trainer, SyncOutcome(self.newest, "no explorer is running that takes weights now"))
+            reason = "no explorer is running that takes weights now"
+            if self.plan.style is SyncStyle.EXPLORER_DRIVEN:
+                reason = "no explorer waits for weights; call sync_weight() when need_sync() returns True"
+            resolve(trainer, SyncOutcome(self.newest, reason))
         self.on_change()
 
     def _end_transfer(self, reason: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from weight_update.arguments import require_local_path, require_reachable, require_seconds
-from weight_update.errors import LifecycleError, close_all, undo_on_error
+from weight_update.errors import Closing, LifecycleError, close_all, undo_on_error
 from weight_update.report import Observer
 from weight_update.sender.observers import Observers
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
@@ -26,7 +26,7 @@ from weight_update.synchronizer.sessions import VersionFile
 from weight_update.synchronizer.transfer import is_loopback, require_no_pipeline
 
 
-class Synchronizer:
+class Synchronizer(Closing):
     """Object that decides when a trainer and its explorers synchronize; one for each run.
 
     Threads of this process create their clients with it: ``TrainerClient(synchronizer, model)``,
@@ -231,9 +231,3 @@ class Synchronizer:
             "a Synchronizer stays in its process; give clients in other processes the address and the token "
             "of the server that serve() returns"
         )
-
-    def __enter__(self) -> Synchronizer:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

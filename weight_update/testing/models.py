@@ -72,15 +72,12 @@ class Zoo(nn.Module):
         self.note: Any = {"seed": seed, "blob": bytes([seed % 256, 0, 255]), "pair": (1, None, True, 0.5)}
 
     def get_extra_state(self) -> Any:
-        """Return the state that a checkpoint holds beside the tensors."""
         return self.note
 
     def set_extra_state(self, state: Any) -> None:
-        """Set the note."""
         self.note = state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Use the two tied layers."""
         return torch.as_tensor(self.output(self.inner(x)))
 
 
@@ -92,11 +89,9 @@ class Noted(nn.Module):
         self.count = torch.tensor([seed, -1])
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return the count."""
         return self.count
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Set the count."""
         self.count = state
 
 
@@ -108,11 +103,9 @@ class Brittle(nn.Module):
         self.net, self.note, self.refuses = mlp(seed), "fresh", refuses
 
     def get_extra_state(self) -> str:
-        """Return the note."""
         return self.note
 
     def set_extra_state(self, state: str) -> None:
-        """Take a note, unless it is the one that is refused."""
         self.note = state
         if state == self.refuses:
             raise ValueError(f"{state} refused")

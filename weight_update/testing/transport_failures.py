@@ -18,6 +18,7 @@ from weight_update.testing.chunks import (
     assert_same,
     drain,
     exchange,
+    greet,
     hello,
     in_background,
     must_be_closed,
@@ -217,17 +218,6 @@ class TransportFailureTests:
 
     def join_again(self, sender: TransportBackend, receiver: TransportBackend) -> None:
         """Join by a HELLO as a worker does after an error, and exchange a payload."""
-        mine = hello(self.token)
-        receiver.restart(self.limit)
-        receiver.send_chunk(mine, self.limit)
-        try:
-            first = must_receive(sender, self.limit)
-        except LinkClosedError:  # the end of the connection before
-            first = must_receive(sender, self.limit)
-        assert first.header == mine.header, "the sender's end received another chunk than the worker's HELLO"
-        answer = exchange(sender, receiver, number(0), self.limit)
-        assert answer.header == {"version": 0}, (
-            "the worker received another chunk than the answer to its HELLO"
-        )
+        greet(sender, receiver, self.token, self.limit)
         sent = update_of(sender, 1000)
         assert_same(exchange(sender, receiver, sent, self.limit), sent)

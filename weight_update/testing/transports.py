@@ -25,7 +25,6 @@ from weight_update.testing.chunks import (
     must_receive,
     number,
     send_all,
-    send_numbers,
     update_of,
 )
 from weight_update.testing.models import Zoo, fingerprint, mlp, scramble
@@ -88,7 +87,8 @@ class TransportContract(TransportFailureTests):
     def test_order_is_kept(self, ends: Ends) -> None:
         """Chunks arrive in the order in which they were sent, each once, both ways at the same time."""
         sender, receiver = ends
-        threads = [in_background(send_numbers, end, self.limit) for end in ends]
+        numbers = [number(version) for version in range(100)]
+        threads = [in_background(send_all, end, numbers, self.limit) for end in ends]
         for end in (receiver, sender):
             got = [must_receive(end, self.limit).header["version"] for _ in range(100)]
             assert got == list(range(100)), "chunks arrived in another order, twice or not at all"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from weight_update.errors import undo_on_error
 from weight_update.schemes import WeightSyncScheme
 from weight_update.testing.ray_workers import RayWorker
 from weight_update.testing.workers import Method, Worker
@@ -89,14 +90,11 @@ def start_workers(
         init["num_workers"] = len(models)
     scheme.init_on_sender(ctx=context_of(method), **init)
     procs = WorkerProcesses(scheme, method)
-    try:
+    with undo_on_error(procs.__exit__):
         for index, model in enumerate(models):
             procs.hire(index, model)
         if connect:
             procs.connect()
-    except BaseException:
-        procs.__exit__()
-        raise
     return procs
 
 

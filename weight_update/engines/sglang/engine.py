@@ -8,6 +8,7 @@ import torch
 
 from weight_update.engines.exclusive import ExclusiveEngine
 from weight_update.engines.sglang.session import LOADER, SGLangCalls, SGLangEngineBase
+from weight_update.errors import undo_on_error
 
 
 class SGLangEngine(SGLangEngineBase, ExclusiveEngine):
@@ -65,11 +66,8 @@ class SGLangEngine(SGLangEngineBase, ExclusiveEngine):
 
     def begin_update(self, version: int) -> None:
         super().begin_update(version)
-        try:
+        with undo_on_error(self._end_turn):  # the version before stays in force
             self._open_session()
-        except BaseException:
-            self._end_turn()  # the version before stays in force
-            raise
 
     def finish_update(self, version: int) -> None:
         self._close_session(version)

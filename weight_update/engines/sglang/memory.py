@@ -71,21 +71,15 @@ def read(order: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         ValueError: the order names a file that is not such memory.
     """
     schema = WeightSchema.from_header(order["schema"])
-    fd = _opened(order["data"], os.O_RDONLY)
-    try:
-        flat = _mapped(fd, schema.nbytes, mmap.ACCESS_COPY)
-    finally:
-        os.close(fd)
+    with open(_opened(order["data"], os.O_RDONLY), "rb", 0) as file:
+        flat = _mapped(file.fileno(), schema.nbytes, mmap.ACCESS_COPY)
     return dict(zip(schema.names, schema.views(flat), strict=True))
 
 
 def answer(order: Mapping[str, Any], content: Mapping[str, Any]) -> None:
     """Append an answer to an order; several processes may do so at once."""
-    fd = _opened(order["answers"], os.O_WRONLY | os.O_APPEND)
-    try:
-        os.write(fd, json.dumps({**content, "number": order["number"]}).encode() + b"\n")
-    finally:
-        os.close(fd)
+    with open(_opened(order["answers"], os.O_WRONLY | os.O_APPEND), "ab", 0) as file:
+        file.write(json.dumps({**content, "number": order["number"]}).encode() + b"\n")
 
 
 def _opened(path: str, flags: int) -> int:

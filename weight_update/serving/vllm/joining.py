@@ -47,9 +47,10 @@ def init_info(
     if not scheme.initialized_on_sender:
         raise LifecycleError("this scheme is not a sender yet; call init_on_sender() first")
     where: dict[str, Any]
+    opens_no_port = isinstance(scheme, RayWeightSyncScheme) and scheme.data == "object_store"
     if isinstance(scheme, SharedMemWeightSyncScheme):
         where = {"scheme": "shared", "address": scheme.address}
-    elif isinstance(scheme, RemoteWeightSyncScheme) and not _in_object_store(scheme):
+    elif isinstance(scheme, RemoteWeightSyncScheme) and not opens_no_port:
         where = {"scheme": "distributed", "address": scheme.address, "port": scheme.port}
     else:
         raise TypeError(
@@ -67,10 +68,6 @@ def init_info(
         "control": control,
         "pause": pause,
     }
-
-
-def _in_object_store(scheme: RemoteWeightSyncScheme) -> bool:
-    return isinstance(scheme, RayWeightSyncScheme) and scheme.data == "object_store"
 
 
 def receiving_scheme(info: Mapping[str, Any]) -> WeightSyncScheme:

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    TrainerInitInfo as VLLMTrainerInitInfo,
-)
-from vllm.distributed.weight_transfer.base import (
-    TrainerWeightTransferEngine,
-    VLLMWeightSyncClient,
-    WeightSource,
-)
+from vllm.distributed.weight_transfer import base
 
 from weight_update.errors import SyncFailedError, undo_on_error
 from weight_update.report import SyncReport
@@ -31,7 +24,7 @@ register()  # a trainer loads no plugins of vLLM
 
 
 @dataclass
-class TrainerInitInfo(VLLMTrainerInitInfo):
+class TrainerInitInfo(base.TrainerInitInfo):
     """Takes the place of ``NCCLTrainerInitInfo``; nothing else of a program changes.
 
     Attributes:
@@ -89,7 +82,7 @@ class TrainerInitInfo(VLLMTrainerInitInfo):
         return scheme
 
 
-class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
+class Trainer(base.TrainerWeightTransferEngine[TrainerInitInfo]):
     """Sends the weights of a ``WeightSource`` by a scheme, and calls vLLM for each update.
 
     All ranks of a trainer make one and call :meth:`send_weights`. Rank 0 holds all weights while it sends
@@ -102,7 +95,9 @@ class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
 
     init_info_cls = TrainerInitInfo
 
-    def __init__(self, *, client: VLLMWeightSyncClient, source: WeightSource, info: TrainerInitInfo) -> None:
+    def __init__(
+        self, *, client: base.VLLMWeightSyncClient, source: base.WeightSource, info: TrainerInitInfo
+    ) -> None:
         super().__init__(client=client, source=source, is_sender=info.is_sender, rank=info.rank)
         self.last_report: SyncReport | None = None
         self.scheme: WeightSyncScheme | None = info.make_scheme() if info.is_sender else None
@@ -113,8 +108,8 @@ class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
         cls,
         init_info: TrainerInitInfo,
         *,
-        client: VLLMWeightSyncClient,
-        source: WeightSource | None = None,
+        client: base.VLLMWeightSyncClient,
+        source: base.WeightSource | None = None,
     ) -> Trainer:
         """Have vLLM's workers join, and send them the first weights.
 
