@@ -15,6 +15,7 @@ from weight_update import ObjectStoreWeightSyncScheme, WeightChunk
 from weight_update.cli.contents.checkpoints import read_directory
 from weight_update.cli.contents.frames import read_frames
 from weight_update.synchronizer import CheckpointStore
+from weight_update.transports.object_store import stored_frames
 from weight_update.wire.frames import Step, frames_of
 
 
@@ -183,15 +184,22 @@ def test_inspect_refuses_other_files(tmp_path: Path, content: bytes) -> None:
     assert call("inspect", tmp_path / "nothing").exit_code == 2
 
 
-def test_inspect_tells_an_object_store_from_checkpoints(tmp_path: Path) -> None:
+def test_inspect_tells_an_object_store_from_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_frames, "PIECE_BYTES", 64)
     with ObjectStoreWeightSyncScheme(tmp_path, token="secret") as trainer:
         trainer.init_on_sender(model=Model())
         trainer.connect()
     result = call("inspect", tmp_path)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "holds versions of an ObjectStoreWeightSyncScheme" in result.stderr
+    assert list(tmp_path.glob("*/*.frame.1"))
     for frame in tmp_path.glob("*/*.frame"):
-        assert call("inspect", frame).exit_code == 0
+        found = document(call("inspect", frame, "--json"))
+        assert (found["good"], len(found["frames"])) == (True, 1)
+        frame.with_name(f"{frame.name}.1").unlink()
+        assert call("inspect", frame).exit_code == 1
 
 
 def test_inspect_shows_frames_and_the_chain_of_patches(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -88,6 +88,18 @@ ENCODINGS: dict[str, Callable[[], Encoding | str]] = {
 }
 
 
+def stored(store: Path, frame: Mapping[str, Any]) -> bytes:
+    """Return a frame of an object store, whose objects have 16 MiB, or fewer bytes if they are the last."""
+    count = -(-frame["nbytes"] // (16 << 20))
+    names = [frame["name"], *(f"{frame['name']}.{i}" for i in range(1, count))]
+    objects = [(store / name).read_bytes() for name in names]
+    assert [len(one) for one in objects[:-1]] == [16 << 20] * (count - 1)
+    digests = b"".join(hashlib.sha256(one).digest() for one in objects)
+    assert hashlib.sha256(digests).hexdigest() == frame["sha256"]
+    assert sum(map(len, objects)) == frame["nbytes"]
+    return b"".join(objects)
+
+
 @pytest.mark.parametrize(
     "encoding",
     quick_for(ENCODINGS, "dense", "bucket", "bucket-bf16", "flat-True-relative-ans", "coo-True-raw-zstd"),
@@ -105,9 +117,9 @@ def test_the_frames_of_an_object_store_are_read(encoding: str, tmp_path: Path) -
         for _ in range(3):
             manifest = json.loads(json.loads((tmp_path / "latest.json").read_bytes())["manifest"])
             if reader is None:
-                reader = Reader(read_frame((tmp_path / manifest["welcome"]["name"]).read_bytes()))
+                reader = Reader(read_frame(stored(tmp_path, manifest["welcome"])))
             for frame in manifest["chain"][-1]["frames"]:
-                raw = (tmp_path / frame["name"]).read_bytes()
+                raw = stored(tmp_path, frame)
                 reader.take(read_frame(raw))
             assert_equal(reader.weights(), model, torch.bfloat16 if encoding == "bucket-bf16" else None)
             change(model)
@@ -116,6 +128,19 @@ def test_the_frames_of_an_object_store_are_read(encoding: str, tmp_path: Path) -
     assert encoding.count("-") < 3 or f"{encoding.rpartition('-')[2]}/1".encode() in raw  # the compression
     wire = {"dense": "dense/1", "bucket": "bucket/1"}
     assert reader.encodings[1:] == [wire.get(encoding.partition("-")[0], "patch/1")] * 2
+
+
+def test_a_frame_of_an_object_store_lies_in_several_objects(tmp_path: Path) -> None:
+    model = nn.Linear(3000, 3000)
+    with ObjectStoreWeightSyncScheme(str(tmp_path), token=TOKEN) as scheme:
+        scheme.init_on_sender(model=model)
+        scheme.connect()
+    manifest = json.loads(json.loads((tmp_path / "latest.json").read_bytes())["manifest"])
+    reader = Reader(read_frame(stored(tmp_path, manifest["welcome"])))
+    ((frame,),) = (version["frames"] for version in manifest["chain"])
+    reader.take(read_frame(stored(tmp_path, frame)))
+    assert len(list(tmp_path.glob(f"{frame['name']}.*"))) == 2
+    assert torch.equal(reader.weights()["weight"], model.weight.detach())
 
 
 # -- workers ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def read_frames(path: Path) -> dict[str, Any]:
     A payload is decoded if the file also has the WELCOME with its schema. Otherwise its checksum and, of
     patches, the head are verified.
     """
-    raw = memoryview(read_regular(path))
+    raw = memoryview(b"".join(map(read_regular, _pieces(path))))
     reader = _Reader()
     for start, found in _frames(raw):
         reader.take(start, found)
@@ -38,6 +39,14 @@ def read_frames(path: Path) -> dict[str, Any]:
         "patches": reader.patches,
         "tensors": [] if schema is None else tensor_rows(schema),
     }
+
+
+def _pieces(path: Path) -> Iterator[Path]:
+    """Yield the file, and behind a frame of an object store the others that it continues in."""
+    yield path
+    if path.suffix == ".frame":
+        rest = (path.with_name(f"{path.name}.{i}") for i in itertools.count(1))
+        yield from itertools.takewhile(Path.exists, rest)
 
 
 def _frames(raw: memoryview) -> Iterator[tuple[int, WeightChunk | FormatError]]:

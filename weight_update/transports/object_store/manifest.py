@@ -5,6 +5,7 @@
     latest.json                             the manifest
     <run>/<version>-<8 hex digits>.frame    a frame of a version, as docs/wire_format.rst describes it
     <run>/welcome-<8 hex digits>.frame      the frame that describes the weights
+    <run>/...frame.1, ...frame.2 and so on  the rest of a frame of more than 16 MiB, 16 MiB each
     <run>/manifest-<8 hex digits>.frame     in directories, the manifest while it is written
 
 A run is one sender, from its ``connect()`` on; its name has 32 hexadecimal digits. Objects are written once,
@@ -26,9 +27,9 @@ from weight_update.transports.object_store.store import ObjectStore
 from weight_update.wire.schema import MAX_PAYLOAD_BYTES
 
 MANIFEST_NAME = "latest.json"
-FRAME_NAME = re.compile(r"[0-9a-f]{32}/(\d+|welcome|manifest)-[0-9a-f]{8}\.frame")
-"""Names of the objects that a publisher may remove."""
-_FORMAT = "weight_update.object_store/1"
+OBJECT_NAME = re.compile(r"([0-9a-f]{32}/(?:\d+|welcome|manifest)-[0-9a-f]{8}\.frame)(\.[1-9]\d*)?")
+"""Names of the objects that a publisher may remove: the name of a frame, perhaps the number of a piece."""
+_FORMAT = "weight_update.object_store/2"
 _MAX_BYTES = 64 << 20
 
 
@@ -37,9 +38,9 @@ class StoredFrame:
     """A frame in the store.
 
     Attributes:
-        name: name of its object.
-        nbytes: size of the object in bytes.
-        sha256: digest of the object, as hexadecimal digits.
+        name: name of its first object.
+        nbytes: size of all objects in bytes.
+        sha256: SHA-256 digest of the joined SHA-256 digests of the objects, as hexadecimal digits.
     """
 
     name: str
@@ -47,7 +48,8 @@ class StoredFrame:
     sha256: str
 
     def __post_init__(self) -> None:
-        if not FRAME_NAME.fullmatch(self.name) or not 0 < self.nbytes <= MAX_PAYLOAD_BYTES:
+        found = OBJECT_NAME.fullmatch(self.name)
+        if found is None or found[2] or not 0 < self.nbytes <= MAX_PAYLOAD_BYTES:
             raise ValueError(f"no frame has the name {self.name!r:.60} and {self.nbytes} bytes")
 
 
@@ -126,6 +128,6 @@ def _sign(text: str, token: str) -> str:
 def read_manifest(store: ObjectStore, token: str, timeout: float | None) -> StoreManifest | None:
     """Return the manifest, or None if nothing was published yet; raise as ``read`` and ``decode``."""
     try:
-        return StoreManifest.decode(store.read(MANIFEST_NAME, 0, _MAX_BYTES, timeout), token)
+        return StoreManifest.decode(store.read(MANIFEST_NAME, _MAX_BYTES, timeout), token)
     except FileNotFoundError:
         return None

@@ -15,8 +15,8 @@ from dataclasses import replace
 from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.transports.base import Allocate, Capabilities, TransportBackend
 from weight_update.transports.object_store.manifest import (
-    FRAME_NAME,
     MANIFEST_NAME,
+    OBJECT_NAME,
     StoredFrame,
     StoredVersion,
     StoreManifest,
@@ -144,7 +144,7 @@ class ObjectStorePublisher(TransportBackend):
             with self._warning(
                 "versions of earlier senders stay in the store until the next sender connects"
             ):
-                self._left = self._found(own=False)
+                self._left = list(self._found(own=False))
         if self._chain:
             self._former, self._chain = self._chain, ()
         self._frames = []
@@ -195,7 +195,7 @@ class ObjectStorePublisher(TransportBackend):
         self._written += 1
         manifest = StoreManifest(self._run, self._written, self._welcome, chain)
         draft = self._name_of("manifest")
-        self._store.replace(MANIFEST_NAME, manifest.encode(self._token), draft, seconds_left(deadline))
+        self._store.replace(MANIFEST_NAME, manifest.encode(self._token), draft, deadline)
         self._pause = 0.0
         if self._is_whole:
             self._former = self._chain or self._former
@@ -246,17 +246,17 @@ class ObjectStorePublisher(TransportBackend):
         needed.add(self._welcome.name)
         with self._warning("old versions could not be removed yet"):
             found = self._found(own=True)
-            unused = [*self._left, *(name for name in found if name not in needed)]
+            unused = [*self._left, *(name for name, frame in found.items() if frame not in needed)]
             if self._welcome.name not in found:  # perhaps a rule of the bucket removes old objects
                 write_frame(self._store, self._description, self._welcome.name, None)
             if unused:
                 self._store.remove(unused)
             self._left = []
 
-    def _found(self, *, own: bool) -> list[str]:
-        """Return the names of the frames in the store, of this run or of all others."""
-        frames = filter(FRAME_NAME.fullmatch, self._store.names())
-        return [name for name in frames if name.startswith(self._run) is own]
+    def _found(self, *, own: bool) -> dict[str, str]:
+        """Return the objects in the store, of this run or of all others, and the frame of each."""
+        objects = filter(None, map(OBJECT_NAME.fullmatch, self._store.names()))
+        return {one[0]: one[1] for one in objects if one[0].startswith(self._run) is own}
 
     @contextlib.contextmanager
     def _warning(self, effect: str) -> Iterator[None]:

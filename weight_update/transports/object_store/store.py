@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.text import format_seconds
 from weight_update.threads import call_in_thread
+from weight_update.transports.socket_stream import deadline_of, seconds_left
 
-_SLICE = 16 << 20  # bytes that a client gets to write at once; it may copy them
+_AT_A_TIME = 8  # objects; one connection to an object store has a tenth of the speed of a network
 _MOST_GIVEN_UP = 8  # requests that may go on after they were given up
-_T = TypeVar("_T")
+Bytes = bytes | memoryview
+
+
+@dataclass
+class _Request:
+    """A request, and the future answer.
+
+    Attributes:
+        limit: seconds that it may take.
+        deadline: when these are over, on the monotonic clock.
+    """
+
+    verb: str
+    name: str
+    limit: float
+    deadline: float
+    answer: Future[Any] = field(default_factory=Future)
 
 
 class ObjectStore:
     """Objects below one URL, by names relative to it.
 
     Each request runs in a thread of its own, because fsspec and the clients behind it may wait for longer
-    than a caller wants to. A request that is given up goes on in that thread, and may still read the memory
-    that it was given. The next write of the same object waits for it, and so does any request while eight of
-    them go on.
+    than a caller wants to. The thread also computes the digest of the object. A request that is given up goes
+    on in that thread, and may still read the memory that it was given. The next write of the same object
+    waits for it, and so does any request while eight of them go on.
 
     Args:
         url: URL that fsspec knows, such as ``"s3://bucket/run"``, or the path of a directory.
@@ -69,19 +89,34 @@ class ObjectStore:
         wait([self._closed], seconds)
         self._require_open()
 
-    def read(self, name: str, start: int, stop: int, timeout: float | None) -> bytes:
-        """Return the bytes of an object from ``start`` to ``stop``, or to its end if that comes first.
+    def read(self, name: str, limit: int, timeout: float | None) -> bytes:
+        """Return the first bytes of an object, at most ``limit``.
 
         Raises:
             FileNotFoundError: there is no such object.
             SyncTimeoutError: the store did not answer in time.
             TransportError: it cannot be read; or the store was closed.
         """
-        return self._request("read", name, timeout, self._cat, start, stop)
+        found: bytes = self._result(self._begin("read", name, deadline_of(timeout), self._get, limit))
+        return found
 
-    def _cat(self, path: str, start: int, stop: int) -> bytes:
+    def read_all(
+        self, objects: Iterable[tuple[str, int]], deadline: float | None
+    ) -> Generator[tuple[bytes, bytes], None, None]:
+        """Yield the first bytes of each object, and their SHA-256 digest; raise as :meth:`read`.
+
+        ``objects`` are names, each with a number of bytes. Several objects are read at a time.
+        """
+
+        def get(path: str, nbytes: int) -> tuple[bytes, bytes]:
+            found = self._get(path, nbytes)
+            return found, hashlib.sha256(found).digest()
+
+        return self._each("read", ((name, get, nbytes) for name, nbytes in objects), deadline)
+
+    def _get(self, path: str, limit: int) -> bytes:
         try:
-            found: bytes = self._fs.cat_file(path, start=start, end=stop)
+            found: bytes = self._fs.cat_file(path, start=0, end=limit)
         except FileNotFoundError:
             raise
         except Exception:
@@ -90,21 +125,34 @@ class ObjectStore:
             return b""  # S3 finds no such bytes in an empty object
         return found
 
-    def write(self, name: str, parts: Iterable[bytes | memoryview], timeout: float | None) -> None:
-        """Write an object. In file systems, readers may see a part of it meanwhile.
+    def write_all(
+        self, objects: Iterable[tuple[str, Sequence[Bytes]]], deadline: float | None
+    ) -> list[bytes]:
+        """Write objects, several at a time, and return the SHA-256 digest of each.
+
+        ``objects`` are names, each with parts that follow one another. In file systems, readers may see a
+        part of an object meanwhile.
 
         Raises:
             SyncTimeoutError: the store did not answer in time.
-            TransportError: it cannot be written; or the store was closed.
+            TransportError: an object cannot be written; or the store was closed.
         """
-        self._request("write", name, timeout, self._put, list(parts))
 
-    def replace(self, name: str, raw: bytes, draft: str, timeout: float | None) -> None:
-        """Write an object that readers see either as it was or as a whole; raise as :meth:`write`.
+        def put(path: str, parts: Sequence[Bytes]) -> bytes:
+            digest = hashlib.sha256()
+            for part in parts:
+                digest.update(part)
+            self._put(path, parts)
+            return digest.digest()
+
+        return list(self._each("write", ((name, put, parts) for name, parts in objects), deadline))
+
+    def replace(self, name: str, raw: bytes, draft: str, deadline: float | None) -> None:
+        """Write an object that readers see either as it was or as a whole; raise as :meth:`write_all`.
 
         In a directory, it is written under the name ``draft`` first.
         """
-        self._request("write", name, timeout, self._exchange, raw, f"{self._root}/{draft}")
+        self._result(self._begin("write", name, deadline, self._exchange, raw, f"{self._root}/{draft}"))
 
     def _exchange(self, path: str, raw: bytes, draft: str) -> None:
         if self._is_directory:
@@ -113,7 +161,7 @@ class ObjectStore:
         else:
             self._fs.pipe_file(path, raw)
 
-    def _put(self, path: str, parts: list[bytes | memoryview]) -> None:
+    def _put(self, path: str, parts: Sequence[Bytes]) -> None:
         try:
             self._write_into(path, parts)
         except FileNotFoundError:
@@ -122,56 +170,81 @@ class ObjectStore:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._write_into(path, parts)
 
-    def _write_into(self, path: str, parts: list[bytes | memoryview]) -> None:
+    def _write_into(self, path: str, parts: Sequence[Bytes]) -> None:
+        if not self._is_directory:
+            self._fs.pipe_file(path, b"".join(parts))
+            return
         try:
             with self._fs.open(path, "wb") as file:
-                for part in parts:
-                    for start in range(0, len(part), _SLICE):
-                        file.write(part[start : start + _SLICE])
-        except Exception:
-            if self._is_directory:  # a part of the object would take up the last space of a full disk
-                with contextlib.suppress(OSError):
-                    os.remove(path)
+                file.writelines(parts)
+        except Exception:  # a part of the object would take up the last space of a full disk
+            with contextlib.suppress(OSError):
+                os.remove(path)
             raise
 
     def names(self) -> list[str]:
         """Return the names of all objects; raise as :meth:`read`."""
-        return self._request("list", "", None, self._find)
+        names: list[str] = self._result(self._begin("list", "", None, self._find))
+        return names
 
     def _find(self, path: str) -> list[str]:
         self._fs.invalidate_cache()
         return [found[len(self._root) + 1 :] for found in self._fs.find(path.rstrip("/"))]
 
     def remove(self, names: list[str]) -> None:
-        """Remove objects in one request, and directories that are empty then; raise as :meth:`read`."""
-        self._request("remove", f"{len(names)} objects", None, self._remove, names)
+        """Remove objects, and directories that are empty then; raise as :meth:`read`."""
+        deque(self._each("remove", ((name, self._remove) for name in names), None), maxlen=0)
 
-    def _remove(self, _: str, names: list[str]) -> None:
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # another sender was faster
-                self._fs.rm_file(f"{self._root}/{name}")
+    def _remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # another sender was faster
+            self._fs.rm_file(path)
         if self._is_directory:
-            for folder in {os.path.dirname(f"{self._root}/{name}") for name in names}:
-                with contextlib.suppress(OSError):  # it has other files
-                    os.rmdir(folder)
+            with contextlib.suppress(OSError):  # it has other files
+                os.rmdir(os.path.dirname(path))
 
-    def _request(
-        self, verb: str, name: str, timeout: float | None, call: Callable[..., _T], *arguments: Any
-    ) -> _T:
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _each(
+        self, verb: str, calls: Iterable[tuple[Any, ...]], deadline: float | None
+    ) -> Generator[Any, None, None]:
+        """Yield the results of calls in order; each is a name, a function, and arguments behind the path."""
+        running: deque[_Request] = deque()
+        try:
+            for name, call, *arguments in calls:
+                if len(running) == _AT_A_TIME:
+                    yield self._result(running[0])
+                    running.popleft()
+                running.append(self._begin(verb, name, deadline, call, *arguments))
+            while running:
+                yield self._result(running[0])
+                running.popleft()
+        finally:
+            for request in running:  # after an error
+                self._give_up(request)
+
+    def _begin(
+        self, verb: str, name: str, deadline: float | None, call: Callable[..., Any], *arguments: Any
+    ) -> _Request:
         self._require_open()
-        limit = self._timeout if timeout is None else min(timeout, self._timeout)
-        late = f"could not {verb} {self.url}/{name} within {format_seconds(limit)}"
-        deadline = time.monotonic() + limit
-        if not self._may_begin(verb, name, limit):
-            raise SyncTimeoutError(f"{late}: an earlier request still runs")
+        left = seconds_left(deadline)
+        limit = self._timeout if left is None else min(left, self._timeout)
+        request = _Request(verb, name, limit, time.monotonic() + limit)
+        if not self._may_begin(request):
+            raise SyncTimeoutError(f"{self._late(request)}: an earlier request still runs")
         path = f"{self._root}/{name}"
         try:
-            answer = call_in_thread("weight_update-object-store", call, path, *arguments, in_order=True)
+            request.answer = call_in_thread(
+                "weight_update-object-store", call, path, *arguments, in_order=True
+            )
         except RuntimeError as error:  # there may be one for the next request
             raise TransportError(f"cannot {verb} {self.url}/{name}: {error}") from None
-        if not self._await([answer], max(deadline - time.monotonic(), 0.0)):
-            self._given_up[answer] = verb, name
-            raise SyncTimeoutError(f"{late}; raise timeout= if the store is slow")
+        return request
+
+    def _result(self, request: _Request) -> Any:
+        verb, name, answer = request.verb, request.name, request.answer
+        if not self._await([answer], max(request.deadline - time.monotonic(), 0.0)):
+            self._give_up(request)
+            raise SyncTimeoutError(f"{self._late(request)}; raise timeout= if the store is slow")
         try:
             return answer.result()
         except FileNotFoundError as error:
@@ -184,13 +257,20 @@ class ObjectStore:
                 reason = "fsspec only reads such URLs; give the trainer one that it can write"
             raise TransportError(f"cannot {verb} {self.url}/{name}: {reason}") from error
 
-    def _may_begin(self, verb: str, name: str, limit: float) -> bool:
+    def _late(self, request: _Request) -> str:
+        return f"could not {request.verb} {self.url}/{request.name} within {format_seconds(request.limit)}"
+
+    def _give_up(self, request: _Request) -> None:
+        self._given_up[request.answer] = request.verb, request.name
+
+    def _may_begin(self, request: _Request) -> bool:
         """Wait for requests that were given up, if need be; return whether another one may begin."""
         running = self._given_up = {one: key for one, key in self._given_up.items() if not one.done()}
-        before = [one for one, key in running.items() if verb == "write" and key == (verb, name)]
+        same = "write", request.name
+        before = [one for one, key in running.items() if key == same and request.verb == "write"]
         if not before and len(running) >= _MOST_GIVEN_UP:
             before = list(running)
-        return not before or self._await(before, limit)
+        return not before or self._await(before, request.limit)
 
     def _await(self, answers: list[Future[Any]], limit: float) -> bool:
         """Return whether one of ``answers`` came in time; raise LinkClosedError if the store is closed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import closing
 
 import torch
 
@@ -13,45 +14,56 @@ from weight_update.errors import FormatError, NotEnoughMemoryError
 from weight_update.transports.base import Allocate
 from weight_update.transports.object_store.manifest import StoredFrame, StoredVersion
 from weight_update.transports.object_store.store import ObjectStore
-from weight_update.transports.socket_stream import seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk, fresh_bytes, payloads_of
 from weight_update.wire.memory import byte_view
 from weight_update.wire.schema import WeightSchema
 
-_PIECE = 64 << 20  # bytes of an object that one request reads
+PIECE_BYTES = 16 << 20
+"""Most bytes of an object; a frame that is larger lies in several, which are written and read at once."""
 
 
 def write_frame(store: ObjectStore, chunk: WeightChunk, name: str, deadline: float | None) -> StoredFrame:
-    """Write a frame into an object of its own; raise as :meth:`ObjectStore.write`."""
-    parts: list[bytes | memoryview] = [chunk.encode_head(checksum=False)]
-    if chunk.payload is not None:
-        parts.append(byte_view(chunk.payload))
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    store.write(name, parts, seconds_left(deadline))
-    return StoredFrame(name, sum(map(len, parts)), digest.hexdigest())
+    """Write a frame into objects of its own; raise as :meth:`ObjectStore.write_all`."""
+    head = memoryview(chunk.encode_head(checksum=False))
+    payload = memoryview(b"") if chunk.payload is None else byte_view(chunk.payload)
+    nbytes = len(head) + len(payload)
+    pieces = (
+        [head[start:stop], payload[max(start - len(head), 0) : max(stop - len(head), 0)]]
+        for start, stop in _cuts(nbytes)
+    )
+    digests = store.write_all(zip(piece_names(name, nbytes), pieces, strict=True), deadline)
+    return StoredFrame(name, nbytes, hashlib.sha256(b"".join(digests)).hexdigest())
 
 
 def read_frame(
     store: ObjectStore, frame: StoredFrame, deadline: float | None, allocate: Allocate = fresh_bytes
 ) -> WeightChunk:
     """Read a frame; raise FormatError if the sender did not write it so, or as :meth:`ObjectStore.read`."""
-    source = _Pieces(store, frame, deadline)
-    prelude = Prelude.decode(source.take(PRELUDE_BYTES))
-    header = bytes(source.take(prelude.header_bytes))
-    if PRELUDE_BYTES + prelude.header_bytes + prelude.payload_bytes != frame.nbytes:
-        raise FormatError(f"{frame.name} has another size than its frame")
+    with closing(_Pieces(store, frame, deadline)) as source:
+        prelude = Prelude.decode(source.take(PRELUDE_BYTES))
+        header = source.take(prelude.header_bytes)
+        if PRELUDE_BYTES + prelude.header_bytes + prelude.payload_bytes != frame.nbytes:
+            raise FormatError(f"{frame.name} has another size than its frame")
 
-    def filled(nbytes: int) -> torch.Tensor:
-        payload = allocate(nbytes)
-        source.fill(byte_view(payload))
-        return payload
+        def filled(nbytes: int) -> torch.Tensor:
+            payload = allocate(nbytes)
+            source.fill(byte_view(payload))
+            return payload
 
-    chunk = prelude.complete(header, filled)
-    if source.digest.hexdigest() != frame.sha256:
-        raise FormatError(f"the digest of {frame.name} is wrong")
-    return chunk
+        chunk = prelude.complete(header, filled)
+        if source.digest.hexdigest() != frame.sha256:
+            raise FormatError(f"the digest of {frame.name} is wrong")
+        return chunk
+
+
+def piece_names(name: str, nbytes: int) -> list[str]:
+    """Return the names of the objects in which a frame lies."""
+    return [name, *(f"{name}.{i}" for i in range(1, len(_cuts(nbytes))))]
+
+
+def _cuts(nbytes: int) -> list[tuple[int, int]]:
+    """Return first and last + 1 byte of each piece of a frame."""
+    return [(start, min(start + PIECE_BYTES, nbytes)) for start in range(0, nbytes, PIECE_BYTES)]
 
 
 def read_merged(
@@ -91,21 +103,25 @@ def read_merged(
 
 
 class _Pieces:
-    """The bytes of an object in order, read in pieces of bounded size."""
+    """The bytes of a frame in order."""
 
     def __init__(self, store: ObjectStore, frame: StoredFrame, deadline: float | None) -> None:
-        self._store, self._frame, self._deadline = store, frame, deadline
-        self.digest = hashlib.sha256()  # of what was read
-        self._piece, self._read = memoryview(b""), 0
+        self._frame = frame
+        sizes = [stop - start for start, stop in _cuts(frame.nbytes)]
+        self._sizes = iter(sizes)
+        names = piece_names(frame.name, frame.nbytes)
+        self._found = store.read_all(zip(names, sizes, strict=True), deadline)
+        self.digest = hashlib.sha256()  # of the digests of what was read
+        self._piece = memoryview(b"")
 
     def take(self, nbytes: int) -> bytes:
-        """Return the next bytes; raise FormatError if the object has fewer."""
+        """Return the next bytes; raise FormatError if the frame has fewer."""
         taken = bytearray(nbytes)
         self.fill(memoryview(taken))
         return bytes(taken)
 
     def fill(self, target: memoryview) -> None:
-        """Fill ``target`` with the next bytes; raise FormatError if the object has fewer."""
+        """Fill ``target`` with the next bytes; raise FormatError if the frame has fewer."""
         while len(target):
             if not len(self._piece):
                 self._next_piece()
@@ -114,14 +130,12 @@ class _Pieces:
             target = target[len(part) :]
 
     def _next_piece(self) -> None:
-        frame, start = self._frame, self._read
-        if start == frame.nbytes:
-            raise FormatError(f"{frame.name} has another size than its frame")
-        stop = min(start + _PIECE, frame.nbytes)
-        found = self._store.read(frame.name, start, stop, seconds_left(self._deadline))
-        if len(found) < stop - start:
-            raise FormatError(f"{frame.name} has fewer than its {frame.nbytes} bytes")
-        if len(found) > stop - start:
-            raise FormatError(f"the server ignores ranges of bytes, so {frame.name} cannot be read")
-        self.digest.update(found)
-        self._piece, self._read = memoryview(found), stop
+        found, digest = next(self._found, (b"", b""))
+        if not found or len(found) != next(self._sizes):
+            raise FormatError(f"{self._frame.name} has fewer than its {self._frame.nbytes} bytes")
+        self.digest.update(digest)
+        self._piece = memoryview(found)
+
+    def close(self) -> None:
+        """Wait for no piece any more."""
+        self._found.close()
