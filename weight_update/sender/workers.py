@@ -271,7 +271,8 @@ class GroupAssignment:
     """Assigns workers to send groups. A group is closed when its last worker leaves it."""
 
     def __init__(self, table: WorkerTable, encoding: Encoding, pool: BufferPool) -> None:
-        self.lock = threading.Lock()  # of who calls these methods, and those of groups that encode or commit
+        # Held by the thread that calls these methods, and those of groups that encode or commit.
+        self.lock = threading.Lock()
         self.encoding = encoding
         self._table, self._pool = table, pool
 
