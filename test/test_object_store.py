@@ -468,6 +468,20 @@ def test_a_token_of_the_environment(ends: Ends, monkeypatch: pytest.MonkeyPatch)
     assert fingerprint(model) == fingerprint(mlp(1))
 
 
+def newest_frame(directory: str) -> Path:
+    """Return the frame of a version that was written last."""
+    return max(frames(directory), key=lambda one: (one.name[0] != "w", one.stat().st_mtime_ns))
+
+
+def goes_on_with_the_next_version(ends: Ends, sender: Scheme, reader: Scheme, before: Any) -> None:
+    """Check that nobody takes the damaged version 1, and that a reader with version 0 gets version 2."""
+    with pytest.raises(SyncTimeoutError, match=r"digest|fewer|No such file"):
+        ends.reader(mlp(4), connect_timeout=1.0)
+    assert (reader.version, fingerprint(reader.model)) == (0, before)
+    sender.send()
+    arrives(reader, 2)
+
+
 @pytest.mark.parametrize("what", ["a bit", "the end", "all of it"])
 def test_a_damaged_frame(ends: Ends, what: str, caplog: pytest.LogCaptureFixture) -> None:
     source, model = mlp(1), mlp(2)
@@ -475,7 +489,7 @@ def test_a_damaged_frame(ends: Ends, what: str, caplog: pytest.LogCaptureFixture
     before = fingerprint(model)
 
     def damage() -> None:
-        newest = max(frames(ends.url), key=lambda one: (one.name[0] != "w", one.stat().st_mtime_ns))
+        newest = newest_frame(ends.url)
         raw = bytearray(newest.read_bytes())
         if what == "all of it":
             newest.unlink()
@@ -489,11 +503,7 @@ def test_a_damaged_frame(ends: Ends, what: str, caplog: pytest.LogCaptureFixture
         reader._receiver.link._next_look = time.monotonic() + 0.5  # type: ignore[union-attr]
         sender.send()
         damage()
-    with pytest.raises(SyncTimeoutError, match=r"digest|fewer|No such file"):
-        ends.reader(mlp(4), connect_timeout=1.0)
-    assert (reader.version, fingerprint(model)) == (0, before)
-    sender.send()
-    arrives(reader, 2)
+    goes_on_with_the_next_version(ends, sender, reader, before)
     assert fingerprint(model) == fingerprint(source)
     assert ("the weights are not updated now" in caplog.text) == (what != "all of it")
 
@@ -612,7 +622,7 @@ def test_an_object_in_the_middle_of_a_frame(ends: Ends, small_pieces: int, what:
         scramble(source, 3)
         reader._receiver.link._next_look = time.monotonic() + 0.5  # type: ignore[union-attr]
         sender.send()
-        newest = max(frames(ends.url), key=lambda one: (one.name[0] != "w", one.stat().st_mtime_ns))
+        newest = newest_frame(ends.url)
         first, second = objects_of(newest)[-3:-1]
         raw = first.read_bytes()
         if what == "missing":
@@ -622,11 +632,7 @@ def test_an_object_in_the_middle_of_a_frame(ends: Ends, small_pieces: int, what:
             second.write_bytes(raw)
         else:
             first.write_bytes(raw[:-1] if what == "shorter" else raw[:-1] + bytes([raw[-1] ^ 1]))
-    with pytest.raises(SyncTimeoutError, match=r"digest|fewer|No such file"):
-        ends.reader(mlp(4), connect_timeout=1.0)
-    assert (reader.version, fingerprint(model)) == (0, before)
-    sender.send()
-    arrives(reader, 2)
+    goes_on_with_the_next_version(ends, sender, reader, before)
     assert fingerprint(model) == fingerprint(source)
 
 
