@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,6 +50,7 @@ from weight_update.testing.chunks import hello
 from weight_update.testing.models import Zoo, fingerprint
 from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import start_workers
+from weight_update.threads import call_in_thread
 from weight_update.transports.object_store import publisher, stored_frames
 from weight_update.transports.object_store.manifest import StoreManifest, read_manifest
 from weight_update.transports.object_store.store import ObjectStore
@@ -662,6 +663,25 @@ def test_several_objects_are_on_their_way_at_once(
         ends.sender(source)
     ends.reader(model)
     assert most == 8
+    assert fingerprint(model) == fingerprint(source)
+
+
+def test_a_system_that_starts_few_threads(
+    ends: Ends, small_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[Future[Any]] = []
+
+    def start(name: str, work: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
+        running[:] = [one for one in running if not one.done()]
+        if len(running) == 2:
+            raise RuntimeError("can't start new thread")
+        running.append(call_in_thread(name, work, *args, **options))
+        return running[-1]
+
+    monkeypatch.setattr("weight_update.transports.object_store.store.call_in_thread", start)
+    source, model = nn.Linear(16, 16), nn.Linear(16, 16)
+    ends.sender(source)
+    ends.reader(model)
     assert fingerprint(model) == fingerprint(source)
 
 

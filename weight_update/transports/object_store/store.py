@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
@@ -211,16 +212,26 @@ class ObjectStore:
         running: deque[_Request] = deque()
         try:
             for name, call, *arguments in calls:
-                if len(running) == _AT_A_TIME:
+                begin = partial(self._begin, verb, name, deadline, call, *arguments)
+                while (request := self._begin_beside(running, begin)) is None:
                     yield self._result(running[0])
                     running.popleft()
-                running.append(self._begin(verb, name, deadline, call, *arguments))
+                running.append(request)
             while running:
                 yield self._result(running[0])
                 running.popleft()
         finally:
             for request in running:  # after an error
                 self._give_up(request)
+
+    def _begin_beside(self, running: Sequence[_Request], begin: Callable[[], _Request]) -> _Request | None:
+        """Return ``begin()``; None if a running request has to end first, as where threads are few."""
+        try:
+            return begin() if len(running) < _AT_A_TIME else None
+        except TransportError:
+            if not running:
+                raise
+            return None
 
     def _begin(
         self, verb: str, name: str, deadline: float | None, call: Callable[..., Any], *arguments: Any
