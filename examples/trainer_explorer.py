@@ -30,7 +30,7 @@ from weight_update import ExplorerClient, Synchronizer, SyncMethod, SyncStyle, T
 
 PLANS: dict[str, dict[str, Any]] = {
     "fixed": {"sync_interval": 2},
-    "fixed, ahead": {"sync_interval": 2, "sync_offset": 1},
+    "fixed_ahead": {"sync_interval": 2, "sync_offset": 1},
     "explorer_driven": {"sync_interval": 3},
     "trainer_driven": {"sync_interval": 2},
     "fully_async": {"sync_interval": 1, "max_staleness": 2},
