@@ -192,7 +192,7 @@ def synchronize(side: Any, recorder: Recorder) -> None:
 
 def run(name: str, method: SyncMethod, steps: int, directory: str) -> tuple[list[Span], float]:
     """Run a plan; return the spans of all processes, and the mean length of the last episodes."""
-    style = SyncStyle(name.partition(",")[0])
+    style = SyncStyle(name.removesuffix("_ahead"))
     ctx = mp.get_context("spawn")
     ready = ctx.Barrier(EXPLORERS + 1)
     shared = Shared(ctx.Queue(maxsize=ROOM), ctx.Queue(), ready, ctx.Event(), time.monotonic())
