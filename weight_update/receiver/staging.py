@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -69,7 +69,12 @@ class _Memory:
     """
 
     tensor: torch.Tensor
-    used: int
+    used: int = 0
+
+    @property
+    def place(self) -> tuple[int, torch.device]:
+        """Size in bytes and device."""
+        return self.tensor.numel(), self.tensor.device
 
 
 class Staging:
@@ -259,21 +264,26 @@ class Staging:
         for update in (self.current, self.staged):
             if update is not None:
                 taken.update(id(payload) for payload in update.payloads)
-        for memory in self._memory:
-            found = memory.tensor
-            if (found.numel(), found.device) == (nbytes, device) and id(found) not in taken:
-                pin(found)  # not before: memory of some sizes is used only once
-                memory.used = self._begun
-                return found
-        oldest = self._begun - _KEPT_FOR
-        self._memory = [one for one in self._memory if id(one.tensor) in taken or one.used >= oldest]
+        wanted = nbytes, device
+        free = (one for one in self._memory if one.place == wanted and id(one.tensor) not in taken)
+        if (memory := next(free, None)) is not None:
+            pin(memory.tensor)  # not before: memory of some sizes is used only once
+        else:
+            memory = self._new_memory(nbytes, device, taken)
+        memory.used = self._begun
+        return memory.tensor
+
+    def _new_memory(self, nbytes: int, device: torch.device, taken: Container[int]) -> _Memory:
+        """Return new memory; drop what was idle for some updates, or all that is idle if memory is short."""
+        recent = self._begun - _KEPT_FOR
+        self._memory = [one for one in self._memory if id(one.tensor) in taken or one.used >= recent]
         try:
-            found = new_buffer(nbytes, device)
+            memory = _Memory(new_buffer(nbytes, device))
         except (RuntimeError, MemoryError):
             self._memory = [one for one in self._memory if id(one.tensor) in taken]
-            found = new_buffer(nbytes, device)
-        self._memory.append(_Memory(found, self._begun))
-        return found
+            memory = _Memory(new_buffer(nbytes, device))
+        self._memory.append(memory)
+        return memory
 
     def _owns(self, payload: torch.Tensor) -> bool:
         """Return whether ``payload`` is memory of this receiver, not of the sender."""
