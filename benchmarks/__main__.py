@@ -30,6 +30,7 @@ BENCHMARKS = {
     "links": "patches and dense over a slow link, to one host and to several (as root)",
     "pipeline": "conversion and transfer one after the other, and in a pipeline of chunks",
     "synchronizer": "methods and styles of a Synchronizer",
+    "stores": "weights through files, beside torch.save and safetensors",
     "engines": "patches into an inference engine, beside loading all weights",
     "observers": "an update without observers, and with each of them",
     "gpu": "dense and patches of weights on a GPU, and slots on it",

@@ -166,6 +166,14 @@ def machine(*packages: str, threads: int = 1) -> list[str]:
     ]
 
 
+def file_system(directory: str | Path) -> str:
+    """Return the kind of file system, such as ``ext4``."""
+    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    real = os.path.realpath(directory)
+    above = [(len(place), kind) for place, kind in mounts if Path(real).is_relative_to(place)]
+    return max(above)[1]
+
+
 def say(line: str) -> None:
     """Print the progress of a run to stderr."""
     print(f"... {line}", file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import queue
 import random
 import tempfile
@@ -13,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch import nn
 
 from benchmarks.options import Options
 from benchmarks.processes import Place, Process, close_all
-from benchmarks.report import Cell, Figure, Table, machine, say
+from benchmarks.report import Cell, Figure, Table, file_system, machine, say
 from benchmarks.workers import Model, fill, mark
 from weight_update import ExplorerClient, RunningStatus, Synchronizer, SyncMethod, TrainerClient
 
@@ -368,18 +366,10 @@ def methods_table(sizes: Sequence[float], explorers: Sequence[int], turns: int) 
         "it has no figures in the last two columns. Trainer, synchronizer and each explorer are processes\n"
         "on one machine, where NCCL uses shared memory. In the rows *a host each*, explorers have\n"
         "different host names, so the weights cross sockets. "
-        f"File system: {_file_system(tempfile.gettempdir())}."
+        f"File system: {file_system(tempfile.gettempdir())}."
     )
     head = ["method", "MB", "explorers", *TIMES]
     return Table("Methods: how long a synchronization takes", note, head, rows, names=(0, 1, 2))
-
-
-def _file_system(directory: str) -> str:
-    """Return the kind of file system, such as ``ext4``."""
-    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    real = os.path.realpath(directory)
-    above = [(len(place), kind) for place, kind in mounts if Path(real).is_relative_to(place)]
-    return max(above)[1]
 
 
 def add_options(known: Options) -> None:

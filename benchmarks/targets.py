@@ -62,6 +62,8 @@ LIMITS = {
     # engines: 1 % of a Qwen3 model changes
     "{state} engine, 10 Gbit/s: patch, of dense": 1 / 5,
     "busy engine: pause with a patch, of loading all": 0.1,
+    # stores
+    "{way}: write and read, of torch.save and torch.load": 1.0,
     # observers
     "1 MB, an observer added and removed, of none": 1.05,
 }

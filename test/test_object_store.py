@@ -45,6 +45,7 @@ from weight_update import (
     group_schemes,
     send_together,
 )
+from weight_update.receiver import staging
 from weight_update.testing import mlp, scramble
 from weight_update.testing.chunks import hello
 from weight_update.testing.models import Zoo, fingerprint
@@ -189,6 +190,31 @@ def test_most_versions_are_changes_and_old_ones_are_removed(ends: Ends) -> None:
     assert whole == [3, 7, 11]
     # the welcome, the chain before and the present one, of one frame a version
     wait_until(lambda: len(frames(ends.url)) == 1 + 4 + 1)
+
+
+@pytest.mark.parametrize("bucket_size", [4096, 1 << 20], ids=["several", "one"])
+def test_memory_for_buckets_is_used_again(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, bucket_size: int
+) -> None:
+    made: list[int] = []
+    new_buffer = staging.new_buffer
+
+    def note(nbytes: int, device: torch.device) -> torch.Tensor:
+        made.append(nbytes)
+        return new_buffer(nbytes, device)
+
+    monkeypatch.setattr(staging, "new_buffer", note)
+    model, mine = mlp(1), mlp(2)
+    sender = ends.sender(model, strategy=WeightStrategy(encoding=BucketEncoding(bucket_size=bucket_size)))
+    reader = ends.reader(mine)
+    for turn in range(8):
+        if turn == 4:
+            assert made
+            made.clear()
+        nudge(model)
+        arrives(reader, sender.send().version)
+        assert fingerprint(mine) == fingerprint(model)
+    assert made == []
 
 
 def test_a_reader_that_was_away_gets_the_newest_version(ends: Ends) -> None:

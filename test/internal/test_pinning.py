@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from weight_update import MPTransport, SharedMemWeightSyncScheme
+from weight_update.receiver import staging as receiver_staging
 from weight_update.receiver.staging import Staging
 from weight_update.sender.buffers import BufferPool
 from weight_update.transports.shared_memory.slots import HostSlotMapping, SharedBuffer, SlotTable
@@ -173,3 +175,18 @@ def test_memory_that_a_worker_receives_into_is_pinned_when_it_is_used_again(runt
     assert not runtime.asked
     memory = staging.allocate(LARGE + 2)
     assert memory.data_ptr() in runtime.pinned
+
+
+def test_idle_memory_makes_room_for_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SimpleNamespace(strategy=None, gate=None, stable_addresses=False, link=None)
+    staging = Staging(options)  # type: ignore[arg-type]
+    idle = weakref.ref(staging.allocate(100))
+    new_buffer = receiver_staging.new_buffer
+
+    def with_limit(nbytes: int, device: torch.device) -> torch.Tensor:
+        if idle() is not None:
+            raise RuntimeError("can't allocate memory")
+        return new_buffer(nbytes, device)
+
+    monkeypatch.setattr(receiver_staging, "new_buffer", with_limit)
+    assert staging.allocate(200).numel() == 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from weight_update.wire.memory import await_stream, memory_identity, pin
 from weight_update.wire.schema import WeightSchema
 
 _CPU = torch.device("cpu")
+_KEPT_FOR = 2  # updates that memory may stay unused: two versions take turns in it
 
 
 class UpdateObserver(Protocol):
@@ -58,6 +59,24 @@ class ReceiverOptions:
     observer: UpdateObserver | None  # is told of each update; it may be set at any time
 
 
+@dataclass
+class _Memory:
+    """Memory of a receiver that updates arrive in.
+
+    Attributes:
+        tensor: 1-D uint8 tensor.
+        used: number of the last update that asked for it.
+    """
+
+    tensor: torch.Tensor
+    used: int = 0
+
+    @property
+    def place(self) -> tuple[int, torch.device]:
+        """Size in bytes and device."""
+        return self.tensor.numel(), self.tensor.device
+
+
 class Staging:
     """The weights of one receiver: those in force, those staged, and chunks that are arriving.
 
@@ -77,7 +96,8 @@ class Staging:
         self._own: OwnCopy | None = None
         self._flat: tuple[Binding, Storage] | None = None  # found once for each binding
         self._decoders: dict[str, Decoder] = {}
-        self._memory: list[torch.Tensor] = []
+        self._memory: list[_Memory] = []
+        self._begun = 0  # updates
         self.unguard: Callable[[], None] = lambda: None  # takes the hooks off the model, if it has any
         self._guarded_outside = False
 
@@ -184,6 +204,7 @@ class Staging:
         header = chunk.header
         if header["schema"] != self._schema.digest:
             raise FormatError("the update is for another schema")
+        self._begun += header["index"] == 0
         if header["index"] != len(self.parts):
             raise FormatError(f"got chunk {header['index']}, expected chunk {len(self.parts)}")
         engine = self.target if self._own is None else None
@@ -243,17 +264,30 @@ class Staging:
         for update in (self.current, self.staged):
             if update is not None:
                 taken.update(id(payload) for payload in update.payloads)
-        for memory in self._memory:
-            if (memory.numel(), memory.device) == (nbytes, device) and id(memory) not in taken:
-                pin(memory)  # not before: memory of some sizes is used only once
-                return memory
-        self._memory = [memory for memory in self._memory if id(memory) in taken]
-        self._memory.append(new_buffer(nbytes, device))
-        return self._memory[-1]
+        wanted = nbytes, device
+        free = (one for one in self._memory if one.place == wanted and id(one.tensor) not in taken)
+        if (memory := next(free, None)) is not None:
+            pin(memory.tensor)  # not before: memory of some sizes is used only once
+        else:
+            memory = self._new_memory(nbytes, device, taken)
+        memory.used = self._begun
+        return memory.tensor
+
+    def _new_memory(self, nbytes: int, device: torch.device, taken: Container[int]) -> _Memory:
+        """Return new memory; drop what was idle for some updates, or all that is idle if memory is short."""
+        recent = self._begun - _KEPT_FOR
+        self._memory = [one for one in self._memory if id(one.tensor) in taken or one.used >= recent]
+        try:
+            memory = _Memory(new_buffer(nbytes, device))
+        except (RuntimeError, MemoryError):
+            self._memory = [one for one in self._memory if id(one.tensor) in taken]
+            memory = _Memory(new_buffer(nbytes, device))
+        self._memory.append(memory)
+        return memory
 
     def _owns(self, payload: torch.Tensor) -> bool:
         """Return whether ``payload`` is memory of this receiver, not of the sender."""
-        return any(payload is memory for memory in self._memory)
+        return any(payload is memory.tensor for memory in self._memory)
 
     def _decoder(self, encoding: str) -> Decoder:
         if encoding not in self._decoders:

@@ -1,0 +1,211 @@
+"""Weights that pass through files: object store and CheckpointStore, beside torch.save and safetensors."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.options import Options
+from benchmarks.report import Table, Times, file_system, machine, ratio, say, show_ratio
+from benchmarks.targets import target, targets_table
+from benchmarks.updates import Weights, change, layered
+from weight_update import ObjectStoreWeightSyncScheme, WeightStrategy
+from weight_update.encodings import BucketEncoding
+from weight_update.synchronizer import CheckpointStore
+from weight_update.wire.memory import byte_view
+
+QUICK = "4 MB, 2 turns"
+
+COPY, SAVED, TENSORS = "plain copy of files", "torch.save, torch.load", "safetensors"
+CHECKPOINT, STORED = "CheckpointStore", "object store, {}"
+ENCODINGS = {"dense": "dense", "bucket, 64 MB": BucketEncoding(bucket_size=64 << 20), "patch": "patch"}
+_CHANGED = 0.01
+_POLL = 0.02
+_SECONDS = 60.0
+
+
+class Way(NamedTuple):
+    """A way from the trainer's weights, through a directory, to those of a worker.
+
+    Attributes:
+        name: its name in the table.
+        directory: the directory, which has nothing else.
+        write: function that writes the trainer's weights.
+        read: function that reads them into the worker's.
+        theirs: the worker's weights.
+    """
+
+    name: str
+    directory: Path
+    write: Callable[[], object]
+    read: Callable[[], object]
+    theirs: Weights
+
+
+def _copy(directory: Path, weights: Weights, theirs: Weights) -> Way:
+    """Write and read the bytes of all tensors; nothing is described or checked."""
+    file, draft = directory / "weights", directory / "draft"
+
+    def write() -> None:
+        with draft.open("wb", 0) as opened:
+            for value in weights.values():
+                opened.write(byte_view(value.view(-1).view(torch.uint8)))
+        draft.replace(file)
+
+    def read() -> None:
+        with file.open("rb", 0) as opened:
+            for value in theirs.values():
+                opened.readinto(byte_view(value.view(-1).view(torch.uint8)))
+
+    return Way(COPY, directory, write, read, theirs)
+
+
+def _saved(directory: Path, weights: Weights, theirs: Weights) -> Way:
+    file, draft = directory / "weights.pt", directory / "draft"
+
+    def write() -> None:
+        torch.save(weights, draft)
+        draft.replace(file)
+
+    return Way(SAVED, directory, write, lambda: _take(theirs, torch.load(file, mmap=True)), theirs)
+
+
+def _safetensors(directory: Path, weights: Weights, theirs: Weights) -> Way:
+    from safetensors.torch import load_file, save_file
+
+    file, draft = directory / "weights.safetensors", directory / "draft"
+
+    def write() -> None:
+        save_file(weights, draft)
+        draft.replace(file)
+
+    return Way(TENSORS, directory, write, lambda: _take(theirs, load_file(file)), theirs)
+
+
+def _checkpoints(directory: Path, weights: Weights, theirs: Weights) -> Way:
+    store = CheckpointStore(directory)
+
+    def write() -> None:
+        step = store.last_number() + 1
+        store.publish(step, weights, step=step)
+
+    def read() -> None:
+        with store.reading(store.last_number()) as found:
+            _take(theirs, found)
+
+    return Way(CHECKPOINT, directory, write, read, theirs)
+
+
+def _stored(
+    directory: Path, weights: Weights, theirs: Weights, encoding: Any, name: str, ending: ExitStack
+) -> Way:
+    url = str(directory)
+    trainer = ObjectStoreWeightSyncScheme(url, WeightStrategy(encoding=encoding), token="benchmark")
+    trainer.init_on_sender(weights=weights)
+    ending.callback(trainer.shutdown)
+    trainer.connect()
+    worker = ObjectStoreWeightSyncScheme(url, token="benchmark", poll_seconds=_POLL)
+    worker.init_on_receiver(model=theirs)
+    ending.callback(worker.shutdown)
+    worker.connect()
+    seen = [trainer.version]
+
+    def write() -> None:
+        seen[0] = trainer.send(weights=weights).version
+
+    def read() -> None:
+        while worker.version != seen[0]:
+            if worker.receive(timeout=_SECONDS) is None:
+                raise RuntimeError(f"version {seen[0]} was not read within {_SECONDS:g} s")
+
+    return Way(name, directory, write, read, theirs)
+
+
+def _take(theirs: Weights, found: Mapping[str, torch.Tensor]) -> None:
+    torch._foreach_copy_(list(theirs.values()), [found[name] for name in theirs])
+
+
+def measure(megabytes: float, turns: int, directory: Path) -> dict[str, tuple[Times, int]]:
+    """Write and read in all ways, in turns; return the times and the bytes of an update, by way.
+
+    Raises:
+        RuntimeError: a worker ended with other weights than the trainer.
+    """
+    weights, random = layered(megabytes), np.random.default_rng(0)
+    makers: list[Callable[..., Way]] = [_copy, _saved, _checkpoints]
+    if importlib.util.find_spec("safetensors") is not None:
+        makers.insert(2, _safetensors)
+    with tempfile.TemporaryDirectory(dir=directory) as folder, ExitStack() as ending:
+
+        def place() -> tuple[Path, Weights, Weights]:
+            return Path(tempfile.mkdtemp(dir=folder)), weights, {k: v.clone() for k, v in weights.items()}
+
+        ways = [make(*place()) for make in makers]
+        ways += [
+            _stored(*place(), encoding, STORED.format(name), ending) for name, encoding in ENCODINGS.items()
+        ]
+        found = {way.name: (Times(), 0) for way in ways}
+        for turn in range(turns + 1):
+            say(f"turn {turn} of {turns}")
+            change(weights, _CHANGED, "mostly 1 ulp", random)
+            for way in ways:
+                times, before = found[way.name][0], _files(way.directory)
+                times.add("write", way.write)
+                times.add("read", way.read)
+                if not all(torch.equal(theirs, weights[name]) for name, theirs in way.theirs.items()):
+                    raise RuntimeError(f"{way.name}: the worker has other weights")
+                written = sum(size for file, size in _files(way.directory).items() if file not in before)
+                found[way.name] = times, written
+    return found
+
+
+def _files(directory: Path) -> dict[tuple[Path, int], int]:
+    """Return the size of each file below a directory, by its path and the time of its last change."""
+    files = [(file, file.stat()) for file in directory.rglob("*") if file.is_file()]
+    return {(file, found.st_mtime_ns): found.st_size for file, found in files}
+
+
+def add_options(known: Options) -> None:
+    known.add("--mb", 500.0, "size of the model in MB, bfloat16", quick=4.0)
+    known.add("--turns", 7, "how often each thing is timed", quick=2)
+    place = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    known.add("--directory", place, "existing directory in which files are written", kind=Path)
+
+
+def facts(options: argparse.Namespace) -> list[str]:
+    return machine()
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    found = measure(options.mb, options.turns, options.directory)
+    both = {name: times.figure("write", "read") for name, (times, _) in found.items()}
+    ours = [name for name in found if name not in (COPY, SAVED, TENSORS)]
+    rows = []
+    for name, (times, nbytes) in found.items():
+        figures = [times.figure("write"), times.figure("read"), both[name]]
+        cells = [one.cell(1e3, 0) if name in ours else one.show(1e3, 0) for one in figures]
+        rows.append([name, f"{nbytes / 1e6:.1f}", *cells, show_ratio(both[name], both[SAVED], 2)])
+    note = (
+        "Milliseconds, median (min .. max); trainer and worker are in one process. *MB*: size of the new "
+        "files. *write*: until the files of a version are complete.\n"
+        f"*read*: until the worker has the weights; workers of the object store look every {_POLL * 1e3:.0f} "
+        "ms. In each turn, 1 % of the elements change. The last four check a digest of all bytes.\n"
+        f"File system: {file_system(options.directory)}."
+    )
+    head = ["", "MB", "write", "read", "both", f"of {SAVED}"]
+    yield Table(f"{options.mb:g} MB through a directory", note, head, rows)
+    yield targets_table(
+        target(
+            "{way}: write and read, of torch.save and torch.load", ratio(both[name], both[SAVED]), way=name
+        )
+        for name in ours
+    )
