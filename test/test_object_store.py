@@ -25,6 +25,7 @@ import pytest
 import torch
 from engine_parts import Notebook
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from interpreters import use_template_for_forkserver
 from marks import quick_for, slow
 from torch import nn
@@ -663,6 +664,33 @@ def test_several_objects_are_on_their_way_at_once(
         ends.sender(source)
     ends.reader(model)
     assert most == 8
+    assert fingerprint(model) == fingerprint(source)
+
+
+def test_a_package_that_is_not_asynchronous_gets_one_request_at_a_time(
+    ends: Ends, small_pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have one connection, which threads cannot share, as fsspec's for SFTP and FTP have."""
+
+    def alone(method: Callable[..., Any]) -> Callable[..., Any]:
+        busy = threading.Lock()
+
+        def checked(*args: Any, **options: Any) -> Any:
+            assert busy.acquire(blocking=False), "two requests at a time"
+            try:
+                time.sleep(0.002)
+                return method(*args, **options)
+            finally:
+                busy.release()
+
+        return checked
+
+    for name in ("pipe_file", "cat_file"):
+        monkeypatch.setattr(MemoryFileSystem, name, alone(getattr(MemoryFileSystem, name)))
+    ends.url = f"memory://{tmp_path.name}"
+    source, model = nn.Linear(16, 16), nn.Linear(16, 16)
+    ends.sender(source)
+    ends.reader(model)
     assert fingerprint(model) == fingerprint(source)
 
 

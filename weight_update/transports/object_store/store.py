@@ -71,6 +71,8 @@ class ObjectStore:
             )
         self._root = self._root.rstrip("/")
         self._is_directory = isinstance(self._fs, LocalFileSystem)
+        # Other packages, such as that for SFTP, may have one connection, which threads cannot share.
+        self._at_a_time = _AT_A_TIME if self._is_directory or self._fs.async_impl else 1
         self._timeout = timeout
         self._closed: Future[None] = Future()
         self._given_up: dict[Future[Any], tuple[str, str]] = {}  # requests that still run: verb and name
@@ -106,7 +108,7 @@ class ObjectStore:
     ) -> Generator[tuple[bytes, bytes], None, None]:
         """Yield the first bytes of each object, and their SHA-256 digest; raise as :meth:`read`.
 
-        ``objects`` are names, each with a number of bytes. Several objects are read at a time.
+        ``objects`` are names, each with a number of bytes. Several objects may be read at a time.
         """
 
         def get(path: str, nbytes: int) -> tuple[bytes, bytes]:
@@ -129,7 +131,7 @@ class ObjectStore:
     def write_all(
         self, objects: Iterable[tuple[str, Sequence[Bytes]]], deadline: float | None
     ) -> list[bytes]:
-        """Write objects, several at a time, and return the SHA-256 digest of each.
+        """Write objects, perhaps several at a time, and return the SHA-256 digest of each.
 
         ``objects`` are names, each with parts that follow one another. In file systems, readers may see a
         part of an object meanwhile.
@@ -227,7 +229,7 @@ class ObjectStore:
     def _begin_beside(self, running: Sequence[_Request], begin: Callable[[], _Request]) -> _Request | None:
         """Return ``begin()``; None if a running request has to end first, as where threads are few."""
         try:
-            return begin() if len(running) < _AT_A_TIME else None
+            return begin() if len(running) < self._at_a_time else None
         except TransportError:
             if not running:
                 raise
