@@ -19,7 +19,7 @@ from weight_update.threads import call_in_thread
 from weight_update.transports.socket_stream import deadline_of, seconds_left
 
 _AT_A_TIME = 8  # objects; one connection to an object store has a tenth of the speed of a network
-_MOST_GIVEN_UP = 8  # requests that may go on after they were given up
+_MOST_GIVEN_UP = 4 * _AT_A_TIME  # requests that may go on after they were given up
 Bytes = bytes | memoryview
 
 
@@ -45,7 +45,7 @@ class ObjectStore:
     Each request runs in a thread of its own, because fsspec and the clients behind it may wait for longer
     than a caller wants to. The thread also computes the digest of the object. A request that is given up goes
     on in that thread, and may still read the memory that it was given. The next write of the same object
-    waits for it, and so does any request while eight of them go on.
+    waits for it, and so does any request while 32 of them go on.
 
     Args:
         url: URL that fsspec knows, such as ``"s3://bucket/run"``, or the path of a directory.
