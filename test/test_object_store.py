@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import glob
 import itertools
 import json
 import logging
+import os
 import pickle
 import resource
 import shutil
@@ -615,6 +617,16 @@ def test_all_objects_of_a_frame_are_removed(ends: Ends, small_pieces: int) -> No
     assert not left_over(ends.url)
 
 
+def test_a_directory_is_removed_once(url: str) -> None:
+    """A sender that still writes there makes it again, and must then find it."""
+    store, names = ObjectStore(url, {}, 10.0), [f"run/{number}" for number in range(20)]
+    store.write_all([(name, [b"x"]) for name in names], None)
+    with mock.patch("os.rmdir", wraps=os.rmdir) as rmdir:
+        store.remove(names)
+    assert rmdir.call_count == 1
+    assert not list(Path(url).iterdir())
+
+
 @pytest.mark.parametrize("what", ["damaged", "shorter", "missing", "exchanged"])
 def test_an_object_in_the_middle_of_a_frame(ends: Ends, small_pieces: int, what: str) -> None:
     source, model = mlp(1), mlp(2)
@@ -913,9 +925,40 @@ def test_a_write_that_the_disk_cuts_off_leaves_nothing(
     assert reader.version == 0
 
 
+def test_the_objects_of_a_frame_that_was_cut_off_are_removed_before_the_next_attempt(
+    ends: Ends, url: str, faults: Faults, small_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the attempts would fill a disk, and fail even when there is room for a version again."""
+    monkeypatch.setattr(publisher, "_FIRST_PAUSE", 0.2)
+    ends.url = f"faulty://{url}"
+    source, model = nn.Linear(16, 16), nn.Linear(16, 16)
+    sender, reader = ends.sender(source), ends.reader(model)
+    before = files_in(url)
+
+    def fill(verb: str, path: str) -> None:
+        if verb == "write" and path.endswith(".frame.9"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    faults(fill)
+    scramble(source, 3)
+    with pytest.raises(SyncFailedError, match="No space left on device"):
+        sender.send()
+    left = files_in(url).keys() - before.keys()
+    assert left
+    wait_until(lambda: left.isdisjoint(files_in(url)))
+    assert before.items() <= files_in(url).items()
+    faults(lambda verb, path: None)
+    arrives(reader, 1)
+    assert fingerprint(model) == fingerprint(source)
+
+
 def files_in(url: str) -> dict[str, bytes]:
     """Return the files below a directory, by name."""
-    return {str(path): path.read_bytes() for path in Path(url).rglob("*") if path.is_file()}
+    found = {}
+    for path in filter(Path.is_file, Path(url).rglob("*")):
+        with contextlib.suppress(FileNotFoundError):  # it is removed meanwhile
+            found[str(path)] = path.read_bytes()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -1077,6 +1120,36 @@ def test_a_late_write_replaces_no_newer_manifest(
     assert sender.send().version == 2
     time.sleep(0.5)
     assert StoreManifest.decode((Path(url) / "latest.json").read_bytes(), TOKEN).newest == 2
+
+
+def test_what_a_late_manifest_names_is_not_removed(
+    ends: Ends, url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "_FIRST_PAUSE", 0.1)
+    ends.url = f"faulty://{url}"
+    awake, held, attempts = threading.Event(), threading.Event(), list[str]()
+    source, model = mlp(1), mlp(2)
+    sender = ends.sender(source, timeout=1.0)
+
+    def hold_the_manifest(verb: str, path: str) -> None:
+        if verb == "write" and "/manifest-" in path:
+            held.set()
+            awake.wait(60)
+        elif verb == "write" and "/welcome-" not in path and held.is_set():
+            attempts.append(path)
+            raise PermissionError("no")
+
+    faults(hold_the_manifest)
+    scramble(source, 3)
+    with pytest.raises(SyncFailedError):
+        sender.send()
+    wait_until(lambda: attempts)
+    awake.set()
+    seen = len(attempts)
+    wait_until(lambda: len(attempts) > seen + 1)
+    reader = ends.reader(model)
+    assert reader.version == 1
+    assert fingerprint(model) == fingerprint(source)
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])

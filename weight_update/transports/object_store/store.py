@@ -196,14 +196,18 @@ class ObjectStore:
 
     def remove(self, names: list[str]) -> None:
         """Remove objects, and directories that are empty then; raise as :meth:`read`."""
-        deque(self._each("remove", ((name, self._remove) for name in names), None), maxlen=0)
+        groups = [names] if self._is_directory else [[name] for name in names]
+        calls = ((group[0], self._remove, group) for group in groups)
+        deque(self._each("remove", calls, None), maxlen=0)
 
-    def _remove(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # another sender was faster
-            self._fs.rm_file(path)
+    def _remove(self, _: str, names: list[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # another sender was faster
+                self._fs.rm_file(f"{self._root}/{name}")
         if self._is_directory:
-            with contextlib.suppress(OSError):  # it has other files
-                os.rmdir(os.path.dirname(path))
+            for folder in {os.path.dirname(f"{self._root}/{name}") for name in names}:
+                with contextlib.suppress(OSError):  # it has other files
+                    os.rmdir(folder)
 
     # -- requests ----------------------------------------------------------------------------------
 
