@@ -57,6 +57,7 @@ from weight_update.threads import call_in_thread
 from weight_update.transports.object_store import publisher, stored_frames
 from weight_update.transports.object_store.manifest import StoreManifest, read_manifest
 from weight_update.transports.object_store.store import ObjectStore
+from weight_update.transports.socket_stream import deadline_of
 from weight_update.wire.frames import Kind, WeightChunk
 
 Scheme = ObjectStoreWeightSyncScheme
@@ -1120,6 +1121,14 @@ def test_a_late_write_replaces_no_newer_manifest(
     assert sender.send().version == 2
     time.sleep(0.5)
     assert StoreManifest.decode((Path(url) / "latest.json").read_bytes(), TOKEN).newest == 2
+
+
+def test_a_late_object_of_many_tells_the_time_for_all_of_them(url: str, faults: Faults) -> None:
+    store = ObjectStore(f"faulty://{url}", {}, 10.0)
+    faults(lambda verb, path: time.sleep(0.2))
+    objects = [(f"run/{number}", [b"x"]) for number in range(40)]
+    with pytest.raises(SyncTimeoutError, match=r"could not write .* within 0\.5 s; raise timeout="):
+        store.write_all(objects, deadline_of(0.5))
 
 
 def test_what_a_late_manifest_names_is_not_removed(

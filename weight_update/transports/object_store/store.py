@@ -28,7 +28,7 @@ class _Request:
     """A request, and the future answer.
 
     Attributes:
-        limit: seconds that it may take.
+        limit: seconds that it may take, or those that it may take together with others.
         deadline: when these are over, on the monotonic clock.
     """
 
@@ -216,6 +216,7 @@ class ObjectStore:
     ) -> Generator[Any, None, None]:
         """Yield the results of calls in order; each is a name, a function, and arguments behind the path."""
         running: deque[_Request] = deque()
+        limit = self._limit(deadline)
         try:
             for name, call, *arguments in calls:
                 begin = partial(self._begin, verb, name, deadline, call, *arguments)
@@ -223,6 +224,7 @@ class ObjectStore:
                     yield self._result(running[0])
                     running.popleft()
                 running.append(request)
+                request.limit = limit
             while running:
                 yield self._result(running[0])
                 running.popleft()
@@ -243,8 +245,7 @@ class ObjectStore:
         self, verb: str, name: str, deadline: float | None, call: Callable[..., Any], *arguments: Any
     ) -> _Request:
         self._require_open()
-        left = seconds_left(deadline)
-        limit = self._timeout if left is None else min(left, self._timeout)
+        limit = self._limit(deadline)
         request = _Request(verb, name, limit, time.monotonic() + limit)
         if not self._may_begin(request):
             raise SyncTimeoutError(f"{self._late(request)}: an earlier request still runs")
@@ -273,6 +274,10 @@ class ObjectStore:
             if verb == "write" and isinstance(error, NotImplementedError):
                 reason = "fsspec only reads such URLs; give the trainer one that it can write"
             raise TransportError(f"cannot {verb} {self.url}/{name}: {reason}") from error
+
+    def _limit(self, deadline: float | None) -> float:
+        left = seconds_left(deadline)
+        return self._timeout if left is None else min(left, self._timeout)
 
     def _late(self, request: _Request) -> str:
         return f"could not {request.verb} {self.url}/{request.name} within {format_seconds(request.limit)}"
