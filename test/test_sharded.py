@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import shard_parts
 import torch
+import torch.distributed as dist
 from marks import slow
 from shard_parts import (
     BUCKETS,
@@ -212,10 +214,19 @@ def test_without_waiting_an_error_comes_later_and_on_all_ranks(four: Ranks) -> N
         assert [list(error.failures) for error in errors] == [[1], [1]]
 
 
-def test_a_way_of_gathering_of_ones_own(four: Ranks) -> None:
+def columns_on_the_leader(items: Iterator[Any]) -> Iterator[Any]:
+    """Gather by collectives that give the whole weights to rank 0 alone."""
+    for name, tensor in items:
+        found = [torch.empty_like(tensor) for _ in range(2)] if dist.get_rank() == 0 else None
+        dist.gather(tensor, found, 0, shard_parts.BODY.groups[0, 1])
+        yield (name, torch.cat(found, 1)) if found else ("", None)
+
+
+@pytest.mark.parametrize("gather", [ColumnParallel([0, 1]), columns_on_the_leader], ids=["all", "leader"])
+def test_a_way_of_gathering_of_ones_own(four: Ranks, gather: Any) -> None:
     four.all("run", make_columns, 2, of=2)
     model = {f"w{i}": Net().frozen.new_zeros(2, 6).float() for i in range(4)}
-    shards = {"gather": ColumnParallel([0, 1])}
+    shards = {"gather": gather}
     with running(four, size=2, workers=1, model=model, shards=shards, **BUCKETS) as procs:
         rows = [[0.0, 1.0, 2.0, 10.0, 11.0, 12.0], [3.0, 4.0, 5.0, 13.0, 14.0, 15.0]]
         four.all("call", "send", of=2)

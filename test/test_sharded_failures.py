@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from shard_parts import (
     Body,
+    ColumnParallel,
     FailingConverter,
     Ranks,
     free_port,
@@ -73,6 +74,30 @@ def twice(items: Iterator[Any]) -> Iterator[Any]:
     for item in items:
         yield item
         yield item
+
+
+cat, empty = torch.cat, torch.empty
+WHOLE_BYTES = 48
+"""Size of a weight of ``make_columns`` of two ranks."""
+
+
+def set_room(body: Body, without: int | None) -> None:
+    """Have a rank lack memory for one whole weight; None ends this."""
+
+    def cat_without(*args: Any, out: Any = None) -> torch.Tensor:
+        if out is None:
+            raise MemoryError("no room")
+        return cat(*args, out=out)
+
+    def empty_without(size: Any, **options: Any) -> torch.Tensor:
+        if size == WHOLE_BYTES:
+            raise MemoryError("no room")
+        return empty(size, **options)
+
+    if dist.get_rank() == without:
+        torch.cat, torch.empty = cat_without, empty_without
+    else:
+        torch.cat, torch.empty = cat, empty
 
 
 flat = gathering._flat
@@ -145,6 +170,25 @@ def test_a_gather_function_that_gives_no_pairs_or_a_name_twice(
     three.each("call", "shutdown", of=2)
     assert [type(error) for error in errors] == [UnsupportedSourceError] * 2, errors
     assert all(re.search(message, str(error)) for error in errors), errors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_memory_for_a_whole_weight(three: Ranks, rank: int) -> None:
+    """It gathers by itself, and meets the other ranks in each weight."""
+    three.all("run", make_columns, 2, of=2)
+    model = {f"w{i}": torch.zeros(2, 6) for i in range(4)}
+    with running(
+        three, "shared_mem", size=2, workers=1, model=model, shards={"gather": ColumnParallel([0, 1])}
+    ):
+        three.all("run", set_room, rank, of=2)
+        began = time.monotonic()
+        errors = three.each("call", "send", of=2)
+        assert time.monotonic() - began < 10.0
+        assert type(errors[rank]) is MemoryError, errors
+        assert f"rank {rank}" in str(errors[1 - rank])
+        assert "no room" in str(errors[1 - rank])
+        three.all("run", set_room, None, of=2)
+        three.all("call", "send", of=2)
 
 
 def test_a_rank_that_fails_while_another_gives_its_parts(three: Ranks) -> None:

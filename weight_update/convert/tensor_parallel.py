@@ -50,8 +50,12 @@ class Sharded:
         Raises:
             ValueError: a shard does not divide into the parts.
         """
+        return torch.cat(self._pieces(shards), self.dim)
+
+    def _pieces(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the pieces of ``shards`` in the order of the whole weight; raise as :meth:`join`."""
         parts = zip(*(self._cut(shard) for shard in shards), strict=True)
-        return torch.cat([one for part in parts for one in part], self.dim)
+        return [one for part in parts for one in part]
 
     def split(self, whole: torch.Tensor, ranks: int) -> list[torch.Tensor]:
         """Return the shards of ``ranks`` ranks; the inverse of :meth:`join`.
@@ -124,13 +128,17 @@ def _gather(
             return [(name, tensor)]
         with _errors_reported(group):
             mine, found = _memory_for(group, tensor)
+            whole = torch.empty(len(found) * len(mine), dtype=torch.uint8, device=mine.device)
+        # No rank may fail alone after this: with GatherShards, the others do not go on to their next weight.
         _agree(group, f"{name}: {tensor.dtype}{list(tensor.shape)}")
         dist.all_gather(found, mine, group)
         try:
-            with _errors_reported(group):
-                return [(name, how.join([one.view(tensor.dtype).view(tensor.shape) for one in found]))]
+            pieces = how._pieces([one.view(tensor.dtype).view(tensor.shape) for one in found])
         except ValueError as error:
             raise ConversionError(f"{name}: {error}") from None
+        shape = list(tensor.shape)
+        shape[how.dim] *= len(found)
+        return [(name, torch.cat(pieces, how.dim, out=whole.view(tensor.dtype).view(shape)))]
 
     yield from stream(_with_errors_reported(group, items), rule)
     _agree(group, "the end of its weights")

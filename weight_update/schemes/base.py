@@ -99,7 +99,7 @@ class WeightSyncScheme(SchemeUpdates):
     listener: SenderListener | None
     _first_worker: int = 0  # number by which the caller of a receiver names the first worker
 
-    @takes_options_of(object.__init__)  # of none
+    @takes_options_of(object.__init__)  # it has none: help() does not list **unknown
     def __init__(
         self,
         strategy: str | WeightStrategy = "tensordict",

@@ -31,7 +31,7 @@ from weight_update.errors import SyncFailedError, WeightSyncError
 from weight_update.sharded.links import Message
 from weight_update.sharded.plan import Batch, GatherItem, Row, local_of, plan, reshard, rows_of
 from weight_update.sharded.ranks import Ranks
-from weight_update.strategy.conversion import Convert, convert_checked
+from weight_update.strategy.conversion import Convert, call_converter, convert_checked
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import GatherShards, WeightStrategy
 from weight_update.wire.schema import aligned
@@ -188,8 +188,7 @@ class GatherFollower(Gathering):
                 self._in_batches(first, rest)
 
     def _one_by_one(self, gather: Convert, first: Message, messages: Iterator[Message]) -> None:
-        tensors = self._weights[first["pass"]].tensors
-        items = convert_checked(gather, iter(tensors.items()), "gather")
+        items = _unused(gather, self._weights[first["pass"]].tensors)
         self._ranks.report({})
         for _ in messages:
             self._ranks.report({"more": next(items, None) is not None})
@@ -215,6 +214,11 @@ class GatherFollower(Gathering):
         self._ranks.report({})
         if views:
             self._ranks.finish(0, self._ranks.push(memory, tag))
+
+
+def _unused(gather: Convert, tensors: Tensors) -> Iterator[Any]:
+    """Yield the results of ``gather`` on a rank that does not use them: they may be anything but None."""
+    yield from call_converter(gather, iter(tensors.items()), "gather")
 
 
 class _PendingBatch:

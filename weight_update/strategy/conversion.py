@@ -36,12 +36,7 @@ def convert_checked(
         return item
 
     try:
-        made = convert(map(take, source))
-        if not isinstance(made, Iterable):
-            raise UnsupportedSourceError(
-                f"{option} gave an object of type {type(made).__name__}, not an iterable of names and "
-                "tensors; is it a function that makes a converter, and has to be called first?"
-            )
+        made = call_converter(convert, map(take, source), option)
         for item in made:
             if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
                 hint = "; of a dict, return the items()" if isinstance(made, Mapping) else ""
@@ -66,6 +61,19 @@ def convert_checked(
             last = f"the last weight that it took is {taken!r}, the last that it gave {name!r}"
             error.add_note(f"raised while {option}= ran{call}; {last}")
         raise
+
+
+def call_converter(
+    convert: Convert, source: Iterator[tuple[str, torch.Tensor]], option: str
+) -> Iterable[Any]:
+    """Return ``convert(source)``; raise UnsupportedSourceError if it is no iterable."""
+    made = convert(source)
+    if not isinstance(made, Iterable):
+        raise UnsupportedSourceError(
+            f"{option} gave an object of type {type(made).__name__}, not an iterable of names and "
+            "tensors; is it a function that makes a converter, and has to be called first?"
+        )
+    return made
 
 
 class Results:

@@ -30,15 +30,22 @@ def hello(token: str = "token", **header: Any) -> WeightChunk:
 
 
 def greet(
-    sender: TransportBackend, receiver: TransportBackend, token: str = "token", timeout: float = LONG
+    sender: TransportBackend,
+    receiver: TransportBackend,
+    token: str = "token",
+    timeout: float = LONG,
+    *,
+    again: bool = False,
 ) -> None:
-    """Connect as a scheme does: the receiver sends its HELLO, and the sender answers."""
+    """Connect as a scheme does, or ``again``: the receiver sends its HELLO, and the sender answers."""
     mine = hello(token)
     receiver.restart(timeout)
     receiver.send_chunk(mine, timeout)
     try:
         first = must_receive(sender, timeout)
     except LinkClosedError:  # the end of the connection before
+        if not again:
+            raise
         first = must_receive(sender, timeout)
     assert first.header == mine.header, "the sender's end received another chunk than the worker's HELLO"
     answer = exchange(sender, receiver, number(0), timeout)

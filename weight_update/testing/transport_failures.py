@@ -218,6 +218,6 @@ class TransportFailureTests:
 
     def join_again(self, sender: TransportBackend, receiver: TransportBackend) -> None:
         """Join by a HELLO as a worker does after an error, and exchange a payload."""
-        greet(sender, receiver, self.token, self.limit)
+        greet(sender, receiver, self.token, self.limit, again=True)
         sent = update_of(sender, 1000)
         assert_same(exchange(sender, receiver, sent, self.limit), sent)

@@ -42,7 +42,7 @@ def read_frames(path: Path) -> dict[str, Any]:
 
 
 def _pieces(path: Path) -> Iterator[Path]:
-    """Yield the file, and behind a frame of an object store the others that it continues in."""
+    """Yield the file and, for a frame of an object store, the files in which the frame goes on."""
     yield path
     if path.suffix == ".frame":
         rest = (path.with_name(f"{path.name}.{i}") for i in itertools.count(1))

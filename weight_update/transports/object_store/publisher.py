@@ -56,6 +56,7 @@ class ObjectStorePublisher(TransportBackend):
         self._welcome: StoredFrame | None = None  # the frame that has it
         self._chain: tuple[StoredVersion, ...] = ()
         self._former: tuple[StoredVersion, ...] = ()  # the chain before, which readers may still read
+        self._manifests: list[StoreManifest] = []  # the one in the store, and those that may still be written
         self._left: list[str] = []  # names of frames that earlier runs left
         self._frames: list[StoredFrame] = []  # of the version that is being written
         self._begun = 0.0  # when its first frame came
@@ -145,6 +146,8 @@ class ObjectStorePublisher(TransportBackend):
                 "versions of earlier senders stay in the store until the next sender connects"
             ):
                 self._left = list(self._found(own=False))
+        else:  # on a full disk, what is left of a version would be in the way
+            self._remove_unused()
         if self._chain:
             self._former, self._chain = self._chain, ()
         self._frames = []
@@ -195,11 +198,12 @@ class ObjectStorePublisher(TransportBackend):
         self._written += 1
         manifest = StoreManifest(self._run, self._written, self._welcome, chain)
         draft = self._name_of("manifest")
+        self._manifests.append(manifest)
         self._store.replace(MANIFEST_NAME, manifest.encode(self._token), draft, deadline)
         self._pause = 0.0
         if self._is_whole:
             self._former = self._chain or self._former
-        self._chain, self._frames = chain, []
+        self._chain, self._manifests, self._frames = chain, [manifest], []
         self._answer(
             Kind.APPLIED,
             version=version,
@@ -236,22 +240,25 @@ class ObjectStorePublisher(TransportBackend):
         return f"{self._run}/{stem}-{uuid.uuid4().hex[:8]}.frame"
 
     def _remove_unused(self) -> None:
-        """Remove the frames that earlier runs left, and those of this run that no reader needs any more.
+        """Remove the frames of this run that no reader needs and, if it has published, those of earlier runs.
 
         Frames of a later run are left alone, also if this one is late.
         """
         assert self._welcome is not None
         assert self._description is not None
-        needed = {frame.name for version in (*self._former, *self._chain) for frame in version.frames}
-        needed.add(self._welcome.name)
+        versions = [*self._former, *(version for one in self._manifests for version in one.chain)]
+        needed = {frame.name for version in versions for frame in version.frames}
+        needed |= {self._welcome.name, *(one.welcome.name for one in self._manifests)}
         with self._warning("old versions could not be removed yet"):
             found = self._found(own=True)
-            unused = [*self._left, *(name for name, frame in found.items() if frame not in needed)]
+            left = self._left if self._chain else []
+            unused = [*left, *(name for name, frame in found.items() if frame not in needed)]
             if self._welcome.name not in found:  # perhaps a rule of the bucket removes old objects
                 write_frame(self._store, self._description, self._welcome.name, None)
             if unused:
                 self._store.remove(unused)
-            self._left = []
+            if self._chain:
+                self._left = []
 
     def _found(self, *, own: bool) -> dict[str, str]:
         """Return the objects in the store, of this run or of all others, and the frame of each."""

@@ -19,7 +19,7 @@ from weight_update.threads import call_in_thread
 from weight_update.transports.socket_stream import deadline_of, seconds_left
 
 _AT_A_TIME = 8  # objects; one connection to an object store has a tenth of the speed of a network
-_MOST_GIVEN_UP = 8  # requests that may go on after they were given up
+_MOST_GIVEN_UP = 4 * _AT_A_TIME  # requests that may go on after they were given up
 Bytes = bytes | memoryview
 
 
@@ -28,7 +28,7 @@ class _Request:
     """A request, and the future answer.
 
     Attributes:
-        limit: seconds that it may take.
+        limit: seconds that it may take, or those that it may take together with others.
         deadline: when these are over, on the monotonic clock.
     """
 
@@ -45,7 +45,7 @@ class ObjectStore:
     Each request runs in a thread of its own, because fsspec and the clients behind it may wait for longer
     than a caller wants to. The thread also computes the digest of the object. A request that is given up goes
     on in that thread, and may still read the memory that it was given. The next write of the same object
-    waits for it, and so does any request while eight of them go on.
+    waits for it, and so does any request while 32 of them go on.
 
     Args:
         url: URL that fsspec knows, such as ``"s3://bucket/run"``, or the path of a directory.
@@ -71,6 +71,8 @@ class ObjectStore:
             )
         self._root = self._root.rstrip("/")
         self._is_directory = isinstance(self._fs, LocalFileSystem)
+        # Other packages, such as that for SFTP, may have one connection, which threads cannot share.
+        self._at_a_time = _AT_A_TIME if self._is_directory or self._fs.async_impl else 1
         self._timeout = timeout
         self._closed: Future[None] = Future()
         self._given_up: dict[Future[Any], tuple[str, str]] = {}  # requests that still run: verb and name
@@ -106,7 +108,7 @@ class ObjectStore:
     ) -> Generator[tuple[bytes, bytes], None, None]:
         """Yield the first bytes of each object, and their SHA-256 digest; raise as :meth:`read`.
 
-        ``objects`` are names, each with a number of bytes. Several objects are read at a time.
+        ``objects`` are names, each with a number of bytes. Several objects may be read at a time.
         """
 
         def get(path: str, nbytes: int) -> tuple[bytes, bytes]:
@@ -129,7 +131,7 @@ class ObjectStore:
     def write_all(
         self, objects: Iterable[tuple[str, Sequence[Bytes]]], deadline: float | None
     ) -> list[bytes]:
-        """Write objects, several at a time, and return the SHA-256 digest of each.
+        """Write objects, perhaps several at a time, and return the SHA-256 digest of each.
 
         ``objects`` are names, each with parts that follow one another. In file systems, readers may see a
         part of an object meanwhile.
@@ -194,14 +196,18 @@ class ObjectStore:
 
     def remove(self, names: list[str]) -> None:
         """Remove objects, and directories that are empty then; raise as :meth:`read`."""
-        deque(self._each("remove", ((name, self._remove) for name in names), None), maxlen=0)
+        groups = [names] if self._is_directory else [[name] for name in names]
+        calls = ((group[0], self._remove, group) for group in groups)
+        deque(self._each("remove", calls, None), maxlen=0)
 
-    def _remove(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # another sender was faster
-            self._fs.rm_file(path)
+    def _remove(self, _: str, names: list[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # another sender was faster
+                self._fs.rm_file(f"{self._root}/{name}")
         if self._is_directory:
-            with contextlib.suppress(OSError):  # it has other files
-                os.rmdir(os.path.dirname(path))
+            for folder in {os.path.dirname(f"{self._root}/{name}") for name in names}:
+                with contextlib.suppress(OSError):  # it has other files
+                    os.rmdir(folder)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -210,6 +216,7 @@ class ObjectStore:
     ) -> Generator[Any, None, None]:
         """Yield the results of calls in order; each is a name, a function, and arguments behind the path."""
         running: deque[_Request] = deque()
+        limit = self._limit(deadline)
         try:
             for name, call, *arguments in calls:
                 begin = partial(self._begin, verb, name, deadline, call, *arguments)
@@ -217,6 +224,7 @@ class ObjectStore:
                     yield self._result(running[0])
                     running.popleft()
                 running.append(request)
+                request.limit = limit
             while running:
                 yield self._result(running[0])
                 running.popleft()
@@ -227,7 +235,7 @@ class ObjectStore:
     def _begin_beside(self, running: Sequence[_Request], begin: Callable[[], _Request]) -> _Request | None:
         """Return ``begin()``; None if a running request has to end first, as where threads are few."""
         try:
-            return begin() if len(running) < _AT_A_TIME else None
+            return begin() if len(running) < self._at_a_time else None
         except TransportError:
             if not running:
                 raise
@@ -237,8 +245,7 @@ class ObjectStore:
         self, verb: str, name: str, deadline: float | None, call: Callable[..., Any], *arguments: Any
     ) -> _Request:
         self._require_open()
-        left = seconds_left(deadline)
-        limit = self._timeout if left is None else min(left, self._timeout)
+        limit = self._limit(deadline)
         request = _Request(verb, name, limit, time.monotonic() + limit)
         if not self._may_begin(request):
             raise SyncTimeoutError(f"{self._late(request)}: an earlier request still runs")
@@ -267,6 +274,10 @@ class ObjectStore:
             if verb == "write" and isinstance(error, NotImplementedError):
                 reason = "fsspec only reads such URLs; give the trainer one that it can write"
             raise TransportError(f"cannot {verb} {self.url}/{name}: {reason}") from error
+
+    def _limit(self, deadline: float | None) -> float:
+        left = seconds_left(deadline)
+        return self._timeout if left is None else min(left, self._timeout)
 
     def _late(self, request: _Request) -> str:
         return f"could not {request.verb} {self.url}/{request.name} within {format_seconds(request.limit)}"

@@ -62,7 +62,7 @@ def piece_names(name: str, nbytes: int) -> list[str]:
 
 
 def _cuts(nbytes: int) -> list[tuple[int, int]]:
-    """Return first and last + 1 byte of each piece of a frame."""
+    """Return where each piece of a frame begins and where it ends."""
     return [(start, min(start + PIECE_BYTES, nbytes)) for start in range(0, nbytes, PIECE_BYTES)]
 
 
@@ -137,5 +137,5 @@ class _Pieces:
         self._piece = memoryview(found)
 
     def close(self) -> None:
-        """Wait for no piece any more."""
+        """Give up the pieces that are still being read."""
         self._found.close()
