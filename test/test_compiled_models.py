@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from marks import quick_for
-from pairs import PATHS, add_one, connect_pair
+from pairs import PATHS, add_one, connect_pair, same
 from torch import nn
 
 from weight_update import MemoryWeightSyncScheme, SyncFailedError, WeightStrategy
@@ -51,6 +51,32 @@ def test_a_compiled_forward_pass_that_writes_to_buffers(
             assert torch.equal(compiled(given), before(given))
             assert all(map(torch.equal, target.state_dict().values(), before.state_dict().values()))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_compiled_training_step_sends_patches(counters: dict[str, dict[str, int]]) -> None:
+    source, target = nn.Linear(30, 30), nn.Linear(30, 30)
+
+    @torch.compile(backend="eager")
+    def train(given: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            source.weight[0] += given
+        scheme.send()
+        scheme.send_async().wait()
+        return given + 1
+
+    @torch.compile(backend="eager")
+    def wait(given: torch.Tensor) -> torch.Tensor:
+        receiver.receive(timeout=0)
+        return given + 1
+
+    with (
+        MemoryWeightSyncScheme(WeightStrategy(encoding="patch")) as scheme,
+        connect_pair(scheme, source, target) as receiver,
+    ):
+        for value in (1.0, 2.0, 3.0):
+            train(torch.tensor(value))
+            wait(torch.tensor(value))
+            assert same(source, target)
 
 
 @pytest.mark.parametrize("path", PATHS)
