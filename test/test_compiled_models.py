@@ -98,6 +98,28 @@ def test_autocast_casts_new_weights_after_an_update(path: str) -> None:
                 scheme.send()
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_parametrized_weights_are_computed_anew_after_an_update(path: str) -> None:
+    """``parametrize.cached()`` keeps the weights that it computed until the outermost block ends."""
+    layers = 150 if path == "flat buffer" else 1
+    source = nn.Sequential(*[nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)) for _ in range(layers)])
+    options = dict(PATHS[path])
+    strategy = WeightStrategy(encoding=options.pop("encoding", "dense"))
+    target, given = copy.deepcopy(source), torch.ones(1, 3)
+    length = source[0].parametrizations.weight.original0
+    with (
+        MemoryWeightSyncScheme(strategy, **options) as scheme,
+        connect_pair(scheme, source, target),
+        nn.utils.parametrize.cached(),
+    ):
+        for value in (1.0, 2.0, 3.0):
+            target(given)
+            nn.init.constant_(length, value)
+            scheme.send()
+            target(given)
+            assert torch.allclose(target[0].weight.norm(dim=1), length.flatten())
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_script_module_computes_with_the_weights_of_the_module_it_was_made_of() -> None:
     source, target = nn.Linear(3, 3), nn.Linear(3, 3)
