@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from marks import quick_for
-from pairs import PATHS, add_one, connect_pair
+from pairs import PATHS, add_one, connect_pair, same
 from torch import nn
 
 from weight_update import MemoryWeightSyncScheme, SyncFailedError, WeightStrategy
@@ -53,6 +53,32 @@ def test_a_compiled_forward_pass_that_writes_to_buffers(
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_a_compiled_training_step_sends_patches(counters: dict[str, dict[str, int]]) -> None:
+    source, target = nn.Linear(30, 30), nn.Linear(30, 30)
+
+    @torch.compile(backend="eager")
+    def train(given: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            source.weight[0] += given
+        scheme.send()
+        scheme.send_async().wait()
+        return given + 1
+
+    @torch.compile(backend="eager")
+    def wait(given: torch.Tensor) -> torch.Tensor:
+        receiver.receive(timeout=0)
+        return given + 1
+
+    with (
+        MemoryWeightSyncScheme(WeightStrategy(encoding="patch")) as scheme,
+        connect_pair(scheme, source, target) as receiver,
+    ):
+        for value in (1.0, 2.0, 3.0):
+            train(torch.tensor(value))
+            wait(torch.tensor(value))
+            assert same(source, target)
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_autocast_casts_new_weights_after_an_update(path: str) -> None:
     """Autocast keeps its casts of the weights until the outermost block ends."""
@@ -70,6 +96,28 @@ def test_autocast_casts_new_weights_after_an_update(path: str) -> None:
                     assert torch.equal(output, source(given))
                 add_one(source)
                 scheme.send()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_parametrized_weights_are_computed_anew_after_an_update(path: str) -> None:
+    """``parametrize.cached()`` keeps the weights that it computed until the outermost block ends."""
+    layers = 150 if path == "flat buffer" else 1
+    source = nn.Sequential(*[nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)) for _ in range(layers)])
+    options = dict(PATHS[path])
+    strategy = WeightStrategy(encoding=options.pop("encoding", "dense"))
+    target, given = copy.deepcopy(source), torch.ones(1, 3)
+    length = source[0].parametrizations.weight.original0
+    with (
+        MemoryWeightSyncScheme(strategy, **options) as scheme,
+        connect_pair(scheme, source, target),
+        nn.utils.parametrize.cached(),
+    ):
+        for value in (1.0, 2.0, 3.0):
+            target(given)
+            nn.init.constant_(length, value)
+            scheme.send()
+            target(given)
+            assert torch.allclose(target[0].weight.norm(dim=1), length.flatten())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

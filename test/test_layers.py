@@ -48,7 +48,15 @@ FLOORS: list[set[str]] = [
     {"encodings"},  # tensors to payloads and back
     {"compression"},  # bytes to fewer bytes and back
     {"convert", "wire", "observers"},  # tensors in another format; schemas, frames, checks; logs and traces
-    {"arguments", "errors", "report", "progress", "text", "threads"},  # checks; errors; reports; bars; texts
+    {
+        "arguments",
+        "compilation",
+        "errors",
+        "report",
+        "progress",
+        "text",
+        "threads",
+    },  # checks; errors; reports; bars; texts
 ]
 # [end of floors]
 

@@ -142,3 +142,15 @@ def test_in_a_real_cgroup_full_of_page_cache(tmp_path: Path) -> None:
     before, after = map(int, done.stdout.split())
     assert before < 1 << 30
     assert after > before - 50 * MB
+
+
+def test_an_interpreter_that_forbids_the_encoding_of_the_locale() -> None:
+    program = f"from {available_memory.__module__} import available_memory; print(available_memory())"
+    done = subprocess.run(
+        [sys.executable, "-X", "warn_default_encoding", "-W", "error::EncodingWarning", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stderr

@@ -25,14 +25,14 @@ def main() -> None:
         sys.exit(f'weight-update needs the package {package}: pip install "weight-update[cli]"')
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # the caller closed it
-            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
+            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the process ends
     weight_update(prog_name="weight-update", obj=_seconds_so_far())
 
 
 def _seconds_so_far() -> float:
     """Return the age of this process: importing torch takes seconds. It is 0 if it cannot be known."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = Path("/proc/self/stat").read_text("utf-8").rpartition(")")[2].split()
         began = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22, of which two stand before the ")"
         return time.clock_gettime(time.CLOCK_BOOTTIME) - began
     except (OSError, ValueError, IndexError, AttributeError):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from weight_update.compilation import untraced
 from weight_update.errors import GroupSyncFailedError, LifecycleError
 from weight_update.report import SyncReport
 from weight_update.schemes.base import WeightSyncScheme
@@ -41,6 +42,7 @@ def group_schemes(schemes: Iterable[WeightSyncScheme]) -> None:
         scheme.group = name
 
 
+@untraced
 def send_together(
     weights: Mapping[WeightSyncScheme, Any], worker_ids: Any = None
 ) -> dict[WeightSyncScheme, SyncReport]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from weight_update.arguments import require_seconds, whole_number
+from weight_update.compilation import untraced
 from weight_update.errors import LifecycleError
 from weight_update.receiver.gate import Hold
 from weight_update.receiver.receiver import Receiver
@@ -76,6 +77,7 @@ class SchemeUpdates(ABC):
 
     # -- updates, on the sender --------------------------------------------------------------------
 
+    @untraced
     def send(self, weights: Any = None, worker_ids: Any = None) -> SyncReport:
         """Send weights to workers and, if ``sync``, wait until they have applied them.
 
@@ -110,6 +112,7 @@ class SchemeUpdates(ABC):
         self._require_sender().raise_earlier_error(handle)
         return handle.report
 
+    @untraced
     def send_async(self, weights: Any = None, worker_ids: Any = None) -> SendHandle:
         """Send weights as :meth:`send` does, without waiting for workers.
 
@@ -170,6 +173,7 @@ class SchemeUpdates(ABC):
 
     # -- updates, on a receiver --------------------------------------------------------------------
 
+    @untraced
     def receive(self, timeout: float | None = None) -> Any | None:
         """Wait for the next update to be applied, and return the weights.
 

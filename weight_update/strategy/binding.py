@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase, TensorDictParams
 from torch import nn
+from torch.nn.utils import parametrize
 
 from weight_update.arguments import require_instance
 from weight_update.encodings.dense import copy_tensors
@@ -316,11 +317,13 @@ def _rejoin(destination: Any) -> None:
 
 
 def count_writes(targets: Sequence[torch.Tensor]) -> None:
-    """Tell autograd and autocast about writes to ``targets``.
+    """Tell autograd, and PyTorch's caches of computed weights, about writes to ``targets``.
 
-    No backward pass may use the new values, and autocast keeps casts of the old ones until its block ends.
+    No backward pass may use the new values. Autocast keeps casts of the old ones until its block ends, and
+    ``parametrize.cached()`` keeps the results of parametrizations.
     """
     torch.clear_autocast_cache()  # of all threads
+    parametrize._cache.clear()  # of all threads, too
     try:
         torch.autograd.graph.increment_version(targets)
     except RuntimeError:  # inference tensors have no count, and no backward pass needs them

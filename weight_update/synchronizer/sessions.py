@@ -351,7 +351,7 @@ class VersionFile:
         """Replace the file; a full disk is logged, and the run goes on without."""
         try:
             self._beside.unlink(missing_ok=True)
-            with self._beside.open("x") as file:
+            with self._beside.open("x", encoding="utf-8") as file:
                 file.write(json.dumps({"version": version, "step": step}))
             self._beside.replace(self._path)
         except OSError as error:

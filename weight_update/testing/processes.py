@@ -45,6 +45,6 @@ def freeze(pid: int) -> None:
 
 def _has_stopped(stat: Path) -> bool:
     try:
-        return stat.read_text().rpartition(")")[2].split()[0] in "TtZX"
+        return stat.read_text("utf-8").rpartition(")")[2].split()[0] in "TtZX"
     except OSError:
         return True  # this thread ended meanwhile

@@ -64,7 +64,7 @@ def _memberships(table: Path) -> Iterator[tuple[_Controller, str]]:
     """Yield the cgroups of this process that account for memory; the root cgroups where they are unknown."""
     lines = [":memory:/", "0::/"]
     with contextlib.suppress(OSError):
-        lines = table.read_text().splitlines()
+        lines = table.read_text("utf-8").splitlines()
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -75,8 +75,8 @@ def _memberships(table: Path) -> Iterator[tuple[_Controller, str]]:
 
 def _left_in(directory: Path, controller: _Controller) -> int:
     """Return the bytes left in a cgroup; raise ValueError where it has no limit."""
-    limit = int((directory / controller.limit).read_text())
-    usage = int((directory / controller.usage).read_text())
+    limit = int((directory / controller.limit).read_text("utf-8"))
+    usage = int((directory / controller.usage).read_text("utf-8"))
     cached = 0
     with contextlib.suppress(OSError, ValueError):
         stat = entries(directory / "memory.stat")
@@ -86,5 +86,5 @@ def _left_in(directory: Path, controller: _Controller) -> int:
 
 def entries(table: Path) -> dict[str, int]:
     """Return the names and numbers in a file of lines ``name number``."""
-    rows = (line.split() for line in table.read_text().splitlines())
+    rows = (line.split() for line in table.read_text("utf-8").splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}

@@ -23,7 +23,7 @@ def look_at_ray() -> Finding:
     directory = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
     current = Path(directory, "ray/ray_current_cluster")  # in which "ray start" leaves the address
     if address in ("", "auto") and current.is_file():
-        address = current.read_text().strip()
+        address = current.read_text("utf-8").strip()
     if address in _STARTS_ANEW:
         return ok("no cluster runs here; ray.init() starts one")
     host, _, port = address.rpartition(":")
