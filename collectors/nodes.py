@@ -244,10 +244,8 @@ def free_port() -> int:
     If possible, the port is below those that the kernel gives to connections. A connection could take one of
     the kernel's ports before the caller listens there.
     """
-    first, _ = (
-        Path("/proc/sys/net/ipv4/ip_local_port_range").read_text("utf-8").split()
-    )  # of the kernel's ports
-    given = int(first)
+    ports = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text("utf-8")
+    given = int(ports.split()[0])  # the first of them
     tries = random.SystemRandom().sample(range(_PORTS, given), _TRIES) if given >= _PORTS + _TRIES else []
     for port in tries:
         with socket.socket() as sock, contextlib.suppress(OSError):

@@ -32,12 +32,8 @@ USE_OPTIONAL = {
 
 # [floors] From the top down. A package imports from itself and from floors below its own.
 FLOORS: list[set[str]] = [
-    {
-        "collectors",
-        "benchmarks",
-        "testing",
-        "cli",
-    },  # TorchRL's collectors; measurements; contract tests; commands
+    # TorchRL's collectors; measurements; contract tests; commands
+    {"collectors", "benchmarks", "testing", "cli"},
     {"__init__"},  # the public names, nothing else
     {"synchronizer", "serving"},  # who synchronizes when; plugins of inference servers
     {"schemes"},  # the lifecycle, then one small file a scheme
@@ -48,15 +44,8 @@ FLOORS: list[set[str]] = [
     {"encodings"},  # tensors to payloads and back
     {"compression"},  # bytes to fewer bytes and back
     {"convert", "wire", "observers"},  # tensors in another format; schemas, frames, checks; logs and traces
-    {
-        "arguments",
-        "compilation",
-        "errors",
-        "report",
-        "progress",
-        "text",
-        "threads",
-    },  # checks; errors; reports; bars; texts
+    # checks; torch.compile; errors; reports; bars; texts
+    {"arguments", "compilation", "errors", "report", "progress", "text", "threads"},
 ]
 # [end of floors]
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -68,7 +68,7 @@ class _Memory:
         used: number of the last update that asked for it.
     """
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor = field(repr=False)
     used: int = 0
 
     @property
