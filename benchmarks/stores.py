@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
+import itertools
 import os
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +29,8 @@ from weight_update.wire.memory import byte_view
 
 QUICK = "4 MB, 2 turns"
 
-COPY, SAVED, TENSORS = "plain copy of files", "torch.save, torch.load", "safetensors"
+COPY, HASHED = "plain copy of the bytes", "the same, with SHA-256"
+SAVED, TENSORS = "torch.save, torch.load", "safetensors"
 CHECKPOINT, STORED = "CheckpointStore", "object store, {}"
 ENCODINGS = {"dense": "dense", "bucket, 64 MB": BucketEncoding(bucket_size=64 << 20), "patch": "patch"}
 _CHANGED = 0.01
@@ -53,20 +58,45 @@ class Way(NamedTuple):
 
 def _copy(directory: Path, weights: Weights, theirs: Weights) -> Way:
     """Write and read the bytes of all tensors; nothing is described or checked."""
+    return _copied(COPY, directory, weights, theirs, lambda data: None)
+
+
+def _hashed(directory: Path, weights: Weights, theirs: Weights) -> Way:
+    """Do the same, and compute the SHA-256 digest of each tensor on both sides."""
+    return _copied(HASHED, directory, weights, theirs, lambda data: hashlib.sha256(data).digest())
+
+
+def _copied(
+    name: str,
+    directory: Path,
+    weights: Weights,
+    theirs: Weights,
+    check: Callable[[memoryview], object],
+) -> Way:
     file, draft = directory / "weights", directory / "draft"
+    ends = list(itertools.accumulate(value.nbytes for value in weights.values()))
+    threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+
+    def copy(path: Path, flags: int, transfer: Callable[..., int], tensors: Weights) -> None:
+        def each(value: torch.Tensor, end: int) -> None:
+            data = byte_view(value.view(-1).view(torch.uint8))
+            transfer(fd, data, end - len(data))
+            check(data)
+
+        fd = os.open(path, flags)
+        try:
+            deque(threads.map(each, tensors.values(), ends), maxlen=0)
+        finally:
+            os.close(fd)
 
     def write() -> None:
-        with draft.open("wb", 0) as opened:
-            for value in weights.values():
-                opened.write(byte_view(value.view(-1).view(torch.uint8)))
+        copy(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.pwrite, weights)
         draft.replace(file)
 
     def read() -> None:
-        with file.open("rb", 0) as opened:
-            for value in theirs.values():
-                opened.readinto(byte_view(value.view(-1).view(torch.uint8)))
+        copy(file, os.O_RDONLY, lambda fd, data, start: os.preadv(fd, [data], start), theirs)
 
-    return Way(COPY, directory, write, read, theirs)
+    return Way(name, directory, write, read, theirs)
 
 
 def _saved(directory: Path, weights: Weights, theirs: Weights) -> Way:
@@ -141,9 +171,9 @@ def measure(megabytes: float, turns: int, directory: Path) -> dict[str, tuple[Ti
         RuntimeError: a worker ended with other weights than the trainer.
     """
     weights, random = layered(megabytes), np.random.default_rng(0)
-    makers: list[Callable[..., Way]] = [_copy, _saved, _checkpoints]
+    makers: list[Callable[..., Way]] = [_copy, _hashed, _saved, _checkpoints]
     if importlib.util.find_spec("safetensors") is not None:
-        makers.insert(2, _safetensors)
+        makers.insert(3, _safetensors)
     with tempfile.TemporaryDirectory(dir=directory) as folder, ExitStack() as ending:
 
         def place() -> tuple[Path, Weights, Weights]:
@@ -188,12 +218,19 @@ def facts(options: argparse.Namespace) -> list[str]:
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     found = measure(options.mb, options.turns, options.directory)
     both = {name: times.figure("write", "read") for name, (times, _) in found.items()}
-    ours = [name for name in found if name not in (COPY, SAVED, TENSORS)]
+    ours = [name for name in found if name not in (COPY, HASHED, SAVED, TENSORS)]
     rows = []
     for name, (times, nbytes) in found.items():
         figures = [times.figure("write"), times.figure("read"), both[name]]
         cells = [one.cell(1e3, 0) if name in ours else one.show(1e3, 0) for one in figures]
-        rows.append([name, f"{nbytes / 1e6:.1f}", *cells, show_ratio(both[name], both[SAVED], 2)])
+        rows.append(
+            [
+                name,
+                f"{nbytes / 1e6:.1f}",
+                *cells,
+                *(show_ratio(both[name], both[one], 2) for one in (HASHED, SAVED)),
+            ]
+        )
     note = (
         "Milliseconds, median (min .. max); trainer and worker are in one process. *MB*: size of the new "
         "files. *write*: until the files of a version are complete.\n"
@@ -201,11 +238,19 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         "ms. In each turn, 1 % of the elements change. The last four check a digest of all bytes.\n"
         f"File system: {file_system(options.directory)}."
     )
-    head = ["", "MB", "write", "read", "both", f"of {SAVED}"]
+    head = ["way", "MB", "write", "read", "both", "of a copy with SHA-256", f"of {SAVED}"]
     yield Table(f"{options.mb:g} MB through a directory", note, head, rows)
     yield targets_table(
-        target(
-            "{way}: write and read, of torch.save and torch.load", ratio(both[name], both[SAVED]), way=name
-        )
-        for name in ours
+        [
+            *(
+                target(
+                    "{way}: write and read, of a copy with SHA-256", ratio(both[name], both[HASHED]), way=name
+                )
+                for name in ours
+            ),
+            target(
+                "object store, patch: write and read, of torch.save and load",
+                ratio(both[STORED.format("patch")], both[SAVED]),
+            ),
+        ]
     )

@@ -63,7 +63,8 @@ LIMITS = {
     "{state} engine, 10 Gbit/s: patch, of dense": 1 / 5,
     "busy engine: pause with a patch, of loading all": 0.1,
     # stores
-    "{way}: write and read, of torch.save and torch.load": 1.0,
+    "{way}: write and read, of a copy with SHA-256": 1.5,
+    "object store, patch: write and read, of torch.save and load": 0.5,
     # observers
     "1 MB, an observer added and removed, of none": 1.05,
 }

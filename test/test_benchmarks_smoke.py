@@ -70,7 +70,7 @@ ROWS = {
         "From the constructor to the first batch": 1,
     },
     "engines": {"A Qwen3 model of 40 MB": 3},
-    "stores": {"4 MB through a directory": 7},
+    "stores": {"4 MB through a directory": 8},
     "observers": {"SharedMem, 1 MB in 16 tensors": 10},
 }
 """The tables of each benchmark with ``--quick``: how their titles begin, and their numbers of rows."""
