@@ -53,7 +53,8 @@ def test_a_compiled_forward_pass_that_writes_to_buffers(
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_compiled_training_step_sends_patches(counters: dict[str, dict[str, int]]) -> None:
+@pytest.mark.parametrize("encoding", ["dense", "patch"])
+def test_a_compiled_training_step_sends(counters: dict[str, dict[str, int]], encoding: str) -> None:
     source, target = nn.Linear(30, 30), nn.Linear(30, 30)
 
     @torch.compile(backend="eager")
@@ -70,7 +71,7 @@ def test_a_compiled_training_step_sends_patches(counters: dict[str, dict[str, in
         return given + 1
 
     with (
-        MemoryWeightSyncScheme(WeightStrategy(encoding="patch")) as scheme,
+        MemoryWeightSyncScheme(WeightStrategy(encoding=encoding)) as scheme,
         connect_pair(scheme, source, target) as receiver,
     ):
         for value in (1.0, 2.0, 3.0):
