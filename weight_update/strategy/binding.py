@@ -323,7 +323,7 @@ def count_writes(targets: Sequence[torch.Tensor]) -> None:
     ``parametrize.cached()`` keeps the results of parametrizations.
     """
     torch.clear_autocast_cache()  # of all threads
-    parametrize._cache.clear()  # of all threads, too
+    getattr(parametrize, "_cache", {}).clear()  # of all threads, too; it may be missing in a later PyTorch
     try:
         torch.autograd.graph.increment_version(targets)
     except RuntimeError:  # inference tensors have no count, and no backward pass needs them
