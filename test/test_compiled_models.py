@@ -11,7 +11,7 @@ from marks import quick_for
 from pairs import PATHS, add_one, connect_pair, same
 from torch import nn
 
-from weight_update import MemoryWeightSyncScheme, SyncFailedError, WeightStrategy
+from weight_update import MemoryWeightSyncScheme, SendHandle, SyncFailedError, WeightStrategy
 
 
 @pytest.fixture
@@ -56,13 +56,14 @@ def test_a_compiled_forward_pass_that_writes_to_buffers(
 @pytest.mark.parametrize("encoding", ["dense", "patch"])
 def test_a_compiled_training_step_sends(counters: dict[str, dict[str, int]], encoding: str) -> None:
     source, target = nn.Linear(30, 30), nn.Linear(30, 30)
+    handles: list[SendHandle] = []
 
     @torch.compile(backend="eager")
     def train(given: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             source.weight[0] += given
         scheme.send()
-        scheme.send_async().wait()
+        handles.append(scheme.send_async())
         return given + 1
 
     @torch.compile(backend="eager")
@@ -76,6 +77,7 @@ def test_a_compiled_training_step_sends(counters: dict[str, dict[str, int]], enc
     ):
         for value in (1.0, 2.0, 3.0):
             train(torch.tensor(value))
+            handles.pop().wait()
             wait(torch.tensor(value))
             assert same(source, target)
 

@@ -44,8 +44,7 @@ FLOORS: list[set[str]] = [
     {"encodings"},  # tensors to payloads and back
     {"compression"},  # bytes to fewer bytes and back
     {"convert", "wire", "observers"},  # tensors in another format; schemas, frames, checks; logs and traces
-    # checks; torch.compile; errors; reports; bars; texts
-    {"arguments", "compilation", "errors", "report", "progress", "text", "threads"},
+    {"arguments", "errors", "report", "progress", "text", "threads"},  # checks; errors; reports; bars; texts
 ]
 # [end of floors]
 

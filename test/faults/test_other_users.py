@@ -102,7 +102,7 @@ def test_each_worker_in_a_user_namespace_of_its_own(procs: Processes, host: str 
 def test_a_system_that_hides_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a proc file system with subset=pid does."""
 
-    def read_text(path: Path, **_: object) -> str:
+    def read_text(path: Path, *_: object, **__: object) -> str:
         raise FileNotFoundError(2, "No such file or directory", str(path))
 
     monkeypatch.setattr(host_name.Path, "read_text", read_text)

@@ -12,9 +12,8 @@ import types
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import nn
-
-from weight_update.compilation import untraced
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -155,7 +154,7 @@ class _Hook:
                 _refuse(output, f"forward() of {type(module).__name__}")
 
 
-@untraced
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _enter(gate: CallGuard) -> None:
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename in _HOOK_FILES:
@@ -163,7 +162,7 @@ def _enter(gate: CallGuard) -> None:
     gate.enter(frame)
 
 
-@untraced
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _leave(gate: CallGuard) -> None:
     gate._leave_call()
 

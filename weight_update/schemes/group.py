@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from weight_update.compilation import untraced
 from weight_update.errors import GroupSyncFailedError, LifecycleError
 from weight_update.report import SyncReport
 from weight_update.schemes.base import WeightSyncScheme
+from weight_update.schemes.updates import uncompiled
 from weight_update.sender.handle import SendHandle, failed
 
 _BY_SCHEME = "send_together takes a dict of weights by scheme, such as {actor: None, critic: None}"
@@ -42,7 +42,7 @@ def group_schemes(schemes: Iterable[WeightSyncScheme]) -> None:
         scheme.group = name
 
 
-@untraced
+@uncompiled
 def send_together(
     weights: Mapping[WeightSyncScheme, Any], worker_ids: Any = None
 ) -> dict[WeightSyncScheme, SyncReport]:

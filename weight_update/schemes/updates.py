@@ -7,10 +7,11 @@ import os
 import weakref
 from abc import ABC
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+import torch
 
 from weight_update.arguments import require_seconds, whole_number
-from weight_update.compilation import untraced
 from weight_update.errors import LifecycleError
 from weight_update.receiver.gate import Hold
 from weight_update.receiver.receiver import Receiver
@@ -25,6 +26,17 @@ from weight_update.strategy.strategy import WeightStrategy
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _S = TypeVar("_S", bound="SchemeUpdates")
+
+
+def uncompiled(method: _F) -> _F:
+    """Return ``method``, changed so that PyTorch does not compile it as a part of a compiled caller."""
+    apart = torch.compiler.disable(method)  # type: ignore[no-untyped-call]  # it slows every call
+
+    @functools.wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        return (apart if torch.compiler.is_compiling() else method)(*args, **options)
+
+    return cast(_F, call)
 
 
 class SchemeUpdates(ABC):
@@ -77,7 +89,7 @@ class SchemeUpdates(ABC):
 
     # -- updates, on the sender --------------------------------------------------------------------
 
-    @untraced
+    @uncompiled
     def send(self, weights: Any = None, worker_ids: Any = None) -> SyncReport:
         """Send weights to workers and, if ``sync``, wait until they have applied them.
 
@@ -112,7 +124,7 @@ class SchemeUpdates(ABC):
         self._require_sender().raise_earlier_error(handle)
         return handle.report
 
-    @untraced
+    @uncompiled
     def send_async(self, weights: Any = None, worker_ids: Any = None) -> SendHandle:
         """Send weights as :meth:`send` does, without waiting for workers.
 
@@ -173,7 +185,7 @@ class SchemeUpdates(ABC):
 
     # -- updates, on a receiver --------------------------------------------------------------------
 
-    @untraced
+    @uncompiled
     def receive(self, timeout: float | None = None) -> Any | None:
         """Wait for the next update to be applied, and return the weights.
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from weight_update.arguments import require_seconds
-from weight_update.compilation import untraced
 from weight_update.errors import FormatError, LifecycleError, SyncFailedError
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import ChunkedUpdate
@@ -81,7 +80,6 @@ class SendHandle:
         """Return whether every worker has applied this update or a newer one, failed or left."""
         return self._sender.settled(self.version, self.workers)
 
-    @untraced
     def wait(self, timeout: float | None = None) -> SyncReport:
         """Wait until every worker has applied this update or a newer one.
 
