@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Self
@@ -220,14 +220,21 @@ def kept_error(error: _E) -> _E:
     return raised
 
 
-@contextlib.contextmanager
-def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Return a context that calls ``undo`` if an error leaves it."""
-    try:
-        yield
-    except BaseException:
-        undo()
-        raise
+class undo_on_error:
+    """A context that calls ``undo`` if an error leaves it.
+
+    The frame of a generator would keep the error from being freed if ``undo`` raises another one (Python 3.13).
+    """
+
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo = undo
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self._undo()
 
 
 class Closing:

@@ -46,7 +46,8 @@ class CsvObserver(Closing):
 
     def _check_header(self) -> None:
         self._file.seek(0)
-        header = next(csv.reader([self._file.readline(_LONGEST_HEADER)]))
+        line = self._file.readline(_LONGEST_HEADER).replace("\0", "?")  # an error of csv in Python 3.10
+        header = next(csv.reader([line]))
         if header != list(COLUMNS):
             raise ValueError(
                 f"{self._file.name} has other columns: {header}; remove the file, or choose another path"
