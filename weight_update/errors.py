@@ -223,7 +223,7 @@ def kept_error(error: _E) -> _E:
 class undo_on_error:
     """A context that calls ``undo`` if an error leaves it.
 
-    The frame of a generator would keep the error from being freed if ``undo`` raises another one (Python 3.13).
+    With a generator, an error would not be freed at once if ``undo`` raises another one (Python 3.13).
     """
 
     def __init__(self, undo: Callable[[], object]) -> None:
