@@ -43,15 +43,13 @@ class Way(NamedTuple):
 
     Attributes:
         name: its name in the table.
-        directory: the directory, which has nothing else.
-        write: function that writes the trainer's weights.
+        write: function that writes the trainer's weights, and returns the number of bytes.
         read: function that reads them into the worker's.
         theirs: the worker's weights.
     """
 
     name: str
-    directory: Path
-    write: Callable[[], object]
+    write: Callable[[], int]
     read: Callable[[], object]
     theirs: Weights
 
@@ -75,7 +73,6 @@ def _copied(
 ) -> Way:
     file, draft = directory / "weights", directory / "draft"
     ends = list(itertools.accumulate(value.nbytes for value in weights.values()))
-    threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
 
     def copy(path: Path, flags: int, transfer: Callable[..., int], tensors: Weights) -> None:
         def each(value: torch.Tensor, end: int) -> None:
@@ -85,28 +82,29 @@ def _copied(
 
         fd = os.open(path, flags)
         try:
-            deque(threads.map(each, tensors.values(), ends), maxlen=0)
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+                deque(threads.map(each, tensors.values(), ends), maxlen=0)
         finally:
             os.close(fd)
 
-    def write() -> None:
+    def write() -> int:
         copy(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.pwrite, weights)
-        draft.replace(file)
+        return draft.replace(file).stat().st_size
 
     def read() -> None:
         copy(file, os.O_RDONLY, lambda fd, data, start: os.preadv(fd, [data], start), theirs)
 
-    return Way(name, directory, write, read, theirs)
+    return Way(name, write, read, theirs)
 
 
 def _saved(directory: Path, weights: Weights, theirs: Weights) -> Way:
     file, draft = directory / "weights.pt", directory / "draft"
 
-    def write() -> None:
+    def write() -> int:
         torch.save(weights, draft)
-        draft.replace(file)
+        return draft.replace(file).stat().st_size
 
-    return Way(SAVED, directory, write, lambda: _take(theirs, torch.load(file, mmap=True)), theirs)
+    return Way(SAVED, write, lambda: _take(theirs, torch.load(file, mmap=True)), theirs)
 
 
 def _safetensors(directory: Path, weights: Weights, theirs: Weights) -> Way:
@@ -114,25 +112,25 @@ def _safetensors(directory: Path, weights: Weights, theirs: Weights) -> Way:
 
     file, draft = directory / "weights.safetensors", directory / "draft"
 
-    def write() -> None:
+    def write() -> int:
         save_file(weights, draft)
-        draft.replace(file)
+        return draft.replace(file).stat().st_size
 
-    return Way(TENSORS, directory, write, lambda: _take(theirs, load_file(file)), theirs)
+    return Way(TENSORS, write, lambda: _take(theirs, load_file(file)), theirs)
 
 
 def _checkpoints(directory: Path, weights: Weights, theirs: Weights) -> Way:
     store = CheckpointStore(directory)
 
-    def write() -> None:
+    def write() -> int:
         step = store.last_number() + 1
-        store.publish(step, weights, step=step)
+        return store.publish(step, weights, step=step).stat().st_size
 
     def read() -> None:
         with store.reading(store.last_number()) as found:
             _take(theirs, found)
 
-    return Way(CHECKPOINT, directory, write, read, theirs)
+    return Way(CHECKPOINT, write, read, theirs)
 
 
 def _stored(
@@ -149,15 +147,17 @@ def _stored(
     worker.connect()
     seen = [trainer.version]
 
-    def write() -> None:
-        seen[0] = trainer.send(weights=weights).version
+    def write() -> int:
+        report = trainer.send(weights=weights)
+        seen[0] = report.version
+        return report.wire_bytes
 
     def read() -> None:
         while worker.version != seen[0]:
             if worker.receive(timeout=_SECONDS) is None:
                 raise RuntimeError(f"version {seen[0]} was not read within {_SECONDS:g} s")
 
-    return Way(name, directory, write, read, theirs)
+    return Way(name, write, read, theirs)
 
 
 def _take(theirs: Weights, found: Mapping[str, torch.Tensor]) -> None:
@@ -188,26 +188,18 @@ def measure(megabytes: float, turns: int, directory: Path) -> dict[str, tuple[Ti
             say(f"turn {turn} of {turns}")
             change(weights, _CHANGED, "mostly 1 ulp", random)
             for way in ways:
-                times, before = found[way.name][0], _files(way.directory)
-                times.add("write", way.write)
+                times = found[way.name][0]
+                found[way.name] = times, times.add("write", way.write)
                 times.add("read", way.read)
                 if not all(torch.equal(theirs, weights[name]) for name, theirs in way.theirs.items()):
                     raise RuntimeError(f"{way.name}: the worker has other weights")
-                written = sum(size for file, size in _files(way.directory).items() if file not in before)
-                found[way.name] = times, written
     return found
-
-
-def _files(directory: Path) -> dict[tuple[Path, int], int]:
-    """Return the size of each file below a directory, by its path and the time of its last change."""
-    files = [(file, file.stat()) for file in directory.rglob("*") if file.is_file()]
-    return {(file, found.st_mtime_ns): found.st_size for file, found in files}
 
 
 def add_options(known: Options) -> None:
     known.add("--mb", 500.0, "size of the model in MB, bfloat16", quick=4.0)
     known.add("--turns", 7, "how often each thing is timed", quick=2)
-    place = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    place = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
     known.add("--directory", place, "existing directory in which files are written", kind=Path)
 
 
@@ -232,8 +224,8 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
             ]
         )
     note = (
-        "Milliseconds, median (min .. max); trainer and worker are in one process. *MB*: size of the new "
-        "files. *write*: until the files of a version are complete.\n"
+        "Milliseconds, median (min .. max); trainer and worker are in one process. *MB*: size of a "
+        "version. *write*: until the files of a version are complete.\n"
         f"*read*: until the worker has the weights; workers of the object store look every {_POLL * 1e3:.0f} "
         "ms. In each turn, 1 % of the elements change. The last four check a digest of all bytes.\n"
         f"File system: {file_system(options.directory)}."

@@ -25,7 +25,8 @@ def main() -> None:
         sys.exit(f'weight-update needs the package {package}: pip install "weight-update[cli]"')
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # the caller closed it
-            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the process ends
+            void = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
+            setattr(sys, stream, void)
     weight_update(prog_name="weight-update", obj=_seconds_so_far())
 
 
