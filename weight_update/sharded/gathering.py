@@ -146,7 +146,7 @@ class GatherLeader(Gathering):
             if not batch.is_local:
                 self._ranks.hear()
             ahead = next(asked, None)
-            yield from batch.items(tensors)
+            yield from batch.items()
             del batch
 
     def _ask(self, number: int, batch: Batch, tensors: Tensors) -> _PendingBatch:
@@ -157,7 +157,7 @@ class GatherLeader(Gathering):
             self._ranks.tell({"go": number, "tag": tag})
             for rank, (memory, _) in pending.parts.items():
                 self._ranks.pull(rank, memory, tag)
-            pending.gather_whole(tensors)
+            pending.gather_whole()
         return pending
 
 
@@ -230,7 +230,7 @@ class _PendingBatch:
     """
 
     def __init__(self, batch: Batch, tensors: Tensors) -> None:
-        self._batch, self._whole = batch, dict[str, torch.Tensor]()
+        self._batch, self._tensors, self._whole = batch, tensors, dict[str, torch.Tensor]()
         self.is_local = all(item.boxes is not None and not any(item.boxes) for item in batch)
         shapes: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
         for item in batch:
@@ -239,18 +239,18 @@ class _PendingBatch:
                     shapes.setdefault(rank, []).append((shape, tensors[item.names[0]].dtype))
         self.parts = {rank: _flat(one) for rank, one in shapes.items()}
 
-    def gather_whole(self, tensors: Tensors) -> None:
+    def gather_whole(self) -> None:
         """Gather the tensors that only ``full_tensor()`` on all ranks can gather."""
         names = [item.names[0] for item in self._batch if item.boxes is None]
-        self._whole = {name: _whole_of(tensors, name) for name in names}
+        self._whole = {name: _whole_of(self._tensors, name) for name in names}
 
-    def items(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and whole tensors; each tensor is made when it is asked for."""
         views = {rank: iter(found) for rank, (_, found) in self.parts.items()}
         for item in self._batch:
             tensor = self._whole.pop(item.names[0], None)
             if tensor is None:
-                tensor = _assemble(item, tensors, views)
+                tensor = _assemble(item, self._tensors, views)
             for name in item.names:
                 yield name, tensor
             del tensor

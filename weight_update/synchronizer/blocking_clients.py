@@ -91,9 +91,8 @@ class BlockingTrainer(ClientBase):
         with undo_on_error(self.close):
             self._go_on_after(reply["step"], step)
             self._method: TrainerMethod = self._make_method(source, address, backend, reply)
-            if self._method.publisher is not None:
+            if isinstance(self._method, DirectTrainer):
                 self._endpoint = self._method.publisher.endpoint
-            if self.plan.direct:
                 self.ask("hello", **self._hello())  # now with the endpoint
 
     def _go_on_after(self, newest: int, given: int | None) -> None:

@@ -86,8 +86,8 @@ class CheckpointExplorer(ExplorerMethod):
 
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
         start = time.perf_counter()
-        args = {"step": step, "held": self.held(client.version), "again": False}
-        reply = client.ask("explorer_syncs", deadline_of(client.timeout), wait=True, **args)
+        held = self.held(client.version)
+        reply = client.ask("explorer_syncs", wait=True, step=step, held=held, again=False)
         metrics["waited"] = time.perf_counter() - start
         return self.fetch(client, int(reply["fetch"])) if "fetch" in reply else reply
 

@@ -60,7 +60,7 @@ class ClientBase:
         self.channel = channel
         self.closed: threading.Event = threading.Event()
         self._method: Any = None  # the part that depends on the method
-        self._endpoint: Endpoint | None = None  # of this side's publisher, if it has one
+        self._endpoint: Endpoint | None = None  # of the trainer's publisher, with NCCL
         self.session: str = secrets.token_hex(8)
         self._synced_at: int | None = None
         self._syncing = threading.Lock()
@@ -90,7 +90,7 @@ class ClientBase:
             given_up.set()
         told = {"session": self.session, "step": self.step, "status": RunningStatus.RUNNING.value}
         with contextlib.suppress(LinkClosedError):  # sync_weight() does not try to reach it again
-            self._retry("notify", told, time.monotonic(), wait=False)
+            self._retry("notify", told, time.monotonic())
 
     def latest_version(self) -> int | None:
         """Return the newest published version; None before the first."""
@@ -99,7 +99,7 @@ class ClientBase:
 
     def status(self) -> dict[str, Any]:
         """Return the state of the trainer and of all explorers."""
-        reply = self._retry("status", {}, time.monotonic() + self.timeout, wait=False)
+        reply = self._retry("status", {}, time.monotonic() + self.timeout)
         return {
             **reply,
             "trainer": RunningStatus(reply["trainer"]),
@@ -190,7 +190,7 @@ class ClientBase:
             "ticket": self._endpoint,
         }
 
-    def _retry(self, name: str, args: dict[str, Any], limit: float, wait: bool) -> Reply:
+    def _retry(self, name: str, args: dict[str, Any], limit: float, wait: bool = False) -> Reply:
         while True:
             if self.closed.is_set():
                 raise LifecycleError(f"this {self.role} is closed; create a new one")

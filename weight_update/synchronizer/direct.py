@@ -52,7 +52,7 @@ class DirectTrainer(TrainerMethod):
 
     def give(self, client: ClientBase, step: int) -> dict[str, Any]:
         start = time.perf_counter()
-        reply = client.ask("meet", deadline_of(client.timeout), wait=True, step=step)
+        reply = client.ask("meet", wait=True, step=step)
         waited = time.perf_counter() - start
         if "reason" in reply:
             return {**reply, "waited": waited}

@@ -63,7 +63,7 @@ class SessionManager:
         changed: the lock of all this; notified when anything changed.
         sessions: the trainer and the explorers that are here, by the name of their session.
         closed: whether all later calls are refused.
-        trainer_endpoint: endpoint of the trainer's publisher; None while there is none.
+        trainer_endpoint: NCCL: endpoint of the trainer's publisher; None while there is none.
         directory: directory of the checkpoints; None for methods that have none.
         address: address of the interface by which clients on other machines reach this one; None if there are
             no such clients.
@@ -108,7 +108,7 @@ class SessionManager:
             step: number of steps done so far.
             synced_at: step of the last synchronization.
             version: explorer: version in force there; trainer: newest version that it knows of.
-            ticket: trainer: endpoint of its publisher, if it has one.
+            ticket: trainer, NCCL: endpoint of its publisher, once it has one.
             back: whether the client was forgotten. It takes the place of no explorer that came meanwhile, but
                 another id.
         """

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 
@@ -155,7 +155,7 @@ class VLLMReceiver(InferenceEngine):
 
     def _in_turn(self, work: Callable[[], _T]) -> _T:
         try:
-            return cast(_T, self._turns.run(work))
+            return self._turns.run(work)
         except BaseException as error:
             self._error = error
             raise

@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from weight_update.errors import LifecycleError, SyncTimeoutError
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _LOOK_SECONDS = 0.5
 """Interval at which a wait looks whether the sender still lives."""
 _PATIENCE_SECONDS = 30.0
@@ -88,7 +89,7 @@ class Turns:
         serves = self._owner is not None and (self._target is None or version <= self._target)
         return not self._closed and (serves or self.is_inline)
 
-    def run(self, work: Callable[[], Any]) -> Any:
+    def run(self, work: Callable[[], _T]) -> _T:
         """Return the result of ``work``, called in the thread that serves.
 
         Raises:
@@ -96,7 +97,7 @@ class Turns:
         """
         if self.is_inline or self._owner == threading.get_ident():
             return work()
-        answer: Future[Any] = Future()
+        answer: Future[_T] = Future()
         with self._changed:
             self._work = work, answer
             self._changed.notify_all()

@@ -23,7 +23,7 @@ _MOST_GIVEN_UP = 4 * _AT_A_TIME  # requests that may go on after they were given
 Bytes = bytes | memoryview
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     """A request, and the future answer.
 
@@ -75,7 +75,7 @@ class ObjectStore:
         self._at_a_time = _AT_A_TIME if self._is_directory or self._fs.async_impl else 1
         self._timeout = timeout
         self._closed: Future[None] = Future()
-        self._given_up: dict[Future[Any], tuple[str, str]] = {}  # requests that still run: verb and name
+        self._given_up = set[_Request]()  # requests that still run, perhaps
 
     @property
     def closed(self) -> bool:
@@ -229,8 +229,7 @@ class ObjectStore:
                 yield self._result(running[0])
                 running.popleft()
         finally:
-            for request in running:  # after an error
-                self._give_up(request)
+            self._given_up.update(running)  # after an error
 
     def _begin_beside(self, running: Sequence[_Request], begin: Callable[[], _Request]) -> _Request | None:
         """Return ``begin()``; None if a running request has to end first, as where threads are few."""
@@ -261,7 +260,7 @@ class ObjectStore:
     def _result(self, request: _Request) -> Any:
         verb, name, answer = request.verb, request.name, request.answer
         if not self._await([answer], max(request.deadline - time.monotonic(), 0.0)):
-            self._give_up(request)
+            self._given_up.add(request)
             raise SyncTimeoutError(f"{self._late(request)}; raise timeout= if the store is slow")
         try:
             return answer.result()
@@ -282,16 +281,13 @@ class ObjectStore:
     def _late(self, request: _Request) -> str:
         return f"could not {request.verb} {self.url}/{request.name} within {format_seconds(request.limit)}"
 
-    def _give_up(self, request: _Request) -> None:
-        self._given_up[request.answer] = request.verb, request.name
-
     def _may_begin(self, request: _Request) -> bool:
         """Wait for requests that were given up, if need be; return whether another one may begin."""
-        running = self._given_up = {one: key for one, key in self._given_up.items() if not one.done()}
-        same = "write", request.name
-        before = [one for one, key in running.items() if key == same and request.verb == "write"]
-        if not before and len(running) >= _MOST_GIVEN_UP:
-            before = list(running)
+        self._given_up = {one for one in self._given_up if not one.answer.done()}
+        writes = [one for one in self._given_up if one.verb == request.verb == "write"]
+        before = [one.answer for one in writes if one.name == request.name]
+        if not before and len(self._given_up) >= _MOST_GIVEN_UP:
+            before = [one.answer for one in self._given_up]
         return not before or self._await(before, request.limit)
 
     def _await(self, answers: list[Future[Any]], limit: float) -> bool:

@@ -27,11 +27,11 @@ def write_frame(store: ObjectStore, chunk: WeightChunk, name: str, deadline: flo
     head = memoryview(chunk.encode_head(checksum=False))
     payload = memoryview(b"") if chunk.payload is None else byte_view(chunk.payload)
     nbytes = len(head) + len(payload)
-    pieces = (
-        [head[start:stop], payload[max(start - len(head), 0) : max(stop - len(head), 0)]]
-        for start, stop in _cuts(nbytes)
+    objects = (
+        (piece, [head[start:stop], payload[max(start - len(head), 0) : max(stop - len(head), 0)]])
+        for piece, start, stop in _objects_of(name, nbytes)
     )
-    digests = store.write_all(zip(piece_names(name, nbytes), pieces, strict=True), deadline)
+    digests = store.write_all(objects, deadline)
     return StoredFrame(name, nbytes, hashlib.sha256(b"".join(digests)).hexdigest())
 
 
@@ -56,14 +56,10 @@ def read_frame(
         return chunk
 
 
-def piece_names(name: str, nbytes: int) -> list[str]:
-    """Return the names of the objects in which a frame lies."""
-    return [name, *(f"{name}.{i}" for i in range(1, len(_cuts(nbytes))))]
-
-
-def _cuts(nbytes: int) -> list[tuple[int, int]]:
-    """Return where each piece of a frame begins and where it ends."""
-    return [(start, min(start + PIECE_BYTES, nbytes)) for start in range(0, nbytes, PIECE_BYTES)]
+def _objects_of(name: str, nbytes: int) -> list[tuple[str, int, int]]:
+    """Return the objects in which a frame lies: the name of each, and where its piece begins and ends."""
+    starts = enumerate(range(0, nbytes, PIECE_BYTES))
+    return [(f"{name}.{i}" if i else name, start, min(start + PIECE_BYTES, nbytes)) for i, start in starts]
 
 
 def read_merged(
@@ -107,10 +103,9 @@ class _Pieces:
 
     def __init__(self, store: ObjectStore, frame: StoredFrame, deadline: float | None) -> None:
         self._frame = frame
-        sizes = [stop - start for start, stop in _cuts(frame.nbytes)]
-        self._sizes = iter(sizes)
-        names = piece_names(frame.name, frame.nbytes)
-        self._found = store.read_all(zip(names, sizes, strict=True), deadline)
+        objects = [(piece, stop - start) for piece, start, stop in _objects_of(frame.name, frame.nbytes)]
+        self._sizes = iter([nbytes for _, nbytes in objects])
+        self._found = store.read_all(objects, deadline)
         self.digest = hashlib.sha256()  # of the digests of what was read
         self._piece = memoryview(b"")
 
