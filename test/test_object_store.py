@@ -1462,10 +1462,9 @@ def test_a_pickled_scheme_is_the_same(url: str) -> None:
         ({"most_changes": -1}, ValueError, "most_changes is an integer of at least 0"),
         ({"poll_seconds": 0}, ValueError, "poll_seconds is a positive number"),
         ({"token": ""}, ValueError, "token is empty"),
-        (
-            {"strategy": WeightStrategy(encoding=PatchEncoding(init_sync=False))},
-            ValueError,
-            "leave init_sync",
+        *(
+            ({"strategy": WeightStrategy(encoding=PatchEncoding(**some))}, ValueError, "leave init_sync")
+            for some in ({"init_sync": False}, {"init_sync_prefixes": []})
         ),
     ],
 )

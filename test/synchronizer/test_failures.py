@@ -589,7 +589,9 @@ def test_max_in_flight_without_files_is_refused(method: SyncMethod, tmp_path: Pa
             Synchronizer(method, strategy=strategy)
 
 
-@pytest.mark.parametrize("options", [{"init_sync": False}, {"init_sync_prefixes": ["0"]}])
+@pytest.mark.parametrize(
+    "options", [{"init_sync": False}, {"init_sync_prefixes": ["0"]}, {"init_sync_prefixes": []}]
+)
 def test_changes_of_weights_that_the_synchronizer_does_not_have_are_refused(options: dict[str, Any]) -> None:
     strategy = WeightStrategy("state_dict", encoding=PatchEncoding(**options))
     text = "the synchronizer needs all weights at first"

@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from weight_update.arguments import given_token, require_seconds, whole_number
-from weight_update.encodings import PatchEncoding
+from weight_update.encodings.patch.encoding import sends_all_at_first
 from weight_update.errors import FormatError, JoinRefusedError
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.schemes.options import SchemeOptions, SenderOptions, takes_options_of
@@ -95,8 +95,7 @@ class ObjectStoreWeightSyncScheme(WeightSyncScheme):
         self.token = given_token(token) or self.token
         self.most_changes: int = whole_number(most_changes, "most_changes", least=0)
         self.poll_seconds: float = require_seconds("poll_seconds", poll_seconds)
-        encoding = self.strategy.encoding
-        if isinstance(encoding, PatchEncoding) and (not encoding.init_sync or encoding.init_sync_prefixes):
+        if not sends_all_at_first(self.strategy.encoding):
             raise ValueError("workers read their first weights from the store: leave init_sync as it is")
         self._store()  # raises for a URL that cannot be used
 

@@ -8,7 +8,7 @@ import threading
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from weight_update.encodings import PatchEncoding
+from weight_update.encodings.patch.encoding import sends_all_at_first
 from weight_update.errors import (
     LifecycleError,
     LinkClosedError,
@@ -243,8 +243,7 @@ class MemoryService(Service):
 
 def require_all_at_first(strategy: WeightStrategy) -> None:
     """Raise ValueError if a strategy sends no weights, or only some, before it sends changes."""
-    encoding = strategy.encoding
-    if isinstance(encoding, PatchEncoding) and (not encoding.init_sync or encoding.init_sync_prefixes):
+    if not sends_all_at_first(strategy.encoding):
         raise ValueError(
             "with SyncMethod.MEMORY, the synchronizer needs all weights at first, because it has no model: "
             "leave init_sync and init_sync_prefixes of the PatchEncoding as they are"

@@ -20,6 +20,7 @@ from weight_update.encodings.base import (
     CPU,
     Delta,
     DeltaEncoding,
+    Encoding,
     Lend,
     Tracker,
     WholeEncoding,
@@ -145,6 +146,13 @@ class PatchEncoding(DeltaEncoding):
     @classmethod
     def read_for(cls, payload: torch.Tensor, schema: WeightSchema, device: torch.device) -> Delta:
         return decode_patch(payload, schema, device)
+
+
+def sends_all_at_first(encoding: Encoding) -> bool:
+    """Return whether receivers get all of their initial weights by ``encoding``."""
+    if not isinstance(encoding, PatchEncoding):
+        return True
+    return encoding.init_sync and encoding.init_sync_prefixes is None
 
 
 class PatchTracker(Tracker[Scan]):
