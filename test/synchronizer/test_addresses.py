@@ -97,6 +97,15 @@ def servers() -> list[threading.Thread]:
     return [one for one in threading.enumerate() if one.name == "weight_update-synchronizer"]
 
 
+@pytest.mark.parametrize("name", ["team/run", "", None])
+def test_a_name_of_an_actor_that_its_address_would_not_have_is_refused(name: Any) -> None:
+    with (
+        Synchronizer(SyncMethod.MEMORY) as where,
+        pytest.raises(ValueError, match=f"name is a text without '/', .* not {name!r}; give a namespace"),
+    ):
+        where.as_ray_actor(name)
+
+
 def test_close_ends_the_servers_also_when_another_step_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(servers())
     where = Synchronizer(SyncMethod.MEMORY)

@@ -38,6 +38,10 @@ class RayHost:
     def __init__(
         self, make: Callable[[], Any], name: str, namespace: str | None, options: dict[str, Any]
     ) -> None:
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ValueError(
+                f"name is a text without '/', such as 'sync', not {name!r}; give a namespace as namespace="
+            )
         ray = require_ray()
         settings = {"num_cpus": 0, **options, "max_concurrency": _THREADS}
         named = ray.remote(_SynchronizerActor).options(**settings, name=name, namespace=namespace)

@@ -192,7 +192,7 @@ class Synchronizer(Closing):
         ``lifetime="detached"``, it runs until ``host.close()``, or until ``ray.kill`` ends it.
 
         Args:
-            name: name of the actor.
+            name: name of the actor, without ``/``.
             namespace: Ray namespace of the actor; None takes that of this process.
             options: Ray options of the actor, such as ``max_restarts``.
 
@@ -201,6 +201,7 @@ class Synchronizer(Closing):
 
         Raises:
             ImportError: Ray is not installed.
+            ValueError: the name is empty, or has a ``/``, with which the namespace ends in the address.
             SyncTimeoutError: the actor did not start in 300 s.
             LifecycleError: this synchronizer is closed, serves clients already, or has observers.
         """
