@@ -71,7 +71,7 @@ LONG = {
     "test_engine_transformers.py",
     "test_examples.py",
     "test_hosts.py",
-    "test_object_store.py",
+    "test_object_store_late.py",
     "test_ray.py",
     "test_schemes.py",
     "test_transports.py",

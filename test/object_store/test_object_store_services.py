@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import fsspec
 import pytest
-import torch
-from torch import nn
+from object_store_parts import nudge
 
 from weight_update import (
     BucketEncoding,
@@ -94,12 +93,6 @@ def _listens(port: int) -> bool:
         return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
-@torch.no_grad()
-def _nudge(model: nn.Module) -> None:
-    for value in model.parameters():
-        value.view(-1)[0] += 1
-
-
 @pytest.mark.parametrize(
     "encoding", ["dense", BucketEncoding(bucket_size=4096), "patch"], ids=["dense", "buckets", "patch"]
 )
@@ -119,7 +112,7 @@ def test_versions_arrive_and_old_ones_are_removed(
         reader.init_on_receiver(model=model)
         reader.connect()
         for _ in range(10):
-            _nudge(source)
+            nudge(source)
             version = sender.send().version
             wait_until(lambda expected=version: reader.version == expected)
             assert fingerprint(model) == fingerprint(source)
@@ -144,7 +137,7 @@ def test_workers_in_processes(service: Service, method: Any) -> None:
     scheme = service.scheme(f"processes-{method}", strategy=WeightStrategy(encoding="patch"))
     with start_workers(scheme, [mlp(2), mlp(3)], method, model=source) as workers:
         for _ in range(3):
-            _nudge(source)
+            nudge(source)
             version = scheme.send().version
             wait_until(lambda expected=version: workers.ask("version") == [expected] * 2)
             assert workers.ask("fingerprint") == [fingerprint(source)] * 2
@@ -159,7 +152,7 @@ def test_a_server_that_does_not_answer_for_a_while(
         sender.connect()
         reader.init_on_receiver(model=model)
         reader.connect()
-        _nudge(source)
+        nudge(source)
         service.process.send_signal(signal.SIGSTOP)
         try:
             began = time.monotonic()
