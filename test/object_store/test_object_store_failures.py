@@ -31,7 +31,6 @@ def test_a_store_that_cannot_be_written(ends: Ends, faults: Faults) -> None:
     source, model = mlp(1), mlp(2)
     sender = ends.sender(source, strategy=WeightStrategy(encoding="patch"))
     reader = ends.reader(model)
-
     faults(refusing("write", PermissionError("no")))
     scramble(source, 3)
     with pytest.raises(SyncFailedError, match=r"cannot write faulty:.*: PermissionError: no"):
