@@ -844,7 +844,7 @@ def test_a_synchronizer_is_not_pickled() -> None:
         pickle.dumps(where)
 
 
-@pytest.mark.parametrize("step", [1.5, "1", True, -1])
+@pytest.mark.parametrize("step", [1.5, "1", "", True, False, -1])
 @pytest.mark.parametrize("kind", [TrainerClient, ExplorerClient])
 def test_a_step_that_is_no_number_of_steps(kind: Any, step: Any) -> None:
     message = f"step is an integer of at least 0, not {step!r}"

@@ -81,7 +81,7 @@ class BlockingTrainer(ClientBase):
         step: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(channel, step=step or 0, **options)
+        super().__init__(channel, step=0 if step is None else step, **options)
         if address is not None:
             require_reachable(address)
         require_known(backend)
