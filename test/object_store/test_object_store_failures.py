@@ -186,7 +186,6 @@ def test_changes_that_were_staged_before_the_store_joined_again_are_not_publishe
     ):
         link.send_chunk(WeightChunk(kind, fields, payload if kind is Kind.UPDATE else None))
     manifest = read_manifest(store, TOKEN, 10.0)
-    assert manifest is not None
     assert manifest.newest == 1
     store.close()
 
@@ -222,7 +221,6 @@ def test_a_reader_without_memory_does_not_look_all_the_time(ends: Ends, faults: 
     sender, reader = ends.sender(source), ends.reader(model, poll_seconds=0.2)
     scramble(source, 3)
     reads: list[str] = []
-    assert reader._receiver is not None
     with mock.patch.object(reader._receiver.staging, "allocate", side_effect=MemoryError("none is left")):
         sender.send()
         faults(lambda verb, path: reads.append(path))
@@ -323,6 +321,5 @@ def test_old_versions_that_cannot_be_removed(
 
 def own_frames(sender: Scheme, url: str) -> list[Path]:
     """Return the frames that a sender has written into a directory."""
-    assert sender._sender is not None
     run = sender._sender.table[0].link._run  # type: ignore[union-attr]
     return [frame for frame in frames(url) if frame.parent.name == run]

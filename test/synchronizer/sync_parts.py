@@ -71,6 +71,11 @@ def wait_until(true: Callable[[], Any], seconds: float = PATIENCE) -> None:
     processes.wait_until(true, seconds)
 
 
+def until_waiting(where: Synchronizer, *ids: int) -> None:
+    """Wait until explorers wait for weights."""
+    wait_until(lambda: all(where.service.status()["explorers"].get(str(id)) == "require_sync" for id in ids))
+
+
 class Waiting(threading.Thread):
     """An explorer in ``sync_weight``."""
 

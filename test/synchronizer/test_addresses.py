@@ -46,7 +46,6 @@ def test_directly_a_trainer_beside_the_synchronizer_is_found_where_that_is_serve
             ExplorerClient(server, model, timeout=1.0) as explorer,
         ):
             publisher = trainer.blocking._method.publisher
-            assert publisher is not None
             assert publisher.endpoint["address"] == own_address
             explorer.step = 1
             assert explorer.blocking.sync_weight()["version"] == 0, "it joined there"

@@ -5,17 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import resource
-import socket
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from marks import quick_for
 from sync_parts import (
     ExplorerThread,
     Waiting,
@@ -27,38 +22,25 @@ from sync_parts import (
     step_of,
     synchronizer,
     train,
+    until_waiting,
     wait_until,
 )
-from torch import distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from weight_update import (
     ExplorerClient,
-    JoinRefusedError,
-    LifecycleError,
     LinkClosedError,
-    PatchEncoding,
     RunningStatus,
     SchemaMismatchError,
     Synchronizer,
     SyncMethod,
     SyncStyle,
     TrainerClient,
-    UnsupportedSourceError,
-    WeightStrategy,
 )
 from weight_update.synchronizer import CheckpointStore
-from weight_update.synchronizer.direct import DirectService
 from weight_update.synchronizer.transfer import key_of, settle
 
 EVERY = list(SyncMethod)
-HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
-
-
-def waits(where: Synchronizer, *ids: int) -> bool:
-    explorers = where.service.status()["explorers"]
-    return all(explorers.get(str(id)) == "require_sync" for id in ids)
 
 
 UNANSWERED = ": the trainer is at step 0, and has not answered; does it call need_sync() after each step?"
@@ -129,7 +111,7 @@ def test_the_trainer_stopping_wakes_all_with_the_unchanged_version(
         for explorer in explorers:
             explorer.step = 100
         waiting = [Waiting(explorer) for explorer in explorers]
-        wait_until(lambda: waits(where, 0, 1, 2))
+        until_waiting(where, 0, 1, 2)
         before = trainer.blocking.latest_version()
         if how == "close":
             trainer.close()
@@ -150,13 +132,9 @@ def test_directly_a_version_that_reached_no_explorer_is_not_published(tmp_path: 
     with clients as (where, trainer, explorer):
         explorer.step = 1
         waiting = Waiting(explorer)
-        wait_until(lambda: waits(where, 0))
-        subscriber = explorer.blocking._method.subscriber
-        assert subscriber is not None
-        subscriber.close()  # its link is cut, and it does not know
-        publisher = trainer.blocking._method.publisher
-        assert publisher is not None
-        wait_until(lambda: not publisher.joined())
+        until_waiting(where, 0)
+        explorer.blocking._method.subscriber.close()  # its link is cut, and it does not know
+        wait_until(lambda: not trainer.blocking._method.publisher.joined())
         said = trainer.blocking.sync_weight()
         assert "explorer 0" in said["reason"]
         assert "not connected" in waiting.result()["reason"]
@@ -176,7 +154,7 @@ def test_directly_weights_sent_before_the_trainer_died_get_a_version_of_their_ow
     ):
         explorer.step = 1
         waiting = Waiting(explorer)
-        wait_until(lambda: waits(where, 0))
+        until_waiting(where, 0)
         trainer = client.blocking
         ids = trainer.ask("meet", step=3, timeout=20.0)["ids"]
         set_to(source, 3)
@@ -193,7 +171,6 @@ def test_directly_weights_sent_before_the_trainer_died_get_a_version_of_their_ow
 def test_directly_the_table_of_updates_stays_bounded_when_the_trainer_dies() -> None:
     with Synchronizer(SyncMethod.NCCL) as where:
         service = where.service
-        assert isinstance(service, DirectService)
         endpoint = {"token": "a", "address": "127.0.0.1", "port": 1, "shared": False, "step": 0}
         service.hello("trainer", "trainer", ticket=endpoint)
         service.hello("explorer", "explorer")
@@ -382,273 +359,6 @@ def test_wall_clocks_that_jump_change_nothing(tmp_path: Path, monkeypatch: pytes
         assert thread.seen.error is None
         assert all("reason" not in sync.metrics for sync in thread.seen.syncs)
         assert len(thread.seen.syncs) == 4
-
-
-def test_a_client_with_another_token_is_refused_at_once() -> None:
-    with Synchronizer(SyncMethod.MEMORY) as where:
-        server = where.serve()
-        start = time.monotonic()
-        with pytest.raises(JoinRefusedError, match="wrong token"):
-            ExplorerClient(server.address, model_at(-1), token="another")
-        assert time.monotonic() - start < 5.0
-
-
-def test_backends_that_cannot_be_used_are_refused_and_the_trainer_does_not_stay(tmp_path: Path) -> None:
-    with synchronizer(SyncMethod.NCCL, SyncStyle.FIXED, tmp_path) as where:
-        with pytest.raises(ValueError, match="known: 'gloo', 'nccl'"):
-            TrainerClient(where, model_at(0), backend="pigeon")
-        assert where.service.status()["trainer"] == "stopped"
-    with (
-        synchronizer(SyncMethod.MEMORY, SyncStyle.FIXED, tmp_path) as where,
-        pytest.raises(ValueError, match=r"for SyncMethod\.NCCL"),
-    ):
-        TrainerClient(where, model_at(0), backend="nccl")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_cuda_tcp_stands_in_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with synchronizer(SyncMethod.NCCL, SyncStyle.FIXED, tmp_path) as where, caplog.at_level(logging.INFO):
-        TrainerClient(where, model_at(0)).close()
-        assert "over TCP (there is no CUDA)" in caplog.text
-        with pytest.raises(ValueError, match="backend='gloo'"):
-            TrainerClient(where, model_at(0), backend="nccl")
-
-
-def test_strangers_do_not_disturb(caplog: pytest.LogCaptureFixture) -> None:
-    with Synchronizer(SyncMethod.MEMORY) as where, caplog.at_level(logging.ERROR):
-        server = where.serve()
-        host, _, port = server.address.rpartition(":")
-        for data in (b"", b"GET / HTTP/1.0\r\n\r\n", bytes(16) + b"\xff" * 100, bytes(200)):
-            with socket.create_connection((host, int(port))) as stranger:
-                stranger.sendall(data)
-        with ExplorerClient(server, model_at(-1)) as explorer:
-            assert explorer.blocking.latest_version() is None
-    assert not caplog.records
-
-
-def test_a_call_with_nonsense_is_answered_with_an_error() -> None:
-    with Synchronizer(SyncMethod.MEMORY) as where:
-        assert "unknown call" in where.service.call("explode", {})["refused"]
-        assert where.service.call("trainer_needs", {"session": "x", "step": 0}) == {"refused": "unknown"}
-
-
-@pytest.mark.parametrize("bad", [{"source": "no model"}, {"backend": "pigeons"}])
-def test_a_trainer_that_cannot_send_takes_no_place(bad: dict[str, Any]) -> None:
-    with Synchronizer(SyncMethod.MEMORY) as where, TrainerClient(where, model_at(0)) as trainer:
-        with pytest.raises((ValueError, UnsupportedSourceError)):
-            TrainerClient(where, bad.get("source", model_at(1)), backend=bad.get("backend", "gloo"))
-        assert trainer.blocking.sync_weight()["version"] == 0
-
-
-@pytest.mark.parametrize("method", HELD)
-def test_clients_made_at_the_same_time_meet(method: SyncMethod, tmp_path: Path) -> None:
-    for turn in range(10):
-        with Synchronizer(method, directory=tmp_path / str(turn)) as where:
-            assert len(set(map(id, asked_by(8, where)))) == 1
-
-
-def asked_by(count: int, where: Synchronizer) -> list[Any]:
-    """Return the services that threads get which ask for one at the same time."""
-    start = threading.Barrier(count)
-
-    def ask(_: int) -> Any:
-        start.wait(10.0)
-        return where.service
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(ask, range(count)))
-
-
-def test_a_second_trainer_takes_the_place_of_the_first() -> None:
-    with (
-        Synchronizer(SyncMethod.MEMORY) as where,
-        TrainerClient(where, model_at(0)) as old,
-        TrainerClient(where, model_at(9)) as new,
-    ):
-        assert new.blocking.sync_weight()["version"] == 0
-        with pytest.raises(LifecycleError, match=r"^another trainer has replaced this one"):
-            old.blocking.need_sync()
-
-
-def test_a_second_explorer_with_one_id_takes_the_place_of_the_first(caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        Synchronizer(SyncMethod.MEMORY) as where,
-        TrainerClient(where, model_at(5)) as trainer,
-        ExplorerClient(where, model_at(0), id=3) as old,
-        ExplorerClient(where, model_at(0), id=3) as new,
-    ):
-        trainer.blocking.sync_weight()
-        assert new.blocking.sync_weight()["version"] == 0
-        with pytest.raises(LifecycleError, match=r"^another explorer with id 3 has replaced this one"):
-            old.blocking.sync_weight()
-    assert "explorer 3 was replaced by a new client with its id" in caplog.messages
-
-
-@pytest.mark.parametrize("style", SyncStyle)
-def test_an_explorer_without_a_trainer_is_told_so(style: SyncStyle) -> None:
-    staleness = 1 if style is SyncStyle.FULLY_ASYNC else None
-    with (
-        Synchronizer("memory", style, sync_interval=1, max_staleness=staleness) as where,
-        ExplorerClient(where, model_at(0), timeout=0.1) as explorer,
-    ):
-        assert "the trainer has not come" in explorer.blocking.sync_weight()["reason"]
-
-
-@pytest.mark.parametrize("role", quick_for(["trainer", "explorer"], "explorer"))
-def test_a_client_that_said_stopped_stays_so_until_it_asks_again(role: str) -> None:
-    with (
-        Synchronizer(SyncMethod.MEMORY, lease=1.0) as where,
-        TrainerClient(where.serve(), model_at(0)) as trainer,
-        ExplorerClient(where.serve(), model_at(-1)) as explorer,
-    ):
-        quiet, other = (trainer, explorer) if role == "trainer" else (explorer, trainer)
-        quiet.blocking.notify(RunningStatus.STOPPED)
-        time.sleep(0.6)  # two beats
-        status = other.blocking.status()
-        assert status["trainer" if role == "trainer" else "explorers"] in (RunningStatus.STOPPED, {})
-        quiet.blocking.need_sync()
-        status = other.blocking.status()
-        assert status["trainer"] is RunningStatus.RUNNING
-        assert status["explorers"] == {0: RunningStatus.RUNNING}
-
-
-class Counting(nn.Linear):
-    """A layer whose extra state is a number, beside a head."""
-
-    def __init__(self, seen: int) -> None:
-        super().__init__(2, 2)
-        self.seen, self.head = seen, nn.Linear(2, 2)
-        set_to(self, seen)
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"seen": self.seen}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.seen = state["seen"]
-
-
-def sync_once(method: SyncMethod, path: Path, source: nn.Module, model: nn.Module, **options: Any) -> None:
-    clients = connected(method, SyncStyle.EXPLORER_DRIVEN, path, source, model, **options)
-    with clients as (_, trainer, explorer):
-        explorer.step = 1
-        exchange(trainer, explorer)
-
-
-@pytest.mark.parametrize("method", EVERY)
-def test_extra_state_of_modules_travels(method: SyncMethod, tmp_path: Path) -> None:
-    model = Counting(-1)
-    sync_once(method, tmp_path, Counting(5), model)
-    assert (model.seen, step_of(model)) == (5, 5)
-
-
-@pytest.mark.parametrize("method", quick_for(EVERY, SyncMethod.NCCL, SyncMethod.CHECKPOINT))
-def test_a_part_of_the_weights_travels_and_the_rest_is_left_alone(method: SyncMethod, tmp_path: Path) -> None:
-    model, strategy = Counting(-1), WeightStrategy(select=["head"])
-    sync_once(method, tmp_path, Counting(5), model, strategy=strategy)
-    assert step_of(model.head) == 5
-    assert model.weight.tolist() == [[-1.0, -1.0]] * 2
-
-
-@pytest.mark.parametrize("method", EVERY)
-def test_the_trainer_alone_selects_and_converts(method: SyncMethod, tmp_path: Path) -> None:
-    def converted(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((f"inner.{name}", 2 * tensor) for name, tensor in items)
-
-    strategy = WeightStrategy("state_dict", select=["0.weight"], convert=converted)
-    model = nn.ModuleDict({"inner": model_at(-1)})
-    sync_once(method, tmp_path, model_at(5), model, strategy=strategy)
-    assert {name: value.unique().item() for name, value in model.state_dict().items()} == {
-        "inner.0.weight": 10,
-        "inner.0.bias": -1,
-        "inner.1.weight": -1,
-        "inner.1.bias": -1,
-    }
-
-
-def test_a_file_has_converted_weights_with_max_in_flight_too(tmp_path: Path) -> None:
-    def negated(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, -tensor) for name, tensor in items)
-
-    strategy = WeightStrategy("state_dict", encoding="bucket", max_in_flight=1, convert=negated)
-    model = model_at(-1)
-    sync_once(SyncMethod.CHECKPOINT, tmp_path, model_at(5), model, strategy=strategy)
-    assert step_of(model) == -5
-
-
-@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
-def test_max_in_flight_without_files_is_refused(method: SyncMethod, tmp_path: Path) -> None:
-    """Such a sender keeps no weights for explorers that join, which would wait for the next update."""
-    strategy = WeightStrategy("state_dict", encoding="bucket", max_in_flight=1)
-    with (
-        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
-        pytest.raises(ValueError, match="max_in_flight keeps no weights for explorers that join"),
-    ):
-        TrainerClient(where, model_at(5), strategy=strategy)
-    if method is SyncMethod.MEMORY:
-        with pytest.raises(ValueError, match="max_in_flight keeps no weights"):
-            Synchronizer(method, strategy=strategy)
-
-
-@pytest.mark.parametrize(
-    "options", [{"init_sync": False}, {"init_sync_prefixes": ["0"]}, {"init_sync_prefixes": []}]
-)
-def test_changes_of_weights_that_the_synchronizer_does_not_have_are_refused(options: dict[str, Any]) -> None:
-    strategy = WeightStrategy("state_dict", encoding=PatchEncoding(**options))
-    text = "the synchronizer needs all weights at first"
-    with pytest.raises(ValueError, match=text):
-        Synchronizer(SyncMethod.MEMORY, strategy=strategy)
-    with Synchronizer(SyncMethod.MEMORY) as where, pytest.raises(ValueError, match=text):
-        TrainerClient(where, model_at(5), strategy=strategy)
-
-
-def test_shards_are_not_written_to_a_file(tmp_path: Path) -> None:
-    def counted(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        calls.append(1)
-        return items
-
-    calls: list[int] = []
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        weights = {"weight": distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])}
-        with (
-            synchronizer(SyncMethod.CHECKPOINT, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
-            TrainerClient(where, weights, strategy=WeightStrategy(convert=counted)) as trainer,
-            pytest.raises(UnsupportedSourceError, match=r"sharded \(DTensor\), and a file has whole ones"),
-        ):
-            trainer.blocking.sync_weight()
-    finally:
-        dist.destroy_process_group()
-    assert not calls
-
-
-class TwoLayers(nn.Module):
-    def __init__(self, value: float, *, tied: bool = True) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-        if tied:
-            self.b.weight = self.a.weight
-        set_to(self, value)
-
-
-def test_tied_weights_stay_tied(tmp_path: Path) -> None:
-    for method in EVERY:
-        model = TwoLayers(-1)
-        sync_once(method, tmp_path / method.value, TwoLayers(4), model)
-        assert step_of(model) == 4
-        assert model.a.weight.data_ptr() == model.b.weight.data_ptr()
-
-
-@pytest.mark.parametrize("method", EVERY)
-def test_an_explorer_that_ties_what_the_trainer_does_not_says_so(method: SyncMethod, tmp_path: Path) -> None:
-    source, model = TwoLayers(4, tied=False), TwoLayers(-1)
-    set_to(source.b, 5)
-    with connected(method, SyncStyle.EXPLORER_DRIVEN, tmp_path, source, model) as (_, trainer, explorer):
-        explorer.step = 1
-        waiting = Waiting(explorer)
-        waiting.be_served_by(trainer)
-        with pytest.raises(SchemaMismatchError, match=r"a\.weight and b\.weight: tied in"):
-            waiting.result()
-    assert step_of(model) == -1
 
 
 def test_updates_land_between_forward_passes(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from sync_parts import (
     set_to,
     step_of,
     synchronizer,
+    until_waiting,
     wait_until,
 )
 from torch import nn
@@ -28,7 +29,6 @@ from torch import nn
 from weight_update import (
     ExplorerClient,
     LifecycleError,
-    RunningStatus,
     SchemaMismatchError,
     Synchronizer,
     SyncMethod,
@@ -39,11 +39,8 @@ from weight_update import (
     WeightStrategy,
 )
 from weight_update.synchronizer import methods, sessions
-from weight_update.synchronizer.memory import MemoryService
 from weight_update.synchronizer.sessions import SessionManager
 from weight_update.synchronizer.transfer import Publisher, Subscriber, settle
-
-REQUIRE_SYNC = RunningStatus.REQUIRE_SYNC
 
 
 def test_an_explorer_that_a_signal_handler_closes_while_it_reads_a_file(tmp_path: Path) -> None:
@@ -156,7 +153,6 @@ def test_a_version_is_published_even_if_the_background_did_not_get_it(tmp_path: 
     ):
         trainer.blocking.sync_weight()
         publisher = where.service._newest.publisher
-        assert publisher is not None
         publisher.close()  # nothing can be spread any more
         trainer.step = 1
         said = trainer.blocking.sync_weight()
@@ -172,7 +168,6 @@ def test_directly_an_update_on_its_way_to_others_is_no_failure(tmp_path: Path) -
         ExplorerClient(where, models[0]) as cut,
         ExplorerClient(where, models[1]) as other,
     ):
-        status = trainer.blocking.status
         waiting = [Waiting(cut), Waiting(other)]
         for one in waiting:  # who joins has what the trainer began with
             assert "reason" not in one.result()
@@ -182,10 +177,8 @@ def test_directly_an_update_on_its_way_to_others_is_no_failure(tmp_path: Path) -
                 set_to(source, step)
                 trainer.blocking.sync_weight()
             again = Waiting(cut)
-            wait_until(lambda: status()["explorers"][0] is REQUIRE_SYNC)
+            until_waiting(where, 0)
             subscriber, publisher = cut.blocking._method.subscriber, trainer.blocking._method.publisher
-            assert subscriber is not None
-            assert publisher is not None
             subscriber.close()
             wait_until(lambda: 0 not in publisher.joined())
             trainer.step = 4
@@ -323,7 +316,6 @@ def test_weights_that_are_sent_to_all_when_the_time_of_one_ends_reach_it(
         ExplorerClient(where, model, timeout=0.5) as hasty,
     ):
         service = where.service
-        assert isinstance(service, MemoryService)
         trainer.blocking.sync_weight()
         for explorer in (patient, hasty):
             explorer.blocking.sync_weight()
@@ -334,7 +326,7 @@ def test_weights_that_are_sent_to_all_when_the_time_of_one_ends_reach_it(
         # The other thread begins to send before this one looks.
         monkeypatch.setattr(service, "_may_take", lambda one: may_take(one) and (one.id == 0 or one.busy))
         waiting = [Waiting(patient), Waiting(hasty)]
-        wait_until(lambda: where.service.status()["explorers"] == {"0": "require_sync", "1": "require_sync"})
+        until_waiting(where, 0, 1)
         trainer.step = 1
         trainer.blocking.sync_weight()
         assert ["reason" in one.result(10.0) for one in waiting] == [False, False]
@@ -344,7 +336,7 @@ def test_weights_that_are_sent_to_all_when_the_time_of_one_ends_reach_it(
 @contextlib.contextmanager
 def two_with_weights(
     directory: Path,
-) -> Iterator[tuple[MemoryService, TrainerClient, ExplorerClient, ExplorerClient]]:
+) -> Iterator[tuple[Synchronizer, TrainerClient, ExplorerClient, ExplorerClient]]:
     """Yield a synchronizer that sends from memory, its trainer, and two explorers that have its weights."""
     with (
         synchronizer(SyncMethod.MEMORY, SyncStyle.EXPLORER_DRIVEN, directory) as where,
@@ -356,18 +348,15 @@ def two_with_weights(
         for explorer in (one, other):
             explorer.blocking.sync_weight()
             explorer.step = 1
-        service = where.service
-        assert isinstance(service, MemoryService)
-        yield service, trainer, one, other
+        yield where, trainer, one, other
 
 
 def test_nothing_is_kept_for_an_explorer_that_leaves_while_weights_are_sent_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after the death of its process; another explorer's call sends to both."""
-    with two_with_weights(tmp_path) as (service, trainer, one, other):
-        assert service._newest is not None
-        publisher, waiting = service._newest.publisher, [Waiting(one), Waiting(other)]
+    with two_with_weights(tmp_path) as (where, trainer, one, other):
+        publisher, waiting = where.service._newest.publisher, [Waiting(one), Waiting(other)]
         send = publisher.send
 
         def send_late(*args: Any, **options: Any) -> Any:
@@ -378,11 +367,11 @@ def test_nothing_is_kept_for_an_explorer_that_leaves_while_weights_are_sent_to_i
             return handle
 
         monkeypatch.setattr(publisher, "send", send_late)
-        wait_until(lambda: service.status()["explorers"] == {"0": "require_sync", "1": "require_sync"})
+        until_waiting(where, 0, 1)
         trainer.step = 1
         trainer.blocking.sync_weight()
         assert sorted("reason" in thread.result(10.0) for thread in waiting) == [False, True]
-        assert not service._transfers
+        assert not where.service._transfers
 
 
 def test_an_unexpected_error_of_a_send_ends_the_wait_of_all_that_it_was_for(
@@ -391,10 +380,10 @@ def test_an_unexpected_error_of_a_send_ends_the_wait_of_all_that_it_was_for(
     def fail(*args: Any, **options: Any) -> None:
         raise RuntimeError("no thread to spare")
 
-    with two_with_weights(tmp_path) as (service, trainer, one, other):
-        monkeypatch.setattr(service._newest.publisher, "send", fail)
+    with two_with_weights(tmp_path) as (where, trainer, one, other):
+        monkeypatch.setattr(where.service._newest.publisher, "send", fail)
         waiting = [Waiting(one), Waiting(other)]
-        wait_until(lambda: service.status()["explorers"] == {"0": "require_sync", "1": "require_sync"})
+        until_waiting(where, 0, 1)
         trainer.step = 1
         trainer.blocking.sync_weight()
         assert ["no thread to spare" in one.result(10.0)["reason"] for one in waiting] == [True, True]

@@ -7,7 +7,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from sync_parts import Waiting, connected, model_at, set_to, synchronizer, wait_until
+from sync_parts import Waiting, connected, model_at, set_to, synchronizer, until_waiting
 
 from weight_update import ExplorerClient, RunningStatus, SyncMethod, SyncStyle
 
@@ -22,7 +22,7 @@ def test_metrics_are_numbers_in_a_namespace_of_their_own(method: SyncMethod, tmp
         explorer.step, trainer.step = 4, 4
         set_to(source, 4)
         waiting = Waiting(explorer)
-        wait_until(lambda: where.service.status()["explorers"] == {"0": "require_sync"})
+        until_waiting(where, 0)
         said = [trainer.blocking.sync_weight(), waiting.result()]
         for metrics in said:
             logged: dict[str, float] = {"loss": 0.5}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from interpreters import use_template_for_forkserver
-from sync_parts import model_at, set_to, synchronizer, train, wait_until
+from sync_parts import model_at, set_to, synchronizer, train, until_waiting, wait_until
 from sync_programs import explore
 
 from weight_update import RunningStatus, SyncMethod, SyncStyle, TrainerClient
@@ -110,7 +110,7 @@ def test_one_that_is_killed_while_it_waits_is_missed_at_once(tmp_path: Path, hir
     with synchronizer(SyncMethod.MEMORY, SyncStyle.FIXED, tmp_path, lease=1000.0) as where:
         explorer = hire(where.serve(), 0, 1)
         explorer.await_coming()
-        wait_until(lambda: where.service.status()["explorers"] == {"0": RunningStatus.REQUIRE_SYNC})
+        until_waiting(where, 0)
         time.sleep(0.5)  # until its first sign of life has come
         explorer.process.kill()
         wait_until(lambda: not where.service.status()["explorers"])

@@ -1,29 +1,20 @@
-"""Trainers and synchronizers that end and begin again, and calls that come too late."""
+"""Trainers and synchronizers that end and begin again."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
-import signal
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from checkpoint_parts import in_child, visible
-from sync_parts import Waiting, connected, exchange, model_at, set_to, step_of, synchronizer, wait_until
+from sync_parts import Waiting, exchange, model_at, set_to, step_of, synchronizer, wait_until
 from torch import nn
 
 from weight_update import (
     ExplorerClient,
     LifecycleError,
-    LinkClosedError,
-    RunningStatus,
     SchemaMismatchError,
     Synchronizer,
     SyncMethod,
@@ -32,12 +23,9 @@ from weight_update import (
     TransportError,
     WeightStrategy,
 )
-from weight_update.synchronizer import CheckpointStore, memory, methods
-from weight_update.synchronizer.direct import DirectService
+from weight_update.synchronizer import CheckpointStore, methods
 from weight_update.synchronizer.memory import MemoryService
-from weight_update.synchronizer.plan import SyncPlan
 from weight_update.synchronizer.ray_actor import RayHost
-from weight_update.synchronizer.sessions import VersionFile
 from weight_update.synchronizer.transfer import Publisher, Subscriber, key_of
 
 EVERY = list(SyncMethod)
@@ -81,95 +69,6 @@ def test_in_fixed_a_trainer_that_is_made_anew_goes_on_at_the_step_of_the_newest_
                 reason = explorer.blocking.sync_weight()["reason"]
             assert "trainer's step 30" in reason
             assert "is at step 0" in reason
-
-
-@pytest.mark.parametrize("method", EVERY)
-def test_after_the_synchronizer_was_closed_sync_weight_gives_a_reason_at_once(
-    method: SyncMethod, tmp_path: Path
-) -> None:
-    clients = connected(method, SyncStyle.FIXED, tmp_path, model_at(0), model_at(-1))
-    with clients as (where, trainer, explorer):
-        where.close()
-        for client in (trainer, explorer):
-            began = time.monotonic()
-            assert "the synchronizer was closed" in client.blocking.sync_weight()["reason"]
-            with pytest.raises(LinkClosedError, match="the synchronizer was closed"):
-                client.blocking.need_sync()
-            assert time.monotonic() - began < 10.0
-
-
-def test_a_client_that_is_closed_while_it_says_hello_again_does_not_come_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Signs of life, or a call of another thread, may find that the synchronizer has forgotten it."""
-    with Synchronizer(SyncMethod.MEMORY) as where, ExplorerClient(where, model_at(-1)) as explorer:
-        channel = explorer.blocking.channel
-        call = channel.call
-
-        def close_first(name: str, *args: Any) -> Any:
-            if name == "hello":
-                explorer.close()
-            return call(name, *args)
-
-        where.service.gone(explorer.blocking.session)
-        monkeypatch.setattr(channel, "call", close_first)
-        with pytest.raises(LifecycleError, match="is closed"):
-            explorer.blocking.need_sync()
-        assert where.service.status()["explorers"] == {}
-
-
-def test_directly_an_explorer_that_waits_for_a_trainer_is_told_of_the_end(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with Synchronizer(SyncMethod.NCCL) as where, ExplorerClient(where, model_at(-1)) as explorer:
-        explorer.step = 1
-        waiting = Waiting(explorer)
-        changed = where.service.changed
-        wait_until(lambda: changed._waiters)
-        where.close()
-        assert "was closed" in waiting.result()["reason"]
-    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
-
-
-def test_a_call_that_the_end_of_a_synchronizer_overtakes_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Another thread has taken the weights away."""
-    make = MemoryService._make_publisher
-
-    def overtaken(*arguments: Any) -> None:
-        pool.submit(where.close).result(20.0)
-        make(*arguments)
-
-    with Synchronizer(SyncMethod.MEMORY) as where, ThreadPoolExecutor(1) as pool:
-        monkeypatch.setattr(MemoryService, "_make_publisher", overtaken)
-        with TrainerClient(where, model_at(0)) as trainer:
-            assert trainer.blocking.sync_weight()["reason"] == "the synchronizer was closed"
-    assert "a call failed" not in caplog.text
-
-
-def test_directly_a_trainer_that_was_replaced_begins_no_transfer() -> None:
-    where = DirectService(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN), lease=30.0, timeout=60.0)
-    ticket = {"token": "t", "address": "127.0.0.1", "port": 0, "shared": False}
-    where.call("hello", {"session": "old", "role": "trainer", "ticket": ticket})
-    for id in range(2):
-        where.call("hello", {"session": str(id), "role": "explorer"})
-    machine, changed = where.machine, where.changed
-    with changed:
-        machine.explorer_requires(0)
-    said: list[dict[str, Any]] = []
-    args = {"session": "old", "step": 0, "timeout": 20.0}
-    meeting = threading.Thread(target=lambda: said.append(where.call("meet", args)), daemon=True)
-    meeting.start()
-    wait_until(lambda: machine.trainer is not None and machine.trainer.status is RunningStatus.REQUIRE_SYNC)
-    with changed:  # the new one is faster than the thread of the old one
-        where.call("hello", {"session": "new", "role": "trainer", "ticket": ticket})
-        machine.explorer_requires(0)
-        machine.trainer_requires()
-    meeting.join(10.0)
-    assert "another trainer came" in said[0]["reason"]
-    assert not machine.transfer
-    where.close()
 
 
 @pytest.mark.parametrize("answer", ["fails", "is forgotten"])
@@ -259,7 +158,6 @@ def test_close_while_a_new_trainer_brings_other_weights_leaves_no_publisher(
         close(publisher)
 
     def closed_meanwhile(service: MemoryService) -> None:
-        assert service._newest is not None
         if service._newest.publisher is not before:
             service.close()
         require_open(service)
@@ -267,184 +165,12 @@ def test_close_while_a_new_trainer_brings_other_weights_leaves_no_publisher(
     with Synchronizer(SyncMethod.MEMORY) as where:
         with TrainerClient(where, model_at(0)) as trainer:
             trainer.blocking.sync_weight()
-        assert isinstance(where.service, MemoryService)
-        assert where.service._newest is not None
         before = where.service._newest.publisher
         monkeypatch.setattr(Publisher, "close", noted)
         monkeypatch.setattr(MemoryService, "_require_open", closed_meanwhile)
         with TrainerClient(where, nn.Linear(3, 2)) as trainer:
             trainer.blocking.sync_weight()
         assert before in closed
-
-
-def test_a_trainer_that_is_replaced_while_its_call_waits_for_another_changes_no_link() -> None:
-    publisher = Publisher(model_at(0), None, WeightStrategy(), 5.0)
-    with Synchronizer(SyncMethod.MEMORY) as where, ThreadPoolExecutor(1) as pool:
-        service = where.service
-        assert isinstance(service, MemoryService)
-        service.hello("old", "trainer")
-        with service._taking:  # as by an earlier call, which takes its time to connect
-            args = {"session": "old", "ticket": publisher.endpoint}
-            said = pool.submit(service.call, "take_from", args)
-            time.sleep(0.2)
-            service.hello("new", "trainer")
-        assert "has replaced this one" in said.result(10.0)["refused"]
-    publisher.close()
-
-
-@pytest.mark.parametrize("method", EVERY)
-def test_a_call_that_is_cancelled_before_it_waits_does_not_wait(method: SyncMethod, tmp_path: Path) -> None:
-    withdrawn, ended = threading.Event(), threading.Event()
-
-    async def cancel(explorer: ExplorerClient) -> None:
-        call, called = explorer.blocking.channel.call, asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def late(name: str, *args: Any) -> Any:
-            if name == "explorer_syncs" and not withdrawn.is_set():
-                loop.call_soon_threadsafe(called.set)
-                assert withdrawn.wait(20)
-            reply = call(name, *args)
-            if name == "notify":
-                withdrawn.set()
-            elif name in ("explorer_syncs", "explorer_gives_up") and "join" not in reply:
-                ended.set()
-            return reply
-
-        explorer.blocking.channel.call = late  # type: ignore[method-assign, assignment]
-        waiting = asyncio.create_task(explorer.sync_weight())
-        await called.wait()
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    with connected(method, SyncStyle.FIXED, tmp_path, model_at(0), model_at(-1)) as (_, _, explorer):
-        explorer.step = 1
-        asyncio.run(cancel(explorer))
-        assert ended.wait(20), "it still waits"  # timeout= is 60 s
-        assert explorer.blocking.status()["explorers"][0] is RunningStatus.RUNNING
-
-
-@pytest.mark.parametrize("method", EVERY)
-def test_a_relative_directory_is_the_same_for_all(
-    method: SyncMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    where = Synchronizer(method, directory="run-7")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    with where:
-        assert where.service is not None
-    assert (tmp_path / "run-7").is_dir()
-
-
-def test_a_call_that_is_cancelled_after_close_is_cancelled() -> None:
-    async def cancel(where: Synchronizer) -> None:
-        explorer = ExplorerClient(where, model_at(-1))
-        explorer.step = 1
-        waiting = asyncio.create_task(explorer.sync_weight())
-        await asyncio.sleep(0.1)
-        explorer.close()
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        with pytest.raises(LifecycleError, match="create a new one"):
-            await explorer.need_sync()
-
-    with Synchronizer(SyncMethod.MEMORY) as where:
-        asyncio.run(cancel(where))
-
-
-def test_a_slow_disk_under_the_version_file_stops_no_other_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stuck, go_on = threading.Event(), threading.Event()
-    replace = Path.replace
-
-    def slow(path: Path, target: Any) -> Any:
-        stuck.set()
-        go_on.wait(20.0)
-        return replace(path, target)
-
-    with (
-        Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where,
-        TrainerClient(where, model_at(0)) as trainer,
-        ExplorerClient(where, model_at(-1)) as explorer,
-    ):
-        monkeypatch.setattr(Path, "replace", slow)
-        publishing = threading.Thread(target=trainer.blocking.sync_weight, daemon=True)
-        publishing.start()
-        assert stuck.wait(20.0)
-        asked = threading.Thread(target=explorer.blocking.need_sync, daemon=True)
-        asked.start()
-        asked.join(5.0)
-        in_time = not asked.is_alive()
-        go_on.set()
-        publishing.join(20.0)
-        assert in_time
-    monkeypatch.undo()
-    with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
-        assert where.service.machine.newest == 0
-
-
-def test_with_checkpoints_the_manifests_tell_where_to_go_on(tmp_path: Path) -> None:
-    for version in (3, 4):
-        CheckpointStore(tmp_path).publish(version, model_at(version).state_dict(), step=10 * version)
-    (tmp_path / "000000000004.json").write_text("broken")
-    with (
-        Synchronizer(SyncMethod.CHECKPOINT, directory=tmp_path) as where,
-        TrainerClient(where, model_at(5)) as trainer,
-    ):
-        assert (trainer.version, trainer.step) == (3, 30)
-        assert trainer.blocking.sync_weight()["version"] == 5, "an explorer may have version 4"
-    assert not (tmp_path / "synchronizer.json").exists()
-
-
-def test_a_fifo_in_place_of_the_version_file_is_ignored(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "synchronizer.json")
-    made: list[int | None] = []
-
-    def start() -> None:
-        with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
-            made.append(where.service.machine.newest)
-
-    starting = threading.Thread(target=start, daemon=True)
-    starting.start()
-    starting.join(10.0)
-    assert made == [None]
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"version": 1e999, "step": 0}'], ids=["deep", "infinite"])
-def test_a_version_file_with_rubbish_is_ignored(
-    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "synchronizer.json").write_text(text)
-    with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
-        assert where.service.status()["version"] is None
-    assert "cannot be read and is ignored" in caplog.text
-
-
-def test_a_killed_synchronizer_leaves_no_part_of_its_version_file(tmp_path: Path) -> None:
-    def write_and_die() -> None:
-        with patch.object(Path, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
-            VersionFile(tmp_path).keep(1, 10)
-
-    (tmp_path / "synchronizer.log.1").touch()
-    assert in_child(write_and_die) == -signal.SIGKILL
-    assert len(visible(tmp_path)) == 2
-    assert VersionFile(tmp_path).read() is None
-    assert visible(tmp_path) == ["synchronizer.log.1"]
-
-
-def test_a_first_version_that_cannot_be_written_leaves_none_for_a_restart(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = VersionFile(tmp_path)
-    tmp_path.rmdir()
-    file.keep(1, 10)
-    assert "synchronizer.json could not be written; a restart may begin with an older version, or none" in (
-        caplog.text
-    )
 
 
 @pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
@@ -539,26 +265,6 @@ def test_weights_are_lost_only_if_the_trainer_knows_a_newer_version(version: int
         where.service.hello("trainer", "trainer", version=version, step=30, synced_at=30)
         assert where.service.machine.lost is lost
         assert where.service.status()["version"] == max(version, 2)
-
-
-@pytest.mark.parametrize("made", ["Subscriber", "Publisher"])
-def test_closed_while_weights_arrive_the_synchronizer_keeps_no_link(
-    made: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    links: list[Any] = []
-
-    def make_and_close(*args: Any, **options: Any) -> Any:
-        links.append(make(*args, **options))
-        where.close()
-        return links[-1]
-
-    make = getattr(memory, made)
-    with Synchronizer(SyncMethod.MEMORY) as where, TrainerClient(where, model_at(0)) as trainer:
-        monkeypatch.setattr(memory, made, make_and_close)
-        trainer.blocking.sync_weight()
-        scheme = links[0].scheme if made == "Subscriber" else links[0]._scheme
-        with pytest.raises(LifecycleError, match="shut down"):
-            scheme.connect()
 
 
 def test_a_synchronizer_that_restarts_while_an_explorer_connects_to_it(

@@ -86,7 +86,6 @@ class Interleavings(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 3))
     def trainer_steps(self, steps: int) -> None:
         trainer = self.machine.trainer
-        assert trainer is not None
         if trainer.status is RunningStatus.RUNNING:
             self.machine.trainer_at(trainer.step + steps)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sync_parts import Waiting, connected, model_at, set_to, synchronizer, wait_until
+from sync_parts import Waiting, connected, model_at, set_to, synchronizer, until_waiting, wait_until
 
 from weight_update import (
     ExplorerClient,
@@ -50,7 +50,7 @@ def exchange(where: Synchronizer, trainer: TrainerClient, explorer: ExplorerClie
     """Bring the trainer's weights of a step to an explorer; return their version."""
     explorer.step = trainer.step = step
     waiting = Waiting(explorer)
-    wait_until(lambda: where.service.status()["explorers"][str(explorer.id)] == "require_sync")
+    until_waiting(where, explorer.id)
     version = trainer.blocking.sync_weight()["version"]
     assert waiting.result()["version"] == version
     return int(version)
@@ -162,10 +162,7 @@ def test_an_explorer_that_missed_too_many_versions(method: SyncMethod, tmp_path:
         explorer.step = trainer.step = 1
         trainer.blocking.sync_weight()
         assert "reason" not in explorer.blocking.sync_weight()
-        sending = trainer.blocking._method
-        assert sending is not None
-        assert sending.publisher is not None
-        scheme = sending.publisher._scheme
+        scheme = trainer.blocking._method.publisher._scheme
         wait_until(lambda: scheme.worker_versions[0] is not None)  # or it misses versions before the next one
         with explorer.hold():  # the first version that comes waits, and no other is sent to it meanwhile
             for step in range(2, 14):
@@ -212,7 +209,7 @@ def test_an_explorer_that_is_late(method: SyncMethod, tmp_path: Path) -> None:
             explorer.step = trainer.step = 2
             set_to(source, 2)
             waiting = Waiting(explorer)
-            wait_until(lambda: where.service.status()["explorers"] == {"0": "require_sync"})
+            until_waiting(where, 0)
             trainer.blocking.sync_weight()
             assert "reason" in waiting.result()
             wait_until(lambda: told.events[-1][:2] == ("late", 0))
