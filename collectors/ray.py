@@ -99,11 +99,11 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         self._weight_sync_schemes = schemes
         ray.get([one.register_scheme_receiver.remote(schemes, synchronize_weights=False) for one in actors])
 
-    def add_collectors(self, *args: Any) -> None:
+    def add_collectors(self, *args: Any, **options: Any) -> None:
         """Start actors as TorchRL does, and wait for them; TorchRL waits without a limit."""
         import ray
 
-        super().add_collectors(*args)
+        super().add_collectors(*args, **options)
         begin, limit, warn_after = time.monotonic(), max(FRAMES_TIMEOUT, self._waits.limit), _WARN_SECONDS
         calls = [actor.__ray_ready__.options(max_task_retries=-1) for actor in self.remote_collectors]
         starting = {call.remote(): idx for idx, call in enumerate(calls)}
@@ -330,10 +330,10 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
 
     # -- end ---------------------------------------------------------------------------------------
 
-    def shutdown(self, timeout: float | None = None, **options: Any) -> None:
+    def shutdown(self, timeout: float | None = None, shutdown_ray: bool = False) -> None:
         """Shut down as in TorchRL, and end the schemes of this collector. It may be called twice."""
         self._updates.begin_end()
-        close_all(partial(super().shutdown, timeout=timeout, **options), self._end_schemes)
+        close_all(partial(super().shutdown, timeout, shutdown_ray), self._end_schemes)
 
     async def async_shutdown(self, shutdown_ray: bool = False) -> None:
         """Shut down as in TorchRL, and end the schemes."""

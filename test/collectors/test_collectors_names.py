@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torchrl.collectors
+import torchrl.collectors.distributed
 from collector_parts import OPTIONS, Env, make_policy, require_stamps
 from marks import slow
 from tensordict.nn import TensorDictModule
@@ -217,6 +218,34 @@ def test_signatures_of_collectors_with_workers_list_the_options_of_torchrl(cls):
         assert "self" not in named
         assert not {"options", "args", "kwargs"} & set(named)
     assert [*inspect.signature(Own).parameters] == ["env", "frames"]
+
+
+def calls_of(method):
+    """Return the arguments of two calls: as many as possible by place, and all by name."""
+    named = [one for one in inspect.signature(method).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    named = [one for one in named[1:] if one.kind is not one.VAR_POSITIONAL]
+    by_place = [one.name for one in named if one.kind is not one.KEYWORD_ONLY]
+    rest = {one.name: None for one in named if one.kind is one.KEYWORD_ONLY}
+    return (by_place, rest), ([], {one.name: None for one in named})
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in collectors.__all__ if "Collector" in name or "Updater" in name]
+)
+def test_methods_take_the_calls_of_torchrl(name):
+    """Each method can be called with each argument of TorchRL's, by its place and by its name."""
+    ours = getattr(collectors, name)
+    bases = {one.__name__: one for one in ours.__mro__[1:]}  # TorchRL's have our names
+    theirs = (bases | vars(torchrl.collectors) | vars(torchrl.collectors.distributed))[name]
+    for method, their_own in inspect.getmembers(theirs, inspect.isfunction):
+        if method.startswith("_") or (name, method) == ("DistributedSyncCollector", "update_policy_weights_"):
+            continue  # TorchRL's raises NotImplementedError
+        our_own = getattr(ours, method)
+        for args, options in calls_of(their_own):
+            try:
+                inspect.signature(our_own).bind(ours, *args, **options)
+            except TypeError as error:
+                pytest.fail(f"{name}.{method}{inspect.signature(our_own)}: {error}")
 
 
 def test_a_hook_that_torchrl_lost_is_an_import_error():
