@@ -118,6 +118,11 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
                 _log.warning("%s", self._not_started(late, warn_after))
                 warn_after = math.inf
 
+    def _make_collector(self, create: Any, *, other_params: Any, **options: Any) -> Any:
+        """Start an actor with the next index; TorchRL counts from 0 in each call of ``add_collectors``."""
+        other_params["worker_idx"] = len(self._remote_collectors)
+        return super()._make_collector(create, other_params=other_params, **options)
+
     def _not_started(self, workers: list[int], seconds: float) -> str:
         return (
             f"the actors of workers {workers} did not start in {seconds:g} s; does the cluster have what "
@@ -285,7 +290,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
                 "learner cannot give them again: make a new collector"
             )
         _log.warning(
-            "worker %d has lost its link (has Ray restarted it?); it joins again before it collects", idx
+            "worker %d has no link (is it new, or has Ray restarted it?); it joins before it collects", idx
         )
         return {"receivers": self._updates.schemes, "connect": self._weight_sync_initialized}
 

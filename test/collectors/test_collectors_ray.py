@@ -242,7 +242,7 @@ def test_an_actor_may_restart_during_automatic_updates(caplog: pytest.LogCapture
     assert seen(next(frames)) == ({3}, {2.0})
     fill(policy, 3.0)
     assert seen(next(frames)) == ({4}, {3.0})
-    assert "worker 1 has lost its link" in caplog.text
+    assert "worker 1 has no link" in caplog.text
 
 
 @pytest.mark.slow
@@ -258,7 +258,24 @@ def test_a_receiver_that_ended_in_a_living_actor(caplog: pytest.LogCaptureFixtur
     for version in (3, 4):
         fill(policy, float(version))
         assert seen(next(frames)) == ({version}, {float(version)})
-    assert "worker 1 has lost its link" in caplog.text
+    assert "worker 1 has no link" in caplog.text
+
+
+@pytest.mark.slow
+def test_an_actor_that_is_added_later_has_an_index_of_its_own(made: Any) -> None:
+    policy = make_policy(1.0)
+    collector = made(make, policy, actors=1)
+    collector.update_policy_weights_()
+    frames = iter(collector)
+    assert seen(next(frames)) == ({1}, {1.0})
+    kwargs = [{**OPTIONS, "frames_per_batch": 10}]
+    collector.add_collectors(
+        create_env_fn=[Env], num_envs=1, policy=policy, collector_kwargs=kwargs, remote_configs=[SMALL]
+    )
+    assert seen(next(frames)) == ({1}, {1.0})  # it joins before it collects
+    report = collector.update_policy_weights_(fill(policy, 2.0))
+    assert (report.version, sorted(report.apply_seconds)) == (2, [0, 1])
+    assert seen(next(frames)) == ({2}, {2.0})
 
 
 @pytest.mark.slow
@@ -286,7 +303,7 @@ def test_updates_that_fail_while_an_actor_joins_again(caplog: pytest.LogCaptureF
         collector.update_policy_weights_()
         next(frames)
     assert failed > 1
-    assert caplog.text.count("worker 1 has lost its link") == 1
+    assert caplog.text.count("worker 1 has no link") == 1
 
 
 def end_receivers(collector: Any) -> None:
