@@ -88,8 +88,6 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
 
     def _initialize(self, schemes: dict[str, WeightSyncScheme]) -> None:
         """Initialize schemes as senders, and give each actor its receivers."""
-        import ray
-
         actors = self.remote_collectors
         for model_id, scheme in schemes.items():
             if isinstance(scheme, RayWeightSyncScheme):
@@ -97,13 +95,28 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             elif not scheme.initialized_on_sender:
                 scheme.init_on_sender(model_id=model_id, context=self, num_workers=len(actors))
         self._weight_sync_schemes = schemes
-        ray.get([one.register_scheme_receiver.remote(schemes, synchronize_weights=False) for one in actors])
+        self._register(actors)
 
-    def add_collectors(self, *args: Any, **options: Any) -> None:
-        """Start actors as TorchRL does, and wait for them; TorchRL waits without a limit."""
+    def _register(self, actors: list[Any], *, connect: bool = False) -> None:
         import ray
 
+        schemes = self._weight_sync_schemes
+        ray.get([one.register_scheme_receiver.remote(schemes, synchronize_weights=connect) for one in actors])
+
+    def add_collectors(self, *args: Any, **options: Any) -> None:
+        """Start actors as TorchRL does, and wait for them; TorchRL waits without a limit.
+
+        Actors that are added later join schemes that are connected.
+        """
+        before = len(self._remote_collectors)
         super().add_collectors(*args, **options)
+        self._wait_for_actors()
+        if self._weight_sync_schemes and self._learner is None:
+            self._register(self._remote_collectors[before:], connect=self._weight_sync_initialized)
+
+    def _wait_for_actors(self) -> None:
+        import ray
+
         begin, limit, warn_after = time.monotonic(), max(FRAMES_TIMEOUT, self._waits.limit), _WARN_SECONDS
         calls = [actor.__ray_ready__.options(max_task_retries=-1) for actor in self.remote_collectors]
         starting = {call.remote(): idx for idx, call in enumerate(calls)}
@@ -290,7 +303,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
                 "learner cannot give them again: make a new collector"
             )
         _log.warning(
-            "worker %d has no link (is it new, or has Ray restarted it?); it joins before it collects", idx
+            "worker %d has lost its link (has Ray restarted it?); it joins again before it collects", idx
         )
         return {"receivers": self._updates.schemes, "connect": self._weight_sync_initialized}
 

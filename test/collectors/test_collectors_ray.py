@@ -242,7 +242,7 @@ def test_an_actor_may_restart_during_automatic_updates(caplog: pytest.LogCapture
     assert seen(next(frames)) == ({3}, {2.0})
     fill(policy, 3.0)
     assert seen(next(frames)) == ({4}, {3.0})
-    assert "worker 1 has no link" in caplog.text
+    assert "worker 1 has lost its link" in caplog.text
 
 
 @pytest.mark.slow
@@ -258,7 +258,14 @@ def test_a_receiver_that_ended_in_a_living_actor(caplog: pytest.LogCaptureFixtur
     for version in (3, 4):
         fill(policy, float(version))
         assert seen(next(frames)) == ({version}, {float(version)})
-    assert "worker 1 has no link" in caplog.text
+    assert "worker 1 has lost its link" in caplog.text
+
+
+def add_one(collector: Any, policy: Any) -> None:
+    kwargs = [{**OPTIONS, "frames_per_batch": 10}]
+    collector.add_collectors(
+        create_env_fn=[Env], num_envs=1, policy=policy, collector_kwargs=kwargs, remote_configs=[SMALL]
+    )
 
 
 @pytest.mark.slow
@@ -268,14 +275,28 @@ def test_an_actor_that_is_added_later_has_an_index_of_its_own(made: Any) -> None
     collector.update_policy_weights_()
     frames = iter(collector)
     assert seen(next(frames)) == ({1}, {1.0})
-    kwargs = [{**OPTIONS, "frames_per_batch": 10}]
-    collector.add_collectors(
-        create_env_fn=[Env], num_envs=1, policy=policy, collector_kwargs=kwargs, remote_configs=[SMALL]
-    )
-    assert seen(next(frames)) == ({1}, {1.0})  # it joins before it collects
+    add_one(collector, policy)
+    assert collector._weight_sync_schemes["policy"].worker_versions == {0: 1, 1: 1}
+    assert seen(next(frames)) == ({1}, {1.0})
     report = collector.update_policy_weights_(fill(policy, 2.0))
     assert (report.version, sorted(report.apply_seconds)) == (2, [0, 1])
     assert seen(next(frames)) == ({2}, {2.0})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:RayCollector iteration started before weight synchronization")
+@pytest.mark.parametrize("batches", [0, 1])
+def test_an_actor_that_is_added_before_the_first_update(batches: int, made: Any) -> None:
+    policy = make_policy(1.0)
+    collector = made(make, policy, actors=1)
+    add_one(collector, policy)
+    frames = iter(collector)
+    for _ in range(batches):
+        assert seen(next(frames)) == ({0}, {1.0})
+    collector.update_policy_weights_(fill(policy, 2.0))
+    assert seen(next(frames)) == ({1}, {2.0})
+    report = collector.update_policy_weights_(fill(policy, 3.0))
+    assert sorted(report.apply_seconds) == [0, 1]
 
 
 @pytest.mark.slow
@@ -303,7 +324,7 @@ def test_updates_that_fail_while_an_actor_joins_again(caplog: pytest.LogCaptureF
         collector.update_policy_weights_()
         next(frames)
     assert failed > 1
-    assert caplog.text.count("worker 1 has no link") == 1
+    assert caplog.text.count("worker 1 has lost its link") == 1
 
 
 def end_receivers(collector: Any) -> None:
