@@ -145,5 +145,6 @@ def register_with_torchrl(cls: type) -> None:
     TorchRL's inference server calls ``receive()`` of any other scheme before each batch.
     """
     module = sys.modules.get("torchrl.weight_update")
-    if module is not None:
-        module.SharedMemWeightSyncScheme.register(cls)
+    shared = getattr(module, "SharedMemWeightSyncScheme", None)  # another thread may be importing the module
+    if shared is not None:
+        shared.register(cls)
