@@ -88,8 +88,6 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
 
     def _initialize(self, schemes: dict[str, WeightSyncScheme]) -> None:
         """Initialize schemes as senders, and give each actor its receivers."""
-        import ray
-
         actors = self.remote_collectors
         for model_id, scheme in schemes.items():
             if isinstance(scheme, RayWeightSyncScheme):
@@ -97,13 +95,28 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             elif not scheme.initialized_on_sender:
                 scheme.init_on_sender(model_id=model_id, context=self, num_workers=len(actors))
         self._weight_sync_schemes = schemes
-        ray.get([one.register_scheme_receiver.remote(schemes, synchronize_weights=False) for one in actors])
+        self._register(actors)
 
-    def add_collectors(self, *args: Any, **options: Any) -> None:
-        """Start actors as TorchRL does, and wait for them; TorchRL waits without a limit."""
+    def _register(self, actors: list[Any], *, connect: bool = False) -> None:
         import ray
 
+        schemes = self._weight_sync_schemes
+        ray.get([one.register_scheme_receiver.remote(schemes, synchronize_weights=connect) for one in actors])
+
+    def add_collectors(self, *args: Any, **options: Any) -> None:
+        """Start actors as TorchRL does, and wait for them; TorchRL waits without a limit.
+
+        Actors that are added later join schemes that are connected.
+        """
+        before = len(self._remote_collectors)
         super().add_collectors(*args, **options)
+        self._wait_for_actors()
+        if self._weight_sync_schemes and self._learner is None:
+            self._register(self._remote_collectors[before:], connect=self._weight_sync_initialized)
+
+    def _wait_for_actors(self) -> None:
+        import ray
+
         begin, limit, warn_after = time.monotonic(), max(FRAMES_TIMEOUT, self._waits.limit), _WARN_SECONDS
         calls = [actor.__ray_ready__.options(max_task_retries=-1) for actor in self.remote_collectors]
         starting = {call.remote(): idx for idx, call in enumerate(calls)}
@@ -117,6 +130,11 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             if late and waited > warn_after:
                 _log.warning("%s", self._not_started(late, warn_after))
                 warn_after = math.inf
+
+    def _make_collector(self, create: Any, *, other_params: Any, **options: Any) -> Any:
+        """Start an actor with the next index; TorchRL counts from 0 in each call of ``add_collectors``."""
+        other_params["worker_idx"] = len(self._remote_collectors)
+        return super()._make_collector(create, other_params=other_params, **options)
 
     def _not_started(self, workers: list[int], seconds: float) -> str:
         return (

@@ -107,6 +107,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "_collection_thread",
         "_external_weight_sender",
         "_lazy_initialize_weight_sync",
+        "_make_collector",
         "_policy_service",
         "_remote_collectors",
         "_run_collection_loop",

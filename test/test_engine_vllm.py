@@ -10,7 +10,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
@@ -35,25 +36,35 @@ from weight_update.serving.vllm.control import update_in_session
 WAIT = 20.0
 
 
-@pytest.fixture
-def url() -> Iterator[str]:
-    """A server that has one route, whose answer is not JSON."""
+@contextlib.contextmanager
+def serving(answer: Callable[[str], tuple[int, bytes]]) -> Iterator[str]:
+    """Start a server that answers a path with a status and a content; yield its URL."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def log_message(self, *args: Any) -> None:
             """Say nothing."""
 
         def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/get_world_size" else 404)
+            status, content = answer(self.path)
+            self.send_response(status)
             self.end_headers()
-            self.wfile.write(b"<html>")
+            self.wfile.write(content)
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
-        serving.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        serving.join(WAIT)
+        do_POST = do_GET
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(server.serve_forever, 0.01)
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """The URL of a server that has one route, whose answer is not JSON."""
+    with serving(lambda path: (200 if path == "/get_world_size" else 404, b"<html>")) as made:
+        yield made
 
 
 def test_a_server_that_is_not_vllm(url: str) -> None:
@@ -62,28 +73,32 @@ def test_a_server_that_is_not_vllm(url: str) -> None:
 
 
 @contextlib.contextmanager
-def answering(answer: bytes, stalls: bool = False) -> Iterator[str]:
-    """Start a server that gives one answer, and then closes the connection unless it ``stalls``."""
+def answering(answer: bytes, piece: bytes = b"", stalls: bool = False) -> Iterator[str]:
+    """Start a server that gives one answer, and then closes the connection unless it ``stalls``.
+
+    A server that stalls goes on to send a ``piece`` again and again.
+    """
     ended = threading.Event()
 
     def serve() -> None:
         connection, _ = listening.accept()
-        with connection:
+        with connection, contextlib.suppress(OSError):
             connection.recv(1 << 16)
-            connection.sendall(b"HTTP/1.1 " + answer)
-            ended.wait(WAIT if stalls else 0)
+            connection.sendall(answer)
+            while stalls and not ended.wait(0.1):
+                connection.sendall(piece)
 
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        serving = threading.Thread(target=serve)
-        serving.start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        ended.set()
-        serving.join(WAIT)
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+        pool.submit(serve)
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            ended.set()
 
 
 @pytest.mark.parametrize("content", [b"{}", b"[]", b"null", b"3", b'{"world_size": "two"}'])
 def test_a_server_with_other_answers(content: bytes) -> None:
-    answer = b"200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
     refused = pytest.raises(RuntimeError, match=r"/get_world_size answered, but is not vLLM; correct the URL")
     with answering(answer) as url, refused:
         VLLMServer(url).world_size()
@@ -92,7 +107,8 @@ def test_a_server_with_other_answers(content: bytes) -> None:
 @pytest.mark.parametrize("stalls", [False, True])
 def test_an_error_whose_text_breaks_off(stalls: bool) -> None:
     failed = pytest.raises(RuntimeError, match=r"/pause\?mode=wait answered 500: \(the rest of the answer")
-    with answering(b"500 Error\r\nContent-Length: 100\r\n\r\nshort", stalls) as url, failed:
+    answer = b"HTTP/1.1 500 Error\r\nContent-Length: 100\r\n\r\nshort"
+    with answering(answer, stalls=stalls) as url, failed:
         VLLMServer(url, timeout=0.5).pause()
 
 
@@ -116,7 +132,7 @@ def test_a_server_without_the_routes(url: str) -> None:
 def test_a_redirect_is_not_an_answer(url: str, status: int) -> None:
     """Python would call the other address by GET, show it the key, and take its page for success."""
     page = f"{url}/get_world_size"
-    answer = f"{status} Moved\r\nLocation: {page}\r\nContent-Length: 0\r\n\r\n".encode()
+    answer = f"HTTP/1.1 {status} Moved\r\nLocation: {page}\r\nContent-Length: 0\r\n\r\n".encode()
     refused = pytest.raises(RuntimeError, match=rf"answered {status}: to {page}; give the URL of the server")
     with answering(answer) as moved, refused:
         VLLMServer(moved).pause()
@@ -142,28 +158,11 @@ def test_a_server_that_does_not_answer_in_time() -> None:
 )
 def test_an_answer_that_comes_in_small_pieces(begin: bytes, piece: bytes) -> None:
     """Each piece comes in time, and the answer does not."""
-
-    def serve() -> None:
-        connection, _ = listening.accept()
-        with connection, contextlib.suppress(OSError):
-            connection.recv(1 << 16)
-            connection.sendall(begin)
-            while not ended.wait(0.1):
-                connection.sendall(piece)
-
-    ended = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        serving = threading.Thread(target=serve)
-        serving.start()
-        limit = threading.Timer(WAIT / 4, ended.set)
-        limit.start()
-        server = VLLMServer(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=0.5)
+    began = time.monotonic()
+    with answering(begin, piece, stalls=True) as url:
         with pytest.raises(SyncTimeoutError, match=r"/pause\?mode=wait took longer than 0.5 s"):
-            server.pause()
-        assert not ended.is_set()
-        limit.cancel()
-        ended.set()
-        serving.join(WAIT)
+            VLLMServer(url, timeout=0.5).pause()
+        assert time.monotonic() - began < WAIT / 4
 
 
 def test_no_server() -> None:
@@ -196,73 +195,40 @@ def test_connect_servers_needs_servers() -> None:
 
 
 def test_the_next_send_after_a_server_refused_its_workers() -> None:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *args: Any) -> None:
-            """Say nothing."""
+    def answer(path: str) -> tuple[int, bytes]:
+        return 500 if path == "/init_weight_transfer_engine" else 200, b'{"world_size": 1}'
 
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"world_size": 1}')
-
-        def do_POST(self) -> None:
-            self.send_response(500 if self.path == "/init_weight_transfer_engine" else 200)
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
-        serving.start()
-        with SharedMemWeightSyncScheme() as scheme:
-            scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
-            with pytest.raises(RuntimeError, match="init_weight_transfer_engine"):
-                connect_servers(scheme, VLLMServer(f"http://127.0.0.1:{server.server_port}"))
-            with pytest.raises(SyncFailedError, match="worker 0: it is not connected; has it called connect"):
-                scheme.send()
-        server.shutdown()
-        serving.join(WAIT)
+    with serving(answer) as url, SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        with pytest.raises(RuntimeError, match="init_weight_transfer_engine"):
+            connect_servers(scheme, VLLMServer(url))
+        with pytest.raises(SyncFailedError, match="worker 0: it is not connected; has it called connect"):
+            scheme.send()
 
 
 def test_an_interrupt_while_a_server_has_its_workers_join() -> None:
     joining, ended = threading.Event(), threading.Event()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *args: Any) -> None:
-            """Say nothing."""
-
-        def do_GET(self) -> None:
-            self._answer(b'{"world_size": 1}')
-
-        def do_POST(self) -> None:
-            if self.path == "/init_weight_transfer_engine":
-                joining.set()
-                ended.wait(WAIT)
-            self._answer(b"{}")
-
-        def _answer(self, content: bytes) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(content)
+    def answer(path: str) -> tuple[int, bytes]:
+        if path == "/init_weight_transfer_engine":
+            joining.set()
+            ended.wait(WAIT)
+        return 200, b'{"world_size": 1}'
 
     def interrupt() -> None:
         joining.wait(WAIT)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
-        serving.start()
-        with SharedMemWeightSyncScheme() as scheme:
-            scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
-            interrupting = threading.Thread(target=interrupt)
-            interrupting.start()
-            began = time.monotonic()
-            with pytest.raises(KeyboardInterrupt):
-                connect_servers(scheme, VLLMServer(f"http://127.0.0.1:{server.server_port}"))
-            assert time.monotonic() - began < WAIT / 2
-            interrupting.join(WAIT)
-            ended.set()
-        server.shutdown()
-        serving.join(WAIT)
+    with serving(answer) as url, SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            connect_servers(scheme, VLLMServer(url))
+        assert time.monotonic() - began < WAIT / 2
+        interrupting.join(WAIT)
+        ended.set()
 
 
 def test_a_session_that_an_earlier_trainer_left_open() -> None:

@@ -261,6 +261,44 @@ def test_a_receiver_that_ended_in_a_living_actor(caplog: pytest.LogCaptureFixtur
     assert "worker 1 has lost its link" in caplog.text
 
 
+def add_one(collector: Any, policy: Any) -> None:
+    kwargs = [{**OPTIONS, "frames_per_batch": 10}]
+    collector.add_collectors(
+        create_env_fn=[Env], num_envs=1, policy=policy, collector_kwargs=kwargs, remote_configs=[SMALL]
+    )
+
+
+@pytest.mark.slow
+def test_an_actor_that_is_added_later_has_an_index_of_its_own(made: Any) -> None:
+    policy = make_policy(1.0)
+    collector = made(make, policy, actors=1)
+    collector.update_policy_weights_()
+    frames = iter(collector)
+    assert seen(next(frames)) == ({1}, {1.0})
+    add_one(collector, policy)
+    assert collector._weight_sync_schemes["policy"].worker_versions == {0: 1, 1: 1}
+    assert seen(next(frames)) == ({1}, {1.0})
+    report = collector.update_policy_weights_(fill(policy, 2.0))
+    assert (report.version, sorted(report.apply_seconds)) == (2, [0, 1])
+    assert seen(next(frames)) == ({2}, {2.0})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:RayCollector iteration started before weight synchronization")
+@pytest.mark.parametrize("batches", [0, 1])
+def test_an_actor_that_is_added_before_the_first_update(batches: int, made: Any) -> None:
+    policy = make_policy(1.0)
+    collector = made(make, policy, actors=1)
+    add_one(collector, policy)
+    frames = iter(collector)
+    for _ in range(batches):
+        assert seen(next(frames)) == ({0}, {1.0})
+    collector.update_policy_weights_(fill(policy, 2.0))
+    assert seen(next(frames)) == ({1}, {2.0})
+    report = collector.update_policy_weights_(fill(policy, 3.0))
+    assert sorted(report.apply_seconds) == [0, 1]
+
+
 @pytest.mark.slow
 def test_updates_that_fail_while_an_actor_joins_again(caplog: pytest.LogCaptureFixture, made: Any) -> None:
     """The actor joins once: it is not disconnected after its next batch because of those updates."""

@@ -1,5 +1,7 @@
 """Calls of TorchRL's schemes and strategies that ours take as well."""
 
+import sys
+import types
 from collections import OrderedDict
 
 import pytest
@@ -52,6 +54,11 @@ def test_a_scheme_by_its_backend(backend, name):
     assert type(scheme) is getattr(weight_update, name)
     assert scheme.sync is False
     assert type(torchrl.weight_update.WeightSyncScheme.from_backend(backend)).__name__ == name
+
+
+def test_a_scheme_while_another_thread_imports_torchrl(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchrl.weight_update", types.ModuleType("torchrl.weight_update"))
+    weight_update.SharedMemWeightSyncScheme().init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
 
 
 def test_an_unknown_backend_names_the_known_ones():

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weight_update import ExplorerClient, Synchronizer, SyncMethod, SyncStyle, TrainerClient
+from weight_update import ExplorerClient, Synchronizer, SyncMethod, SyncPlan, SyncStyle, TrainerClient
+from weight_update.synchronizer import StateMachine
 from weight_update.testing import processes
 
 PATIENCE = 20.0
@@ -69,6 +70,15 @@ def connected(
 
 def wait_until(true: Callable[[], Any], seconds: float = PATIENCE) -> None:
     processes.wait_until(true, seconds)
+
+
+def machine(method: SyncMethod, style: SyncStyle, explorers: int = 1, **numbers: int) -> StateMachine:
+    """Return a state machine with a trainer and explorers."""
+    made = StateMachine(SyncPlan(method, style, **numbers))
+    made.trainer_joined()
+    for id in range(explorers):
+        made.joined(id)
+    return made
 
 
 def until_waiting(where: Synchronizer, *ids: int) -> None:

@@ -234,6 +234,7 @@ class WeightSyncScheme(SchemeUpdates):
 
     def _reset(self) -> None:
         """Set the attributes that belong to one process, as they are before initialization."""
+        register_with_torchrl(WeightSyncScheme)
         self._process = ProcessState()
         self.last_report = self.listener = self.worker_idx = None
         self.__dict__.update(self.process_state())
@@ -246,6 +247,7 @@ class WeightSyncScheme(SchemeUpdates):
             if self._process.finalizer is not None:
                 self._process.finalizer.detach()
             self._reset()
+        register_with_torchrl(WeightSyncScheme)  # TorchRL may have been imported since
         return self._process
 
     def init_on_sender(
@@ -285,8 +287,7 @@ class WeightSyncScheme(SchemeUpdates):
             ctx: multiprocessing context that the workers are started with.
 
         Raises:
-            ValueError: the arguments contradict each other, or are too few; or the encoding needs a device
-                that this machine lacks.
+            ValueError: arguments contradict each other or are too few, or the encoding's device is missing.
             LifecycleError: this scheme is initialized already.
             TypeError: the model of the context has no weights.
             UnsupportedSourceError: weights are sparse, nested, quantized, or not initialized yet (lazy
@@ -295,7 +296,6 @@ class WeightSyncScheme(SchemeUpdates):
         """
         process = self._begin()
         process.require_new("use one scheme for each model")
-        register_with_torchrl(WeightSyncScheme)
         given = {"context": context, "model": model, "weights": weights, "params_map": params_map}
         sources = Sources.of(given, model_id, devices, device_map_fn, num_workers)
         self.model_id, self.context = model_id, context
@@ -344,7 +344,7 @@ class WeightSyncScheme(SchemeUpdates):
             self.worker_idx = self._index_of(worker_idx)
         elif (idx := getattr(context, "worker_idx", None)) is not None:
             self.worker_idx = whole_number(idx, "worker_idx", least=0)
-        self.model_id, self.context = model_id, context
+        self.model_id, self.context = model_id, self.context if context is None else context
         process.receiver, process.end = side, "receiver"
 
     # -- connecting --------------------------------------------------------------------------------

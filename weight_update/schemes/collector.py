@@ -11,7 +11,8 @@ A context may have these members, all optional:
   whose workers use their rank.
 - ``increment_version()``: called once for each update, when it becomes visible.
 - ``update_policy_weights_(model_id=..., policy_or_weights=...)``: called after an update if the context
-  has weight sync schemes of its own, so that the update reaches the workers of this worker.
+  has weight sync schemes of its own, so that the update reaches the workers of this worker; or if it is no
+  collector and has no ``increment_version()``, so that it counts the update.
 """
 
 from __future__ import annotations
@@ -92,10 +93,20 @@ def first_worker_of(context: Any) -> int:
 
 
 class ContextObserver:
-    """Tells the context of a receiver of each update, as long as the context exists."""
+    """Tells the context of a receiver of each update, as long as the context exists.
 
-    def __init__(self, context: Any, model_id: str, export: Callable[[NamedWeights], Any]) -> None:
+    Args:
+        context: collector, or another object that has some of the members of a context.
+        model_id: name of the model.
+        export: function that returns the weights in the format of the strategy.
+        connected: whether the receiver has its first weights, which are no update.
+    """
+
+    def __init__(
+        self, context: Any, model_id: str, export: Callable[[NamedWeights], Any], connected: bool
+    ) -> None:
         self._context, self._model_id, self._export = weakref.ref(context), model_id, export
+        self._is_update = connected
 
     def switched(self) -> None:
         """Raise the policy version of a context that counts updates itself."""
@@ -104,16 +115,23 @@ class ContextObserver:
             context.increment_version()
 
     def applied(self, weights: Callable[[], NamedWeights]) -> None:
-        """Pass weights on to the workers of a context that has workers of its own.
+        """Pass weights on to a context that has workers of its own, or that counts updates by this call.
 
         Workers that have not connected yet get the weights when they do.
         """
         context: Any = self._context()
+        takes_weights, self._is_update = self._takes_weights(context), True
+        if takes_weights:
+            found = self._export(weights())
+            context.update_policy_weights_(model_id=self._model_id, policy_or_weights=found)
+
+    def _takes_weights(self, context: Any) -> bool:
         if _has_own_schemes(context):
             scheme = context._weight_sync_schemes.get(self._model_id)
-            if scheme is None or scheme.synchronized_on_sender:
-                found = self._export(weights())
-                context.update_policy_weights_(model_id=self._model_id, policy_or_weights=found)
+            return scheme is None or bool(scheme.synchronized_on_sender)
+        if hasattr(context, "_weight_sync_schemes") or hasattr(context, "increment_version"):
+            return False
+        return self._is_update and hasattr(context, "update_policy_weights_")  # TorchRL's InferenceServer
 
 
 def _has_own_schemes(context: Any) -> bool:
@@ -121,7 +139,12 @@ def _has_own_schemes(context: Any) -> bool:
 
 
 def register_with_torchrl(cls: type) -> None:
-    """Make TorchRL's collectors accept our schemes: they check for TorchRL's abstract base class."""
+    """Make TorchRL accept our schemes where it checks for its own.
+
+    Its class for shared memory stands for every scheme that applies updates in the background, as ours do:
+    TorchRL's inference server calls ``receive()`` of any other scheme before each batch.
+    """
     module = sys.modules.get("torchrl.weight_update")
-    if module is not None:
-        module.WeightSyncScheme.register(cls)
+    shared = getattr(module, "SharedMemWeightSyncScheme", None)  # another thread may be importing the module
+    if shared is not None:
+        shared.register(cls)

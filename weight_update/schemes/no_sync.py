@@ -9,7 +9,6 @@ from weight_update.errors import LifecycleError
 from weight_update.receiver.gate import Gate, Hold
 from weight_update.report import SyncReport
 from weight_update.schemes.base import End, WeightSyncScheme
-from weight_update.schemes.collector import register_with_torchrl
 from weight_update.schemes.receiver_side import ReceiverSide
 from weight_update.sender.handle import AnswerReader, Outcomes, SendHandle
 from weight_update.sender.workers import WorkerTable
@@ -34,7 +33,6 @@ class NoWeightSyncScheme(WeightSyncScheme, backend="none"):
 
     def init_on_sender(self, *, model_id: str | None = None, **ignored: Any) -> None:
         """Note that this is the sender; other arguments are ignored."""
-        register_with_torchrl(WeightSyncScheme)
         self.model_id, self._begin().end = model_id, "sender"
 
     def init_on_receiver(self, *, model_id: str | None = None, **ignored: Any) -> None:

@@ -23,6 +23,7 @@ from weight_update.transports.object_store.manifest import MANIFEST_NAME, read_m
 from weight_update.transports.object_store.publisher import ObjectStorePublisher
 from weight_update.transports.object_store.reader import ObjectStoreReader
 from weight_update.transports.object_store.store import ObjectStore
+from weight_update.transports.socket_stream import deadline_of
 
 
 class ObjectStoreWeightSyncScheme(WeightSyncScheme):
@@ -142,7 +143,7 @@ class ObjectStoreWeightSyncScheme(WeightSyncScheme):
         """Number versions after those that the store has."""
         try:
             with closing(self._store()) as store:
-                present = read_manifest(store, self.token, limit)
+                present = read_manifest(store, self.token, deadline_of(limit))
         except (FormatError, JoinRefusedError) as error:
             raise type(error)(
                 f"{error}. To start anew, remove {self.url}/{MANIFEST_NAME}, or use another URL"

@@ -356,7 +356,9 @@ class SchemeUpdates(ABC):
     def _observer(self) -> ContextObserver | None:
         """Return the observer that tells the context, if there is one, of a receiver's updates."""
         context, export = self.context, self.strategy.export
-        return None if context is None else ContextObserver(context, self._model_name, export)
+        if context is None:
+            return None
+        return ContextObserver(context, self._model_name, export, self._process.connected)
 
     @property
     def _model_name(self) -> str:

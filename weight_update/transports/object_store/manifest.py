@@ -125,9 +125,9 @@ def _sign(text: str, token: str) -> str:
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
-def read_manifest(store: ObjectStore, token: str, timeout: float | None) -> StoreManifest | None:
+def read_manifest(store: ObjectStore, token: str, deadline: float | None) -> StoreManifest | None:
     """Return the manifest, or None if nothing was published yet; raise as ``read`` and ``decode``."""
     try:
-        return StoreManifest.decode(store.read(MANIFEST_NAME, _MAX_BYTES, timeout), token)
+        return StoreManifest.decode(store.read(MANIFEST_NAME, _MAX_BYTES, deadline), token)
     except FileNotFoundError:
         return None

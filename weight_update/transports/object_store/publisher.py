@@ -148,8 +148,7 @@ class ObjectStorePublisher(TransportBackend):
                 self._left = list(self._found(own=False))
         else:  # on a full disk, what is left of a version would be in the way
             self._remove_unused()
-        if self._chain:
-            self._former, self._chain = self._chain, ()
+        self._former, self._chain = self._chain or self._former, ()
         self._frames = []
         # A reader sees the number of the version that it is going to get.
         self._description = replace(welcome, header={**welcome.header, "version": None})
@@ -222,7 +221,7 @@ class ObjectStorePublisher(TransportBackend):
             TransportError: another sender has published since this one did.
         """
         try:
-            present = read_manifest(self._store, self._token, seconds_left(deadline))
+            present = read_manifest(self._store, self._token, deadline)
         except FormatError:  # another sender writes it now, or a write was cut off
             present = None
         if not self._written:

@@ -194,8 +194,8 @@ class ObjectStoreReader(TransportBackend):
 
     def _manifest(self) -> StoreManifest | None:
         """Return the manifest, or None if there is nothing new that the receiver should try."""
-        limit = seconds_left(self._deadline)
-        manifest = read_manifest(self._store, self._token, None if limit is None else max(limit, 0.1))
+        deadline, least = self._deadline, time.monotonic() + 0.1
+        manifest = read_manifest(self._store, self._token, None if deadline is None else max(deadline, least))
         if manifest is None:
             return None
         run, serial = self._seen

@@ -16,7 +16,7 @@ from typing import Any
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.text import format_seconds
 from weight_update.threads import call_in_thread
-from weight_update.transports.socket_stream import deadline_of, seconds_left
+from weight_update.transports.socket_stream import seconds_left
 
 _AT_A_TIME = 8  # objects; one connection to an object store has a tenth of the speed of a network
 _MOST_GIVEN_UP = 4 * _AT_A_TIME  # requests that may go on after they were given up
@@ -92,7 +92,7 @@ class ObjectStore:
         wait([self._closed], seconds)
         self._require_open()
 
-    def read(self, name: str, limit: int, timeout: float | None) -> bytes:
+    def read(self, name: str, limit: int, deadline: float | None) -> bytes:
         """Return the first bytes of an object, at most ``limit``.
 
         Raises:
@@ -100,7 +100,7 @@ class ObjectStore:
             SyncTimeoutError: the store did not answer in time.
             TransportError: it cannot be read; or the store was closed.
         """
-        found: bytes = self._result(self._begin("read", name, deadline_of(timeout), self._get, limit))
+        found: bytes = self._result(self._begin("read", name, deadline, self._get, limit))
         return found
 
     def read_all(
