@@ -106,7 +106,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     def add_collectors(self, *args: Any, **options: Any) -> None:
         """Start actors as TorchRL does, and wait for them; TorchRL waits without a limit.
 
-        Actors that are added later join schemes that are connected.
+        Actors that are added later get the current weights before this returns.
         """
         before = len(self._remote_collectors)
         super().add_collectors(*args, **options)

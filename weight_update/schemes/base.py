@@ -247,7 +247,7 @@ class WeightSyncScheme(SchemeUpdates):
             if self._process.finalizer is not None:
                 self._process.finalizer.detach()
             self._reset()
-        register_with_torchrl(WeightSyncScheme)  # TorchRL may have been imported since
+        register_with_torchrl(WeightSyncScheme)
         return self._process
 
     def init_on_sender(

@@ -10,9 +10,9 @@ A context may have these members, all optional:
 - ``first_worker_idx``: index that its first worker uses; without it 0, or 1 for the collectors of TorchRL
   whose workers use their rank.
 - ``increment_version()``: called once for each update, when it becomes visible.
-- ``update_policy_weights_(model_id=..., policy_or_weights=...)``: called after an update if the context
-  has weight sync schemes of its own, so that the update reaches the workers of this worker; or if it is no
-  collector and has no ``increment_version()``, so that it counts the update.
+- ``update_policy_weights_(model_id=..., policy_or_weights=...)``: called after an update. A collector gets
+  this call only if it has weight sync schemes of its own, and passes the update on to its workers. Another
+  context, such as TorchRL's inference server, gets it unless it has ``increment_version()``.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class ContextObserver:
             context.increment_version()
 
     def applied(self, weights: Callable[[], NamedWeights]) -> None:
-        """Pass weights on to a context that has workers of its own, or that counts updates by this call.
+        """Call ``update_policy_weights_()`` of a context that takes the call.
 
-        Workers that have not connected yet get the weights when they do.
+        Workers of a collector that have not connected yet get the weights when they do.
         """
         context: Any = self._context()
         takes_weights, self._is_update = self._takes_weights(context), True
@@ -126,6 +126,7 @@ class ContextObserver:
             context.update_policy_weights_(model_id=self._model_id, policy_or_weights=found)
 
     def _takes_weights(self, context: Any) -> bool:
+        """Return whether ``context`` is to be given the weights that were applied."""
         if _has_own_schemes(context):
             scheme = context._weight_sync_schemes.get(self._model_id)
             return scheme is None or bool(scheme.synchronized_on_sender)
@@ -143,6 +144,9 @@ def register_with_torchrl(cls: type) -> None:
 
     Its class for shared memory stands for every scheme that applies updates in the background, as ours do:
     TorchRL's inference server calls ``receive()`` of any other scheme before each batch.
+
+    A scheme calls this when it is made, because that server checks it before it initializes it, and at its
+    initialization, because TorchRL may have been imported in between.
     """
     module = sys.modules.get("torchrl.weight_update")
     shared = getattr(module, "SharedMemWeightSyncScheme", None)  # another thread may be importing the module
