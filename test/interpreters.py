@@ -284,6 +284,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     torch, threads = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
     if torch and threads.isdigit() and int(threads) != torch.get_num_threads():
         torch.set_num_threads(int(threads))
+    if "triton" in sys.modules:  # its bindings print which objects are not collected at the end
+        gc.unfreeze()
     _run(request["arguments"], request["quick_spawn"])
 
 

@@ -123,7 +123,7 @@ def test_parametrized_weights_are_computed_anew_after_an_update(path: str) -> No
             assert torch.allclose(target[0].weight.norm(dim=1), length.flatten())
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_script_module_computes_with_the_weights_of_the_module_it_was_made_of() -> None:
     source, target = nn.Linear(3, 3), nn.Linear(3, 3)
     script, given = torch.jit.script(target), torch.ones(1, 3)
@@ -135,7 +135,7 @@ def test_a_script_module_computes_with_the_weights_of_the_module_it_was_made_of(
             assert torch.equal(policy(given), source(given))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize(
     ("place", "name"), [(lambda one: one, "the model"), (lambda one: nn.Sequential(nn.ReLU(), one), "1")]
 )
